@@ -1,0 +1,89 @@
+"""Checkpoints: parameters, optimizer state, config and tokenizer of a run, together, by Orbax.
+
+    <workdir>/checkpoints/<step>/{params, optimizer, about}
+
+A checkpoint appears under its step only when it is complete. `about` holds the config, the tokenizer's
+name and the hash of the training data, so a checkpoint can be opened by itself, on any machine.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.errors import UserError
+from diffeqformer.models import Transformer
+from diffeqformer.step import abstract_model
+
+
+def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
+    """The checkpoints of a run; the newest `kept` stay. Saves go on in the background."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True)
+    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=("params", "optimizer", "about"))
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: dict, config: ConfigDict, tokenizer, data_sha256: str) -> None:
+    """Start saving the state after `step` steps. The state may be donated as soon as this returns."""
+    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "data_sha256": data_sha256}
+    rest = {name: value for name, value in state.items() if name != "params"}
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardSave(state["params"]),
+            optimizer=ocp.args.StandardSave(rest),
+            about=ocp.args.JsonSave(about),
+        ),
+    )
+
+
+def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
+    """What a checkpoint says of itself: config (a dict), tokenizer, data_sha256."""
+    return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+
+
+def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
+    """The state saved at `step`, with the shapes and shardings of `abstract_state`."""
+    rest = {name: value for name, value in abstract_state.items() if name != "params"}
+    restored = manager.restore(
+        step,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardRestore(abstract_state["params"]), optimizer=ocp.args.StandardRestore(rest)
+        ),
+    )
+    return {"params": restored["params"], **restored["optimizer"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint, ready to be used."""
+
+    step: int
+    config: ConfigDict
+    model: Transformer
+    tokenizer: object
+
+
+def load(workdir: str | pathlib.Path) -> Checkpoint:
+    """Open the newest checkpoint below a run's folder on this machine's first device, without the optimizer's state.
+
+    Raises:
+        UserError: if there is none.
+    """
+    workdir = pathlib.Path(workdir)
+    if not (workdir / "checkpoints").is_dir():
+        raise UserError(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
+    with open_checkpoints(workdir, kept=None) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")
+        about = read_about(manager, step)
+        config = ConfigDict(about["config"])
+        graph, params = nnx.split(abstract_model(config), nnx.Param)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nnx.to_pure_dict(params))
+        restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
+    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), TOKENIZERS[about["tokenizer"]]())

@@ -1,0 +1,209 @@
+"""The fields of a config, declared once, and the rules that every config must satisfy."""
+
+import difflib
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from diffeqformer.data import TASK_TOKENIZERS
+from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.errors import UserError
+from diffeqformer.models import MODELS
+from diffeqformer.models.generated import GENERATOR_STARTS
+
+
+def base_config(name: str, model: str) -> ConfigDict:
+    """Every field with its default: GPT-small's shape, to be changed by the files in `configs/`.
+
+    Args:
+        name: the config's name, by which its runs are called.
+        model: the kind of model, a key of `diffeqformer.models.MODELS`.
+
+    Returns:
+        A locked config: its fields can be changed, and a field that doesn't exist can't be set.
+    """
+    config = ConfigDict()
+    config.name = name if model == "diffeqformer" else f"{name}-{model}"
+    config.seed = 0  # of initial parameters, order of data and dropout
+    config.steps = 20_000  # optimizer steps
+    config.batch_size = 512  # sequences in one step, over all devices
+    config.sequence_length = 1024  # tokens in one sequence
+
+    config.model = ConfigDict()
+    config.model.kind = model  # diffeqformer, gpt or shared
+    config.model.width = 768  # D, of the residual stream
+    config.model.heads = 12  # attention heads; must divide the width
+    config.model.mlp = 3072  # F, of the feed-forward's hidden layer
+    config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
+    config.model.vocab_size = 50_257  # at least that of the task's tokenizer
+    config.model.max_length = 1024  # number of learned positions
+    config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
+    config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
+    config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
+    config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
+    config.model.dropout = 0.1  # on the embedding and on each branch's output
+    config.model.dtype = "bfloat16"  # of matrix products; parameters, state between steps and times are float32
+    config.model.remat = True  # recompute each step in the backward pass: less memory, a third more compute
+
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 6e-4  # at the peak, after the warm-up
+    config.optimizer.weight_decay = 0.1  # decoupled; see diffeqformer.optimizer.decay_mask
+    config.optimizer.beta1 = 0.9
+    config.optimizer.beta2 = 0.999
+    config.optimizer.epsilon = 1e-8
+    config.optimizer.clip_norm = 1.0  # of the gradient's global norm; 0 turns clipping off
+    config.optimizer.warmup_fraction = 0.01  # of the steps, linear from 0
+    config.optimizer.final_fraction = 0.1  # of the peak rate, where the cosine ends
+
+    config.data = ConfigDict()
+    config.data.task = "openwebtext"  # a task of diffeqformer.data.tasks
+    config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task
+
+    config.log_every = 20  # steps between progress lines
+    config.eval_every = 500  # steps between evaluations over the whole validation split
+    config.checkpoint_every = 1000  # steps between checkpoints
+    config.checkpoints_kept = 2  # the newest ones
+
+    config.sample = ConfigDict()  # the text that is written at the end
+    config.sample.prompt = "\n"
+    config.sample.length = 256  # tokens, the prompt's included; at most max_length
+    config.sample.temperature = 0.8  # 0 takes the likeliest token
+    return config.lock()
+
+
+class Rule(NamedTuple):
+    """One requirement: of a field's value, given the whole config and the number of devices.
+
+    `says` may hold {}-fields, filled from the config `c`, the number of devices `n` and the value `v`.
+    """
+
+    field: str
+    holds: Callable[[Any, ConfigDict, int], bool]
+    says: str
+
+
+def _every(fields: str, holds: Callable[[Any, ConfigDict, int], bool], says: str) -> list[Rule]:
+    return [Rule(field, holds, says) for field in fields.split()]
+
+
+def _tokenizer(config: ConfigDict):
+    return TOKENIZERS[TASK_TOKENIZERS[config.data.task]]()
+
+
+RULES = [
+    *_every(
+        "steps batch_size model.width model.heads model.mlp model.num_steps model.vocab_size model.max_length "
+        "model.time_embed_dim model.sinusoidal_dim log_every eval_every checkpoint_every checkpoints_kept",
+        lambda v, c, n: v >= 1,
+        "must be at least 1",
+    ),
+    *_every("sequence_length sample.length", lambda v, c, n: v >= 2, "must be at least 2"),
+    Rule("seed", lambda v, c, n: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
+    *_every(
+        "optimizer.learning_rate optimizer.epsilon model.time_frequency",
+        lambda v, c, n: 0 < v < math.inf,
+        "must be a positive number",
+    ),
+    *_every(
+        "optimizer.weight_decay optimizer.clip_norm sample.temperature",
+        lambda v, c, n: 0 <= v < math.inf,
+        "must not be negative",
+    ),
+    *_every(
+        "model.dropout optimizer.beta1 optimizer.beta2", lambda v, c, n: 0 <= v < 1, "must be at least 0 and below 1"
+    ),
+    *_every(
+        "optimizer.warmup_fraction optimizer.final_fraction", lambda v, c, n: 0 <= v <= 1, "must be between 0 and 1"
+    ),
+    Rule("model.kind", lambda v, c, n: v in MODELS, f"must be one of {', '.join(MODELS)}"),
+    Rule(
+        "model.generator_start", lambda v, c, n: v in GENERATOR_STARTS, f"must be one of {', '.join(GENERATOR_STARTS)}"
+    ),
+    Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+    Rule("data.task", lambda v, c, n: v in TASK_TOKENIZERS, f"must be one of {', '.join(TASK_TOKENIZERS)}"),
+    Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
+    Rule("batch_size", lambda v, c, n: v % n == 0, "must be a multiple of the number of devices ({n})"),
+    *_every(
+        "sequence_length sample.length",
+        lambda v, c, n: v <= c.model.max_length,
+        "must not exceed the number of positions, model.max_length ({c.model.max_length})",
+    ),
+    Rule(
+        "model.vocab_size",
+        lambda v, c, n: v >= _tokenizer(c).vocab_size,
+        "must not be below the vocabulary of the tokenizer of data.task ({c.data.task})",
+    ),
+    Rule(
+        "sample.prompt",
+        lambda v, c, n: 1 <= len(_tokenizer(c).encode(v)) < c.sample.length,
+        "must have at least one token and fewer than sample.length ({c.sample.length})",
+    ),
+]
+"""Every requirement on a config, in the order in which they are checked."""
+
+
+def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
+    """The dotted names of all fields."""
+    names = []
+    for name, value in config.items():
+        names += field_names(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [prefix + name]
+    return names
+
+
+def get_field(config: ConfigDict, name: str) -> Any:
+    """The value of the field with a dotted name."""
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def check_config(config: ConfigDict, num_devices: int) -> None:
+    """Check every rule.
+
+    Raises:
+        UserError: for the first rule that doesn't hold, with its field, the value found and what is needed.
+    """
+    for rule in RULES:
+        value = get_field(config, rule.field)
+        if not rule.holds(value, config, num_devices):
+            says = rule.says.format(c=config, n=num_devices, v=value)
+            raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Check that every `--config.FIELD` among the command's arguments names a field.
+
+    Raises:
+        UserError: for one that doesn't, with the field that was probably meant.
+    """
+    base = base_config("", "diffeqformer")
+    known = {f"config.{name}" for name in field_names(base)}
+    for argument in arguments:
+        name = argument.lstrip("-").partition("=")[0]
+        if name.startswith("config.") and name.removeprefix("config.no") not in known | {"config"} and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"{name}: there is no such field{hint}")
+
+
+CHANGEABLE = ("log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.dir", "sample.")
+"""Fields (or their beginnings) that may differ when a run is resumed: they don't change what is learnt."""
+
+
+def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:
+    """Check that a run of `config` continues the one that saved `saved`.
+
+    Raises:
+        UserError: naming the fields that differ.
+    """
+    names = sorted({*field_names(config), *field_names(saved)})
+    differing = []
+    for name in names:
+        ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
+        if ours != theirs and not name.startswith(CHANGEABLE):
+            differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
+    if differing:
+        raise UserError(f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, or the same config")

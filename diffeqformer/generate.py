@@ -1,0 +1,46 @@
+"""Text from a model, the simple way: the whole window is computed anew for each token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from diffeqformer.models import Transformer
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "vocab_size", "temperature"))
+def _generate(graph, params, tokens, prompt_length, key, vocab_size, temperature):
+    model = nnx.merge(graph, params)
+    weights = model.weights()
+
+    def write_token(position, tokens):
+        logits = model(tokens, weights)[0, position - 1, :vocab_size]
+        if temperature == 0:
+            token = jnp.argmax(logits)
+        else:
+            token = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+        return tokens.at[0, position].set(token.astype(tokens.dtype))
+
+    return jax.lax.fori_loop(prompt_length, tokens.shape[1], write_token, tokens)
+
+
+def generate(model: Transformer, tokenizer, prompt: str, length: int, key: Key[Array, ""], temperature: float) -> str:
+    """The prompt and what the model writes after it, up to `length` tokens or the end of the text.
+
+    Args:
+        model: any model of the family; its trained number of steps is used.
+        tokenizer: of `diffeqformer.data.tokenizers`.
+        prompt: at least one token, fewer than `length`.
+        length: tokens in all, at most the model's number of positions.
+        key: random key of the sample.
+        temperature: divides the logits; 0 takes the likeliest token.
+    """
+    prompt_ids = tokenizer.encode(prompt)
+    graph, params = nnx.split(model)
+    tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt_ids)].set(jnp.array(prompt_ids))
+    ids = _generate(graph, params, tokens, len(prompt_ids), key, tokenizer.vocab_size, temperature)[0].tolist()
+    if tokenizer.end_of_text in ids[len(prompt_ids) :]:
+        ids = ids[: ids.index(tokenizer.end_of_text, len(prompt_ids))]
+    return tokenizer.decode(ids)

@@ -1,0 +1,168 @@
+"""Generated depth weights: the hypernetwork over continuous depth.
+
+Equation (6) and appendix A of the paper. For each layer of the vector field,
+
+    e(t) = [t, sin(c t w), cos(c t w)],   w_k = 10000^(-k / K),  k = 0 ... K - 1
+    h(t) = lin2(silu(lin1(e(t))))
+    kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
+
+with P stored as [inputs, E, outputs], so that kernels for all times come out of one projection as
+[T, inputs, outputs] without a relayout. e(t) and h(t) are fp32 whatever the compute type.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, step_sizes
+from diffeqformer.models.layers import Linear, Norm, parameter
+
+
+def time_features(times: np.ndarray, sinusoidal_dim: int, time_frequency: float) -> Float[np.ndarray, "T features"]:
+    """e(t) for every time: [T, 2 K + 1] fp32 with K = `sinusoidal_dim`.
+
+    Evaluated on the host in float64, because the angle reaches `time_frequency` radians: in bf16
+    it would be off by whole radians, in fp32 by 6e-5.
+    """
+    times = np.asarray(times, np.float64)[:, None]
+    frequencies = 10000.0 ** (-np.arange(sinusoidal_dim) / sinusoidal_dim)
+    angles = time_frequency * times * frequencies
+    return np.concatenate([times, np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+@jax.custom_vjp
+def project(
+    h: Float[Array, "T E"], projection: Float[Array, "inputs E outputs"], constant: Float[Array, "inputs outputs"]
+) -> Float[Array, "T inputs outputs"]:
+    """kernel(t) = h(t) P + B for all times at once, in fp32: P is read once forward, once backward.
+
+    Operands stay fp32 at the backend's default precision: TPUs and GPUs multiply in bf16 or TF32 as
+    they read, and the gradient of P is accumulated in fp32, which a cast beforehand would prevent.
+
+    All three products are written as matrix products batched over `inputs`, the order in which P is
+    stored. The derivative is spelled out because the automatic one transposes P's gradient at the
+    end, which on a CPU makes the train step half as long again; on TPUs the two compile alike.
+    """
+    batched = jnp.broadcast_to(h, (len(projection), *h.shape))
+    return (batched @ projection).swapaxes(0, 1) + constant
+
+
+def _project_forward(h, projection, constant):
+    return project(h, projection, constant), (h, projection)
+
+
+def _project_backward(residuals, d_kernel):
+    h, projection = residuals
+    by_input = d_kernel.swapaxes(0, 1)  # [inputs, T, outputs]
+    d_projection = jnp.broadcast_to(h.T, (len(projection), *h.T.shape)) @ by_input
+    d_h = jnp.einsum("ito,ieo->ite", by_input, projection).sum(0)
+    return d_h, d_projection, d_kernel.sum(0)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P and B."""
+
+    mlp: float | None
+    projection: float
+    constant: float
+
+
+def generator_start(name: str, time_embed_dim: int) -> Start:
+    """The named start of the generator (`model.generator_start`).
+
+    published: as in the authors' code; kernels begin at an rms of 1e-3 to 6e-3, almost the identity.
+    constant: as published, but B at a vanilla transformer's 0.02.
+    varying: B at 0.02 and a hypernetwork whose output varies with t from the first step.
+    """
+    return {
+        "published": Start(0.02, 0.02, 0.0),
+        "constant": Start(0.02, 0.02, 0.02),
+        "varying": Start(None, 0.015 / math.sqrt(time_embed_dim), 0.02),
+    }[name]
+
+
+GENERATOR_STARTS = ("published", "constant", "varying")
+
+
+class TimeMLP(nnx.Module):
+    """h(t) = lin2(silu(lin1(e(t)))), of width E; one for each layer of the vector field."""
+
+    def __init__(self, features: int, width: int, stddev: float | None, rngs: nnx.Rngs):
+        self.lin1 = parameter(rngs, (features, width), (None, "time_embed"), stddev=stddev or features**-0.5)
+        self.lin1_bias = parameter(rngs, (width,), ("time_embed",))
+        self.lin2 = parameter(rngs, (width, width), (None, "time_embed"), stddev=stddev or width**-0.5)
+        self.lin2_bias = parameter(rngs, (width,), ("time_embed",))
+
+    def __call__(self, features: Float[Array, "T features"]) -> Float[Array, "T E"]:
+        with jax.default_matmul_precision("highest"):  # tiny, and fp32 on every backend
+            return jax.nn.silu(features @ self.lin1 + self.lin1_bias) @ self.lin2 + self.lin2_bias
+
+
+class GeneratedLinear(nnx.Module):
+    """kernel(t) = h(t) P + B and bias(t) = h(t) P_b."""
+
+    def __init__(self, layer: Linear, features: int, width: int, start: Start, rngs: nnx.Rngs):
+        inputs, outputs = layer.axes
+        self.mlp = TimeMLP(features, width, start.mlp, rngs)
+        self.projection = parameter(
+            rngs, (layer.inputs, width, layer.outputs), (inputs, "time_embed", outputs), stddev=start.projection
+        )
+        self.constant = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=start.constant)
+        if layer.bias:
+            self.bias_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs), stddev=1e-4)
+
+    def __call__(self, features: Float[Array, "T features"]) -> dict:
+        h = self.mlp(features)
+        weights = {"kernel": project(h, self.projection[...], self.constant[...])}
+        if hasattr(self, "bias_projection"):
+            weights["bias"] = h @ self.bias_projection
+        return weights
+
+
+class GeneratedNorm(nnx.Module):
+    """scale(t) = 1 + h(t) P_s and shift(t) = h(t) P_h."""
+
+    def __init__(self, layer: Norm, features: int, width: int, start: Start, rngs: nnx.Rngs):
+        self.mlp = TimeMLP(features, width, start.mlp, rngs)
+        self.scale_projection = parameter(rngs, (width, layer.width), ("time_embed", "embed"))
+        if layer.shift:
+            self.shift_projection = parameter(rngs, (width, layer.width), ("time_embed", "embed"))
+
+    def __call__(self, features: Float[Array, "T features"]) -> dict:
+        h = self.mlp(features)
+        weights = {"scale": 1.0 + h @ self.scale_projection}
+        if hasattr(self, "shift_projection"):
+            weights["shift"] = h @ self.shift_projection
+        return weights
+
+
+class GeneratedWeights(nnx.Module):
+    """The hypernetwork: weights for any times from parameters whose number does not depend on depth."""
+
+    def __init__(
+        self, layers: dict[str, Linear | Norm], *, time_embed_dim: int, sinusoidal_dim: int, time_frequency: float, start: str, dtype, rngs: nnx.Rngs
+    ):
+        self.sinusoidal_dim, self.time_frequency, self.dtype = sinusoidal_dim, time_frequency, dtype
+        features = 2 * sinusoidal_dim + 1
+        scales = generator_start(start, time_embed_dim)
+        kinds = {Linear: GeneratedLinear, Norm: GeneratedNorm}
+        self.layers = nnx.Dict(
+            **{name: kinds[type(layer)](layer, features, time_embed_dim, scales, rngs) for name, layer in layers.items()}
+        )
+
+    def __call__(self, times: np.ndarray) -> StackedWeights:
+        """The weights at `times` [T] for the steps that end there; times are host numbers, not traced."""
+        return StackedWeights(self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency)), step_sizes(times))
+
+    def from_features(self, features: Float[Array, "T features"]) -> dict:
+        """The stacked weights of every layer, given e(t) [T, 2 K + 1] in fp32."""
+        return {name: in_compute_type(layer(jnp.asarray(features)), self.dtype) for name, layer in self.layers.items()}

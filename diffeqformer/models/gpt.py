@@ -1,0 +1,54 @@
+"""The GPT vector field: LayerNorm, causal attention, tanh-GELU feed-forward, biases."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from diffeqformer.models.layers import Context, Linear, Norm, dropout, layer_norm, linear
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT:
+    """dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t).
+
+    Equations (3) to (5) of the paper. Both branches read the same state; dropout acts on each
+    branch's output, as in the authors' code (which never applies its attention dropout).
+    """
+
+    width: int
+    heads: int
+    mlp: int
+    epsilon: float = 1e-5
+
+    def layers(self) -> dict[str, Linear | Norm]:
+        """Name, shape and logical axes of every weight of the block.
+
+        The outputs of `qkv` are ordered [head, (query, key, value), head width], so that a
+        contiguous part of them holds whole heads.
+        """
+        return {
+            "norm_attention": Norm(self.width),
+            "qkv": Linear(self.width, 3 * self.width, ("embed", "heads")),
+            "attention_out": Linear(self.width, self.width, ("heads", "embed")),
+            "norm_mlp": Norm(self.width),
+            "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp")),
+            "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed")),
+        }
+
+    def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The attention branch F of equation (4), its norm included."""
+        batch, sequence, width = x.shape
+        qkv = linear(weights["qkv"], layer_norm(weights["norm_attention"], x, self.epsilon))
+        qkv = qkv.reshape(batch, sequence, self.heads, 3, width // self.heads)
+        mixed = jax.nn.dot_product_attention(qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], is_causal=True)
+        return dropout(linear(weights["attention_out"], mixed.reshape(x.shape)), context, site=0)
+
+    def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The feed-forward branch G of equation (5), its norm included."""
+        hidden = linear(weights["mlp_up"], layer_norm(weights["norm_mlp"], x, self.epsilon))
+        return dropout(linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True)), context, site=1)
+
+    def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """dx/dt at state x, given the block's weights at that time."""
+        return self.attention(weights, x, context) + self.feed_forward(weights, x, context)

@@ -1,0 +1,93 @@
+"""What a vector field is made of: the shapes, logical axes and initial values of its weights.
+
+A vector field lists its layers once, as `Linear` and `Norm` entries; the depth weights
+(`per_layer`, `shared`, `generated`) turn the same list into parameters of their own kind.
+A layer's weights at one time are a plain dictionary:
+
+    Linear: kernel [inputs, outputs], bias [outputs] (if it has one)
+    Norm:   scale [D], shift [D] (if it has one)
+
+Kernels are kept two-dimensional, heads flattened into one axis: a trailing axis of a head's
+width would be padded to twice its size by a TPU's 8 x 128 tiles.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A linear layer: `y = x @ kernel + bias`, kernel [inputs, outputs]."""
+
+    inputs: int
+    outputs: int
+    axes: tuple[str, str]  # logical axes of the kernel
+    bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A normalisation over the model width D, with scale and, if asked for, shift."""
+
+    width: int
+    shift: bool = True
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], stddev: float = 0.0, mean: float = 0.0):
+    """An fp32 parameter drawn from N(mean, stddev^2); `axes` names each dimension's logical axis.
+
+    The axes are plain metadata, read by `diffeqformer.sharding` and by nothing else.
+    """
+    assert len(shape) == len(axes), (shape, axes)
+    value = jnp.full(shape, mean, jnp.float32)
+    if stddev:
+        value = value + stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes)
+
+
+def linear(weights: dict, x: Float[Array, "*B inputs"]) -> Float[Array, "*B outputs"]:
+    """Apply one linear layer in the type of its kernel."""
+    y = x.astype(weights["kernel"].dtype) @ weights["kernel"]
+    return y + weights["bias"] if "bias" in weights else y
+
+
+def layer_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """LayerNorm over the last axis, in fp32."""
+    x = x.astype(jnp.float32)
+    centred = x - x.mean(-1, keepdims=True)
+    variance = jnp.mean(centred * centred, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
+
+
+class Context(NamedTuple):
+    """What a vector field needs beside weights and state.
+
+    keys: one random key per example for the dropout masks of this depth step; None, no dropout.
+    dropout: the share of each branch's outputs that is dropped.
+    """
+
+    keys: Key[Array, "B"] | None = None
+    dropout: float = 0.0
+
+    def at_step(self, index) -> "Context":
+        """The context of depth step `index`; 0 is the embedding, blocks count from 1."""
+        return self if self.keys is None else self._replace(keys=fold_in(self.keys, index))
+
+
+def fold_in(keys: Key[Array, "B"], number) -> Key[Array, "B"]:
+    """Fold one number into every example's key."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
+def dropout(x: Float[Array, "B S D"], context: Context, site: int) -> Float[Array, "B S D"]:
+    """Inverted dropout; each example's mask comes from its own key, so it does not depend on the batch."""
+    if context.keys is None or context.dropout == 0.0:
+        return x
+    keep = 1.0 - context.dropout
+    mask = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))(fold_in(context.keys, site))
+    return jnp.where(mask, x / keep, 0.0)

@@ -1,0 +1,77 @@
+"""What a run shows while it works: lines on the terminal, and curves in TensorBoard."""
+
+import pathlib
+import time
+
+import tensorboardX
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Progress:
+    """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
+
+    Args:
+        workdir: folder of the run.
+        first_step: the step from which this process trains; what earlier ones wrote from there on is dropped.
+        steps: steps of the whole run.
+        tokens_per_step: tokens of one global batch.
+    """
+
+    def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, tokens_per_step: int):
+        self.writer = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+        self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
+        self.start = self.last_time = time.monotonic()
+        self.last_step = first_step
+
+    def begin(self) -> None:
+        """Start the clock: after the first step, whose time is mostly compilation."""
+        self.start = self.last_time = time.monotonic()
+        self.first_step += 1
+        self.last_step = self.first_step
+
+    def pause(self, seconds: float) -> None:
+        """Leave out of the rate what was not training."""
+        self.last_time += seconds
+
+    def train(self, step: int, scalars: dict[str, float]) -> None:
+        """One progress line after `step` steps: loss, rate and time left."""
+        now = time.monotonic()
+        if step > self.last_step:
+            rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
+            left = (self.steps - step) * (now - self.start) / (step - self.first_step)
+            scalars = {**scalars, "tokens_per_second": rate}
+            pace = f"  {rate:,.0f} tokens/s  {duration(left)} left"
+        else:
+            pace = ""
+        self.last_step, self.last_time = step, now
+        self._write(step, "train", scalars)
+        print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}{pace}", flush=True)
+
+    def validation(self, step: int, scalars: dict[str, float]) -> None:
+        """One line with the results of an evaluation."""
+        self._write(step, "validation", scalars)
+        print(
+            f"step {step:,}/{self.steps:,}  validation: loss {scalars['loss']:.4f}  "
+            f"perplexity {scalars['perplexity']:.2f}  bits/byte {scalars['bits_per_byte']:.4f}",
+            flush=True,
+        )
+
+    def text(self, step: int, text: str) -> None:
+        """Keep a sample of generated text beside the curves."""
+        self.writer.add_text("sample", text, step)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(f"{group}/{name}", value, step)

@@ -1,0 +1,112 @@
+"""The pure functions that a run compiles: initial state, train step, evaluation.
+
+The state is a plain tree, {"params": ..., "optimizer": ..., "step": int32}; a checkpoint that holds it
+forgets nothing, since data and dropout are functions of the seed and the step.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from clu import metrics
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from diffeqformer.models import Transformer
+from diffeqformer.models.depth_weights import StackedWeights
+from diffeqformer.models.layers import fold_in
+from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
+from diffeqformer.sharding import sharding
+
+
+def token_losses(logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]) -> Float[Array, "B S"]:
+    """Cross-entropy in nats of each position's next token; the last position's entry has no meaning."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, axis=1))
+
+
+def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
+    """One key for each example of the global batch, from (seed, step, index of the example)."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
+
+
+class Program(NamedTuple):
+    """The compiled functions of one run on one mesh.
+
+    graph: the model's structure, to be merged with `state["params"]`
+    state_shardings, batch_sharding: where the state and a batch [B, S] live
+    init() -> state
+    train_step(state, tokens [B, S]) -> (state, metrics); the state that goes in is donated
+    weights(params) -> the stacked weights of the trained grid
+    evaluate(params, weights, tokens [B, S], valid [B, S]) -> clu Average of the loss over valid targets
+    """
+
+    graph: nnx.GraphDef
+    state_shardings: dict
+    batch_sharding: NamedSharding
+    init: Callable
+    train_step: Callable
+    weights: Callable
+    evaluate: Callable
+
+
+def abstract_model(config) -> Transformer:
+    """The model of a config with shapes in place of values: costs nothing, however large."""
+    return nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(config.seed)))
+
+
+def make_program(config, mesh: Mesh) -> Program:
+    """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
+    graph, abstract = nnx.split(abstract_model(config), nnx.Param)
+    param_shardings = nnx.to_pure_dict(
+        nnx.map_state(lambda _, variable: sharding(mesh, *variable.axes), abstract)
+    )
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+
+    def init():
+        params = nnx.to_pure_dict(nnx.state(Transformer(config.model, nnx.Rngs(config.seed)), nnx.Param))
+        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    replicated = sharding(mesh)
+    optimizer_shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, param_sharding: param_sharding,
+        jax.eval_shape(init)["optimizer"],
+        param_shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    state_shardings = {"params": param_shardings, "optimizer": optimizer_shardings, "step": replicated}
+    by_example = sharding(mesh, "batch", None)
+
+    def train_step(state, tokens):
+        keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
+
+        def loss_of(params):
+            model = nnx.merge(graph, params)
+            return token_losses(model(tokens, model.weights(), keys), tokens)[:, :-1].mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
+        return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, scalars
+
+    def evaluate(params, weights, tokens, valid):
+        losses = token_losses(nnx.merge(graph, params)(tokens, weights), tokens)
+        return metrics.Average.from_model_output(losses[:, :-1], mask=valid[:, 1:])
+
+    return Program(
+        graph,
+        state_shardings,
+        by_example,
+        init=jax.jit(init, out_shardings=state_shardings),
+        train_step=jax.jit(
+            train_step, in_shardings=(state_shardings, by_example), out_shardings=(state_shardings, None), donate_argnums=0
+        ),
+        weights=jax.jit(lambda params: nnx.merge(graph, params).weights(), in_shardings=(param_shardings,)),
+        evaluate=jax.jit(evaluate, in_shardings=(param_shardings, None, by_example, by_example)),
+    )

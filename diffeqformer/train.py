@@ -1,0 +1,159 @@
+"""A training run: data, steps, evaluation, curves, checkpoints, and a sample at the end."""
+
+import collections
+import math
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+from clu import metrics, parameter_overview
+from flax import nnx
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.config import check_config, check_resumable
+from diffeqformer.data import TASK_TOKENIZERS
+from diffeqformer.data.store import Split, open_store
+from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.errors import UserError
+from diffeqformer.generate import generate
+from diffeqformer.progress import Progress
+from diffeqformer.sharding import make_mesh, sharding
+from diffeqformer.step import Program, make_program
+
+
+def train(config: ConfigDict, workdir: pathlib.Path, started: float) -> None:
+    """Train as `config` says, from the newest checkpoint in `workdir` if there is one, and print a sample.
+
+    Args:
+        config: see `diffeqformer.config`; checked before anything else is done.
+        workdir: folder of checkpoints and curves; made if it is missing.
+        started: `time.monotonic()` of the start, from which the time to the first step is told.
+
+    Raises:
+        UserError: for whatever the user can put right; the message says how.
+    """
+    check_config(config, jax.device_count())
+    splits = open_data(config)
+    tokenizer = TOKENIZERS[TASK_TOKENIZERS[config.data.task]]()
+    program = make_program(config, make_mesh())
+    with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
+        state = start_or_resume(config, workdir, program, checkpoints, splits["train"])
+        describe(config, workdir, program, state, splits)
+        if int(state["step"]) < config.steps:
+            state = train_steps(config, workdir, program, state, splits, checkpoints, tokenizer, started)
+            print(f"Finished: checkpoints and curves are in {workdir}; see the curves with 'tensorboard --logdir {workdir}'")
+        else:
+            print(f"{workdir}: this run has already finished its {config.steps:,} steps; here is its sample again")
+    model = nnx.merge(program.graph, state["params"])
+    sample = config.sample
+    text = generate(model, tokenizer, sample.prompt, sample.length, jax.random.key(config.seed), sample.temperature)
+    print(f"--- sample ---\n{text}\n--------------", flush=True)
+
+
+def open_data(config: ConfigDict) -> dict[str, Split]:
+    """The splits of the config's task; a store that is missing is prepared first, in a process of its own."""
+    folder = pathlib.Path(config.data.dir) / config.data.task
+    if not folder.exists():
+        module = [sys.executable, "-m", "diffeqformer.data.prepare"]
+        done = subprocess.run([*module, f"--task={config.data.task}", f"--dir={config.data.dir}"], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.stderr.write(done.stderr)
+            raise UserError(f"{folder}: preparing this token store failed; what went wrong stands above")
+    return open_store(folder, TASK_TOKENIZERS[config.data.task], config.sequence_length)
+
+
+def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints, split: Split) -> dict:
+    """A new state, or that of the newest checkpoint after checking that it belongs to this config and data."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return program.init()
+    about = checkpoint.read_about(checkpoints, step)
+    check_resumable(config, ConfigDict(about["config"]), workdir)
+    if about["data_sha256"] != split.sha256:
+        raise UserError(f"config.data.dir: the token store holds other data than the run in {workdir} was trained on; use another --workdir")
+    print(f"Resuming {workdir} from its checkpoint at step {step:,}")
+    shapes = jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        jax.eval_shape(program.init),
+        program.state_shardings,
+    )
+    return checkpoint.restore_state(checkpoints, step, shapes)
+
+
+def describe(config: ConfigDict, workdir: pathlib.Path, program: Program, state: dict, splits: dict[str, Split]) -> None:
+    """Say in three lines what is about to be trained; the table of all parameters goes into a file."""
+    count = parameter_overview.count_parameters(state["params"])
+    (workdir / "parameters.txt").write_text(parameter_overview.get_parameter_overview(state["params"], include_stats=False))
+    device = jax.devices()[0].device_kind
+    tokens = config.steps * config.batch_size * config.sequence_length
+    print(f"{config.name}: {config.model.kind}, {count:,} parameters, {config.model.num_steps} steps of depth, on {jax.device_count()} x {device}")
+    print(f"data: {config.data.task}, {len(splits['train'].tokens):,} training tokens, sha256 {splits['train'].sha256[:12]}")
+    print(f"run: {config.steps:,} steps of {config.batch_size} x {config.sequence_length} tokens, {tokens / 1e6:,.1f} M in all, in {workdir}")
+
+
+def train_steps(config: ConfigDict, workdir: pathlib.Path, program: Program, state: dict, splits, checkpoints, tokenizer, started: float) -> dict:
+    """The loop: from the state's step to the last one. Scalars are read one step late, so dispatch never waits."""
+    first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
+    progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
+    pending, losses = collections.deque(), []
+
+    def read_scalars() -> None:
+        step, scalars = pending.popleft()
+        scalars = {name: float(value) for name, value in scalars.items()}
+        if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
+            raise UserError(diverged(step, scalars, checkpoints, workdir))
+        losses.append(scalars["loss"])
+        if step == first + 1:
+            print(f"first step done {time.monotonic() - started:.1f} s after the start", flush=True)
+            progress.begin()
+        if step % config.log_every == 0 or step in (first + 1, config.steps):
+            progress.train(step, {**scalars, "loss": sum(losses) / len(losses)})
+            losses.clear()
+
+    for step in range(first + 1, config.steps + 1):
+        tokens = jax.make_array_from_callback(
+            shape, program.batch_sharding, lambda index: splits["train"].batch(step - 1, *shape, config.seed, rows=index[0])
+        )
+        state, scalars = program.train_step(state, tokens)
+        pending.append((step, scalars))
+        last = step == config.steps
+        evaluating, saving = (last or step % every == 0 for every in (config.eval_every, config.checkpoint_every))
+        while len(pending) > (0 if evaluating or saving else 1):
+            read_scalars()
+        pause = time.monotonic()
+        if saving:  # only after this step's scalars were found finite
+            checkpoint.save(checkpoints, step, state, config, tokenizer, splits["train"].sha256)
+        if evaluating:
+            progress.validation(step, evaluate(program, state["params"], splits["validation"], config))
+        progress.pause(time.monotonic() - pause)
+    checkpoints.wait_until_finished()
+    progress.close()
+    return state
+
+
+def evaluate(program: Program, params: dict, split: Split, config: ConfigDict) -> dict[str, float]:
+    """Loss (nats per token), perplexity and bits per byte over a whole split.
+
+    Windows are disjoint, as in training, and each window's first token isn't scored. Bits per byte are
+    the loss in bits times the split's tokens per byte of text.
+    """
+    weights = program.weights(params)  # once, for all batches
+    total = metrics.Average.empty()
+    for tokens, valid in split.evaluation_batches(config.batch_size, config.sequence_length):
+        total = total.merge(program.evaluate(params, weights, tokens, valid))
+    loss = float(total.compute())
+    bits_per_byte = loss / math.log(2) * len(split.tokens) / split.text_bytes
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+
+
+def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: pathlib.Path) -> str:
+    """What to tell when the loss or the gradient stops being a number."""
+    saved = checkpoints.latest_step()
+    where = f"the last good checkpoint in {workdir} is of step {saved:,}" if saved is not None else "no checkpoint had been saved yet"
+    return (
+        f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {where}; "
+        "try a lower config.optimizer.learning_rate"
+    )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from absl import flags
 from ml_collections import ConfigDict
 
 from diffeqformer.data import TASK_TOKENIZERS
@@ -160,6 +161,17 @@ def get_field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def check_fields(config: ConfigDict) -> None:
+    """Check that a config has exactly the fields that `base_config` declares.
+
+    Raises:
+        UserError: naming those that are missing or unknown.
+    """
+    ours, theirs = set(field_names(base_config("", "diffeqformer"))), set(field_names(config))
+    if ours != theirs:
+        raise UserError(f"config.{', config.'.join(sorted(ours ^ theirs))}: missing or unknown in this config; start from base_config")
+
+
 def check_config(config: ConfigDict, num_devices: int) -> None:
     """Check every rule.
 
@@ -174,19 +186,27 @@ def check_config(config: ConfigDict, num_devices: int) -> None:
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Check that every `--config.FIELD` among the command's arguments names a field.
+    """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type.
 
     Raises:
-        UserError: for one that doesn't, with the field that was probably meant.
+        UserError: for one that doesn't, with the field that was probably meant or the type that is needed.
     """
     base = base_config("", "diffeqformer")
-    known = {f"config.{name}" for name in field_names(base)}
+    known = {f"config.{name}": get_field(base, name) for name in field_names(base)}
+    parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
     for argument in arguments:
-        name = argument.lstrip("-").partition("=")[0]
-        if name.startswith("config.") and name.removeprefix("config.no") not in known | {"config"} and name not in known:
+        name, equals, text = argument.lstrip("-").partition("=")
+        if not name.startswith("config."):
+            continue
+        if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"{name}: there is no such field{hint}")
+        kind = type(known[name])
+        try:
+            parsers[kind](text if equals else str(known[name]))
+        except ValueError:
+            raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
 
 
 CHANGEABLE = ("log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.dir", "sample.")

@@ -9,7 +9,7 @@ START = time.monotonic()  # before the heavy imports, so that the time to the fi
 from absl import app, flags, logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
-from diffeqformer.config import check_overrides  # noqa: E402
+from diffeqformer.config import check_fields, check_overrides  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.train import train  # noqa: E402
 
@@ -26,13 +26,16 @@ def parse_flags(arguments: list[str]) -> list[str]:
             raise UserError(f"{rest[1]}: this argument has no meaning here; options begin with --")
         if CONFIG.value is None:
             raise UserError("--config: a config file is needed, for example --config=configs/tiny.py")
-        CONFIG.value.name  # a file that can't be loaded raises its error here
+        path = flags.FLAGS["config"].config_filename.partition(":")[0]
+        if not pathlib.Path(path).is_file():
+            raise UserError(f"--config: there is no file {path}; see the folder configs/")
+        check_fields(CONFIG.value)
         return rest
     except (UserError, flags.Error) as error:
         sys.exit(f"diffeqformer: {error}")
-    except Exception as error:  # whatever a config file raises
-        path = flags.FLAGS["config"].config_filename if "config" in flags.FLAGS else ""
-        sys.exit(f"diffeqformer: {path}: this config can't be loaded ({type(error).__name__}: {error})")
+    except Exception as error:  # whatever a config file of the user's raises
+        reason = str(error).strip().splitlines() or [""]
+        sys.exit(f"diffeqformer: --config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}")
 
 
 def main(_) -> None:

@@ -163,6 +163,6 @@ class GeneratedWeights(nnx.Module):
         """The weights at `times` [T] for the steps that end there; times are host numbers, not traced."""
         return StackedWeights(self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency)), step_sizes(times))
 
-    def from_features(self, features: Float[Array, "T features"]) -> dict:
+    def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
         """The stacked weights of every layer, given e(t) [T, 2 K + 1] in fp32."""
         return {name: in_compute_type(layer(jnp.asarray(features)), self.dtype) for name, layer in self.layers.items()}

@@ -1,0 +1,19 @@
+"""GPT-large's shape on OpenWebText: 1280 wide, 36 steps, E = 96 (1.97 B parameters; GPT 774 M).
+
+    python -m diffeqformer.main --config=configs/large.py            # :gpt and :shared are the baselines
+
+Meant for a TPU pod slice or a node of 8 GPUs with 80 GB (the authors used two A100 with 80 GB). The
+hyperparameters are those of the paper: C.4 lowers beta2 to 0.95 for this size. It also found
+E = 144 best (D.1): --config.model.time_embed_dim=144. What to expect: not run here.
+"""
+
+from diffeqformer.config import base_config
+
+
+def get_config(model: str = "diffeqformer"):
+    config = base_config("large", model)
+    config.steps = 40_001
+    config.batch_size = 256
+    config.model.update(width=1280, heads=20, mlp=5120, num_steps=36, time_embed_dim=96)
+    config.optimizer.update(learning_rate=3e-4, epsilon=1e-6, beta2=0.95)
+    return config

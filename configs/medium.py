@@ -1,0 +1,18 @@
+"""GPT-medium's shape on OpenWebText: 1024 wide, 24 steps, E = 96 (1.27 B parameters; GPT 355 M).
+
+    python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
+
+Meant for a TPU slice or a node of 8 GPUs with 80 GB (the authors used two A100 with 80 GB). The
+hyperparameters are those of the authors' published configuration. What to expect: not run here.
+"""
+
+from diffeqformer.config import base_config
+
+
+def get_config(model: str = "diffeqformer"):
+    config = base_config("medium", model)
+    config.steps = 40_001
+    config.batch_size = 256
+    config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=96)
+    config.optimizer.learning_rate = 3e-4
+    return config

@@ -1,0 +1,16 @@
+"""GPT-small's shape on OpenWebText: 768 wide, 12 steps, E = 20 (188 M parameters; GPT 124 M).
+
+    python -m diffeqformer.main --config=configs/small.py            # :gpt and :shared are the baselines
+
+Meant for one TPU v4-8 or a node of 8 GPUs (the authors used two A100 with 80 GB). The hyperparameters
+are those of the authors' published configuration. What to expect: not run here.
+OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
+
+    python -m diffeqformer.main --config=configs/small.py --config.data.task=python_stdlib
+"""
+
+from diffeqformer.config import base_config
+
+
+def get_config(model: str = "diffeqformer"):
+    return base_config("small", model)  # its defaults are this configuration

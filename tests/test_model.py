@@ -1,0 +1,178 @@
+"""Properties of the models: sizes, starts, causality, dropout, types, size of the compiled program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer.models import MODELS
+from diffeqformer.models.generated import GENERATOR_STARTS, project, time_features
+from diffeqformer.models.layers import Context, dropout
+from diffeqformer.sharding import RULES
+from diffeqformer.step import abstract_model, dropout_keys
+from helpers import NO_DROPOUT, build_model, load_config
+
+def parameter_count(config) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_model(config), nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    "name, changes, diffeqformer, gpt",
+    [
+        ("small", {}, 188_254_152, 124_439_808),
+        ("medium", {"time_embed_dim": 20}, 317_054_664, 354_823_168),
+        ("medium", {"time_embed_dim": 48}, 669_803_872, 354_823_168),
+        ("medium", {"time_embed_dim": 72}, 972_167_824, 354_823_168),
+        ("medium", {}, 1_274_538_688, 354_823_168),
+        ("medium", {"time_embed_dim": 120}, 1_576_916_464, 354_823_168),
+        ("medium", {"time_embed_dim": 144}, 1_879_301_152, 354_823_168),
+        ("medium", {"num_steps": 18, "time_embed_dim": 100, "sinusoidal_dim": 256}, 1_325_088_104, None),
+        ("large", {}, 1_974_541_760, 774_030_080),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name, changes, diffeqformer, gpt):
+    for model, expected in (("diffeqformer", diffeqformer), ("gpt", gpt)):
+        config = load_config(name, model)
+        config.model.update(changes)
+        assert expected is None or parameter_count(config) == expected
+
+
+def test_depth_costs_no_parameters():
+    config = load_config("small")
+    count = parameter_count(config)
+    config.model.num_steps = 100
+    assert parameter_count(config) == count
+
+
+@pytest.mark.parametrize("start", GENERATOR_STARTS)
+def test_generator_starts_at_the_scales_it_names(start):
+    model = build_model("diffeqformer", width=128, heads=4, mlp=512, time_embed_dim=24, sinusoidal_dim=32, generator_start=start)
+    linear, norm = model.depth.layers["mlp_up"], model.depth.layers["norm_mlp"]
+    expected = {
+        "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},
+        "constant": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.02},
+        "varying": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.015 * 24**-0.5, "constant": 0.02},
+    }[start]
+    found = {"lin1": linear.mlp.lin1, "lin2": linear.mlp.lin2, "projection": linear.projection, "constant": linear.constant}
+    for name, stddev in expected.items():
+        assert abs(float(found[name][...].std()) - stddev) <= 0.1 * stddev, name
+    assert abs(float(linear.bias_projection[...].std()) - 1e-4) < 1e-5
+    zeros = (linear.mlp.lin1_bias, linear.mlp.lin2_bias, norm.scale_projection, norm.shift_projection)
+    assert all(not np.any(leaf[...]) for leaf in zeros)
+    assert abs(float(model.token_embedding[...].std()) - 0.02) < 1e-3
+    assert abs(float(model.position_embedding[...].std()) - 0.01) < 1e-3
+    weights = model.weights().layers
+    np.testing.assert_array_equal(weights["norm_mlp"]["scale"], 1.0)
+    varies = float(weights["mlp_up"]["kernel"].std(0).mean()) / float(weights["mlp_up"]["kernel"].std())
+    assert varies > 0.2 if start == "varying" else varies < 0.2 or start == "published"
+
+
+@pytest.mark.parametrize("kind", ["gpt", "shared"])
+def test_plain_weights_start_as_published(kind):
+    layers = build_model(kind).depth.layers
+    assert abs(float(layers["mlp_up"]["kernel"][...].std()) - 0.02) < 1e-3
+    assert not np.any(layers["mlp_up"]["bias"][...]) and not np.any(layers["norm_mlp"]["shift"][...])
+    np.testing.assert_array_equal(layers["norm_mlp"]["scale"][...], 1.0)
+
+
+def test_projection_and_its_gradients_equal_the_plain_sum():
+    keys = jax.random.split(jax.random.key(0), 4)
+    h, projection, constant = (jax.random.normal(key, shape) for key, shape in zip(keys, [(5, 3), (7, 3, 4), (7, 4)]))
+    cotangent = jax.random.normal(keys[3], (5, 7, 4))
+    plain = lambda h, p, b: sum(h[:, e, None, None] * p[None, :, e] for e in range(3)) + b  # noqa: E731
+    ours, pull_ours = jax.vjp(project, h, projection, constant)
+    theirs, pull_theirs = jax.vjp(plain, h, projection, constant)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for mine, exact in zip(pull_ours(cotangent), pull_theirs(cotangent), strict=True):
+        np.testing.assert_allclose(mine, exact, atol=1e-5)
+
+
+def test_time_features_are_exact_at_large_angles():
+    features = time_features(np.array([0.3, 1.0]), 8, 1000.0)
+    assert features.dtype == np.float32 and features.shape == (2, 17)
+    np.testing.assert_allclose(features[:, 1], np.sin([300.0, 1000.0]), atol=1e-7)
+    assert not np.allclose(features[1, 1], np.sin(500.0), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_logit_depends_on_a_later_token(kind):
+    model = build_model(kind)
+    weights = model.weights()
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 64)
+
+    @jax.jit
+    def influence(x):  # of the state at time 0, which is differentiable
+        jacobian = jax.jacrev(lambda x: model.head(model.solver(model.field, weights, x, NO_DROPOUT))[0])(x)
+        return jnp.abs(jacobian).sum((1, 2, 4))  # [output position, input position]
+
+    influence = np.asarray(influence(model.embed(tokens, NO_DROPOUT)))
+    later = np.triu(np.ones((16, 16), bool), 1)
+    assert np.all(influence[later] == 0) and np.all(influence[~later] > 0)
+
+
+def test_dropout_follows_the_example_and_keeps_the_mean():
+    model = build_model("diffeqformer", dropout=0.3)
+    weights, tokens = model.weights(), jnp.ones((8, 16), jnp.int32)
+    keys = dropout_keys(0, jnp.int32(3), 8)
+    logits = model(tokens, weights, keys)
+    np.testing.assert_allclose(model(tokens[2:5], weights, keys[2:5]), logits[2:5], atol=1e-6)  # whatever the batch
+    assert not np.allclose(logits[0], logits[1])  # same tokens, other example
+    assert not np.allclose(logits, model(tokens, weights, dropout_keys(0, jnp.int32(4), 8)))  # other step
+    np.testing.assert_array_equal(model(tokens, weights)[0], model(tokens, weights)[1])  # none without keys
+
+
+def test_dropout_drops_the_share_that_it_names_at_every_site():
+    keys, x = dropout_keys(0, jnp.int32(0), 4), jnp.ones((4, 64, 64))
+    masks = [dropout(x, Context(keys, 0.1).at_step(step), site) for step in (0, 1) for site in (0, 1)]
+    for mask in masks:
+        assert abs(float((mask == 0).mean()) - 0.1) < 0.01 and abs(float(mask.mean()) - 1) < 0.01
+    assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind):
+    model = build_model(kind, dtype="bfloat16")
+    tokens = jnp.ones((2, 16), jnp.int32)
+    weights = model.weights()
+    assert weights.layers["qkv"]["kernel"].dtype == jnp.bfloat16 and weights.step_sizes.dtype == jnp.float32
+    assert weights.layers["norm_mlp"]["scale"].dtype == jnp.float32
+    assert model.trajectory(tokens, weights).dtype == jnp.float32
+    assert model(tokens, weights).dtype == jnp.float32
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if kind == "diffeqformer":  # weights are rounded once, from fp32 h(t)
+        exact = build_model(kind).weights().layers["qkv"]["kernel"]
+        np.testing.assert_array_equal(weights.layers["qkv"]["kernel"], exact.astype(jnp.bfloat16))
+
+
+def test_per_layer_weights_refuse_another_depth():
+    model = build_model("gpt")
+    with pytest.raises(ValueError, match="exactly 6 steps, but 9"):
+        model.weights(model.times(9))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_parameter_names_known_axes(kind):
+    for _, variable in nnx.state(build_model(kind), nnx.Param).flat_state():
+        assert len(variable.axes) == variable[...].ndim
+        assert all(axis is None or axis in RULES for axis in variable.axes)
+
+
+def compiled_gradient(num_steps: int, remat: bool):
+    model = build_model("diffeqformer", num_steps=num_steps, remat=remat)
+    graph, params = nnx.split(model)
+    tokens = jnp.ones((4, 16), jnp.int32)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return model(tokens, model.weights()).sum()
+
+    return jax.jit(jax.grad(loss)).lower(params).compile()
+
+
+def test_the_program_does_not_grow_with_depth_and_remat_saves_memory():
+    programs = {(steps, remat): compiled_gradient(steps, remat) for steps in (6, 36) for remat in (False, True)}
+    for remat in (False, True):
+        assert len(programs[36, remat].as_text()) < 1.05 * len(programs[6, remat].as_text())
+    stored, recomputed = (programs[36, remat].memory_analysis().temp_size_in_bytes for remat in (False, True))
+    assert recomputed < 0.7 * stored

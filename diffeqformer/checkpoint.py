@@ -20,8 +20,8 @@ from diffeqformer.models import Transformer
 from diffeqformer.step import abstract_model
 
 
-def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
-    """The checkpoints of a run; the newest `kept` stay. Saves go on in the background."""
+def open_checkpoints(workdir: pathlib.Path, kept: int | None) -> ocp.CheckpointManager:
+    """The checkpoints of a run; the newest `kept` stay (None: all). Saves go on in the background."""
     options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True)
     return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=("params", "optimizer", "about"))
 

@@ -126,6 +126,7 @@ def train_steps(config: ConfigDict, workdir: pathlib.Path, program: Program, sta
         pause = time.monotonic()
         if saving:  # only after this step's scalars were found finite
             checkpoint.save(checkpoints, step, state, config, tokenizer, splits["train"].sha256)
+            progress.flush()  # the curves reach as far as the checkpoint
         if evaluating:
             progress.validation(step, evaluate(program, state["params"], splits["validation"], config))
         progress.pause(time.monotonic() - pause)

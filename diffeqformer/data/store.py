@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int, Integer
 
 from diffeqformer.errors import UserError
 
@@ -60,11 +60,11 @@ class Split:
     sha256: hash of the ids.
     """
 
-    tokens: Int[np.ndarray, "N"]
+    tokens: Integer[np.ndarray, "N"]
     text_bytes: int
     sha256: str
 
-    def windows(self, indices: Int[np.ndarray, "B"], sequence_length: int) -> Int[np.ndarray, "B S"]:
+    def windows(self, indices: Integer[np.ndarray, "B"], sequence_length: int) -> Int[np.ndarray, "B S"]:
         """Whole windows by their index, as int32."""
         starts = np.asarray(indices, np.int64)[:, None] * sequence_length
         return self.tokens[starts + np.arange(sequence_length)].astype(np.int32)
@@ -97,7 +97,7 @@ class Split:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> Int[np.ndarray, "N"]:
+def _order(seed: int, epoch: int, count: int) -> Integer[np.ndarray, "N"]:
     """The order of an epoch's windows. `RandomState` streams are frozen: the same in every NumPy version."""
     return np.random.RandomState([seed, epoch]).permutation(count)
 
@@ -112,21 +112,23 @@ def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int) 
     remedy = "delete the folder and start again to prepare it anew"
     try:
         about = json.loads((folder / "store.json").read_text())
-        if about["format"] != FORMAT:
-            raise UserError(f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {remedy}")
-        if about["tokenizer"] != tokenizer:
-            raise UserError(f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; {remedy}")
-        splits = {}
-        for split, entry in about["splits"].items():
-            path, dtype = folder / f"{split}.bin", np.dtype(about["dtype"])
-            expected, found = entry["tokens"] * dtype.itemsize, path.stat().st_size if path.exists() else 0
-            if found != expected:
-                raise UserError(f"{path}: this file of the token store has {found:,} bytes instead of {expected:,}; {remedy}")
-            if entry["tokens"] < sequence_length:
-                raise UserError(f"sequence_length: {sequence_length} is longer than the {entry['tokens']:,} tokens of {path}; choose a shorter one")
-            splits[split] = Split(np.memmap(path, dtype, "r"), entry["bytes"], entry["sha256"])
-        return splits
+        found, dtype, made_with = about["format"], np.dtype(about["dtype"]), about["tokenizer"]
+        sizes = {split: (entry["tokens"], entry["bytes"], entry["sha256"]) for split, entry in about["splits"].items()}
     except FileNotFoundError:
-        raise UserError(f"{folder}: there is no token store here; run 'python -m diffeqformer.data.prepare' first") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / 'store.json'}: this file of the token store can't be read ({error!r}); {remedy}") from None
+        raise UserError(f"{folder}: there is no whole token store here; prepare it with 'python -m diffeqformer.data.prepare'") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{folder / 'store.json'}: this file of the token store can't be read; {remedy}") from None
+    if found != FORMAT:
+        raise UserError(f"{folder}: this token store has format {found}, but {FORMAT} is needed; {remedy}")
+    if made_with != tokenizer:
+        raise UserError(f"{folder}: this token store was made with tokenizer '{made_with}', but '{tokenizer}' is needed; {remedy}")
+    splits = {}
+    for split, (tokens, text_bytes, sha256) in sizes.items():
+        path = folder / f"{split}.bin"
+        size = path.stat().st_size if path.exists() else 0
+        if size != tokens * dtype.itemsize:
+            raise UserError(f"{path}: this file of the token store has {size:,} bytes instead of {tokens * dtype.itemsize:,}; {remedy}")
+        if tokens < sequence_length:
+            raise UserError(f"config.sequence_length: {sequence_length} is longer than the {tokens:,} tokens of {path}; choose a shorter one")
+        splits[split] = Split(np.memmap(path, dtype, "r"), text_bytes, sha256)
+    return splits

@@ -49,9 +49,10 @@ class TokenizerVocabulary(seqio.Vocabulary):
         return self.tokenizer.decode(ids)
 
     def _encode_tf(self, s):
-        ids = tf.numpy_function(lambda text: np.array(self.tokenizer.encode(text), np.int32), [s], tf.int32, stateful=False)
-        ids.set_shape([None])
-        return ids
+        def encode(text):  # bytes within a pipeline, an array of no dimensions outside
+            return np.array(self.tokenizer.encode(np.asarray(text).item()), np.int32)
+
+        return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32, stateful=False), [None])
 
     def _decode_tf(self, ids):
         return tf.numpy_function(lambda i: self.tokenizer.decode(i), [ids], tf.string, stateful=False)

@@ -1,0 +1,27 @@
+# make train   watch a small Neural ODE Transformer learn real text (about five minutes on two cores)
+# make test    the test suite
+# Both create .venv and install what they need the first time. PYTHON chooses the interpreter (3.11 to 3.13).
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test
+
+train: .venv/installed
+	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is not: name another one with 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: setup.py constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
+	@touch $@

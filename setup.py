@@ -1,0 +1,39 @@
+"""Packaging of diffeqformer. `constraints.txt` has the exact versions that were tested together."""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+setup(
+    name="diffeqformer",
+    version="0.1.0",
+    description="Neural ODE Transformers in Flax NNX: language models whose weights are functions of a continuous depth.",
+    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["diffeqformer", "diffeqformer.*"]),
+    install_requires=[
+        "absl-py>=2.1",
+        "clu>=0.0.12",
+        "flax>=0.12,<0.13",
+        "importlib_resources>=6",  # tensorflow-datasets needs it and doesn't say so
+        "jax>=0.10,<0.12",
+        "jaxtyping>=0.3",
+        "ml-collections>=1.1",
+        "numpy>=2.0",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "seqio>=0.0.20",
+        "tensorboard>=2.18",  # clu needs it and doesn't say so; and it shows the curves
+        "tensorboardX>=2.6.4",
+        "tensorflow>=2.20",
+        "tensorflow-datasets>=4.9.9",
+        "tensorflow-text>=2.20",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]"],
+        "cuda": ["jax[cuda12]"],
+        "test": ["beartype>=0.20", "pytest>=8"],
+    },
+)

@@ -1,0 +1,134 @@
+"""Configs: every file is sound, every mistake stops the run with one sentence that names the field."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from diffeqformer.config import RULES, base_config, check_config, check_overrides, check_resumable, field_names, get_field
+from diffeqformer.errors import UserError
+from diffeqformer.models import MODELS
+from diffeqformer.step import abstract_model, make_program
+from diffeqformer.sharding import make_mesh
+from helpers import CONFIGS, ROOT, load_config, toy_config
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_sound_and_its_state_has_shapes(name, model):
+    config = load_config(name, model)
+    config.data.task = "python_stdlib"
+    check_config(config, num_devices=8)
+    program = make_program(config, make_mesh())
+    state = jax.eval_shape(program.init)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
+    after, scalars = jax.eval_shape(program.train_step, state, tokens)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert scalars["loss"].shape == ()
+
+
+WRONG = {
+    "seed": -1,
+    "steps": 0,
+    "batch_size": 12,  # on eight devices
+    "sequence_length": 17,
+    "model.kind": "transformer",
+    "model.width": 0,
+    "model.heads": 5,
+    "model.mlp": 0,
+    "model.num_steps": 0,
+    "model.vocab_size": 256,
+    "model.max_length": 0,
+    "model.time_embed_dim": 0,
+    "model.sinusoidal_dim": -3,
+    "model.time_frequency": 0.0,
+    "model.generator_start": "best",
+    "model.dropout": 1.0,
+    "model.dtype": "float16",
+    "optimizer.learning_rate": -1e-3,
+    "optimizer.weight_decay": float("nan"),
+    "optimizer.beta1": 1.0,
+    "optimizer.beta2": -0.1,
+    "optimizer.epsilon": 0.0,
+    "optimizer.clip_norm": -1.0,
+    "optimizer.warmup_fraction": 1.5,
+    "optimizer.final_fraction": -0.1,
+    "data.task": "no_such_task",
+    "log_every": 0,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "checkpoints_kept": 0,
+    "sample.prompt": "",
+    "sample.length": 17,
+    "sample.temperature": -1.0,
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_value_is_refused_by_name(field):
+    config = toy_config()
+    check_config(config, num_devices=8)
+    section, _, name = field.rpartition(".")
+    (config[section] if section else config)[name] = WRONG[field]
+    with pytest.raises(UserError, match=rf"^config\.{field}: must .*but it is ") as error:
+        check_config(config, num_devices=8)
+    assert "\n" not in str(error.value) and "{" not in str(error.value)
+
+
+def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
+    free = {"name", "model.remat", "data.dir"}  # any value of their type will do
+    assert {rule.field for rule in RULES} == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
+
+
+@pytest.mark.parametrize(
+    "argument, sentence",
+    [
+        ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
+        ("--config.model=3", r"config\.model: there is no such field"),
+        ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
+        ("--config.steps=1.5", r"config\.steps: must be of type int"),
+        ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
+        ("--config.model.remat=maybe", r"config\.model\.remat: must be of type bool"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_name(argument, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_overrides(["main.py", "--config=configs/tiny.py", argument])
+
+
+def test_right_overrides_pass():
+    check_overrides(["main.py", "--config=a.py:gpt", "--config.steps=3", "--config.model.remat=false", "--config.data.dir=a=b"])
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--config=configs/tiny.py:bert"], "config.model.kind: must be one of diffeqformer, gpt, shared, but it is 'bert'"),
+        (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
+        (["--config=configs/tiny.py", "--config.stepz=3"], "config.stepz: there is no such field; did you mean config.steps?"),
+        (["--config=configs/tiny.py", "--verbos"], "verbos"),
+        (["--config=configs/large.py"], "config.data.task: must be one of python_stdlib, but it is 'openwebtext'"),
+        ([], "--config: a config file is needed"),
+    ],
+)
+def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
+    command = [sys.executable, "-m", "diffeqformer.main", f"--workdir={tmp_path / 'run'}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_with_another_config_is_refused_but_logging_may_change():
+    config, saved = toy_config(), toy_config()
+    config.log_every, config.sample.prompt = 7, "class "
+    check_resumable(config, saved, pathlib.Path("runs/toy"))
+    config.optimizer.learning_rate = 1.0
+    with pytest.raises(UserError, match=r"runs/toy: .*config\.optimizer\.learning_rate \(there 0\.0006, now 1\.0\)"):
+        check_resumable(config, saved, pathlib.Path("runs/toy"))
+
+
+def test_fields_are_found_by_dotted_name():
+    assert get_field(toy_config(), "model.width") == 32 and abstract_model(toy_config()).field.width == 32

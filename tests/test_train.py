@@ -1,0 +1,239 @@
+"""Training: the step, and whole runs from the command line that are killed, resumed and finished."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from diffeqformer import checkpoint, optimizer, train
+from diffeqformer.data.store import Split
+from diffeqformer.errors import UserError
+from diffeqformer.generate import generate
+from diffeqformer.models import MODELS
+from diffeqformer.sharding import make_mesh
+from diffeqformer.step import make_program
+from helpers import ROOT, toy_config
+
+TINY = [
+    "--config=configs/tiny.py", "--config.steps=24", "--config.checkpoint_every=5", "--config.log_every=1",
+    "--config.eval_every=12", "--config.model.dropout=0.1", "--config.model.width=32", "--config.model.mlp=64",
+    "--config.batch_size=4", "--config.model.num_steps=2", "--config.model.time_embed_dim=4",
+]  # fmt: skip
+
+
+def tokens_of(step: int, config):
+    return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
+
+
+def run_steps(config, mesh, steps: int):
+    program = make_program(config, mesh)
+    state, losses = program.init(), []
+    for step in range(steps):
+        state, scalars = program.train_step(state, tokens_of(step % 2, config))
+        losses.append(float(scalars["loss"]))
+    return program, state, losses
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_model_learns_with_one_compilation(kind):
+    config = toy_config(kind, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
+    program, state, losses = run_steps(config, make_mesh(), 40)
+    assert losses[-1] < losses[0] - 1 and int(state["step"]) == 40
+    assert program.train_step._cache_size() == 1
+
+
+def test_eight_devices_train_as_one_does():
+    config = toy_config(model__dropout=0.1)
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    (_, alone, losses), (_, together, same) = run_steps(config, one, 4), run_steps(config, make_mesh(), 4)
+    assert len(make_mesh().devices) == 8
+    np.testing.assert_allclose(losses, same, rtol=1e-6)
+    for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_the_state_is_donated():
+    config = toy_config()
+    program = make_program(config, make_mesh())
+    state = program.init()
+    before = jax.tree.leaves(state)
+    program.train_step(state, tokens_of(0, config))
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_decay_follows_the_published_masks():
+    def decaying(kind):
+        params = jax.eval_shape(make_program(toy_config(kind), make_mesh()).init)["params"]
+        mask = jax.tree_util.tree_leaves_with_path(optimizer.decay_mask(params))
+        return {jax.tree_util.keystr(path, simple=True, separator="/") for path, decays in mask if decays}
+
+    embeddings = {"token_embedding", "position_embedding"}
+    kernels = {f"depth/layers/{name}/kernel" for name in ("qkv", "attention_out", "mlp_up", "mlp_down")}
+    assert decaying("diffeqformer") == embeddings
+    assert decaying("gpt") == decaying("shared") == embeddings | kernels
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
+    rate = optimizer.learning_rate_schedule(toy_config().optimizer, steps=1000)
+    assert rate(0) == 0 and rate(5) == pytest.approx(3e-4) and rate(10) == pytest.approx(6e-4)
+    assert rate(505) == pytest.approx(6e-4 * 0.55) and rate(1000) == pytest.approx(6e-5)
+    assert max(float(rate(step)) for step in range(1000)) <= 6e-4 * (1 + 1e-6)
+
+
+def test_evaluation_scores_every_token_but_the_first_of_each_window():
+    """A model that says nothing scores log V on each target, whatever fills up the last window and batch."""
+    config = toy_config(batch_size=8, sequence_length=16)
+    program = make_program(config, make_mesh())
+    params = jax.tree.map(np.zeros_like, program.init()["params"])
+    ids = np.arange(16 * 11 + 5, dtype=np.uint16)
+    scores = train.evaluate(program, params, Split(ids, text_bytes=len(ids) // 2, sha256=""), config)
+    assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
+    assert scores["perplexity"] == pytest.approx(257, rel=1e-5)
+    assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
+    weights = program.weights(params)
+    total = sum(float(program.evaluate(params, weights, *batch).count) for batch in Split(ids, 1, "").evaluation_batches(8, 16))
+    assert total == 11 * 15 + 4
+
+
+def test_a_save_in_the_background_is_untouched_by_later_steps(tmp_path):
+    config = toy_config(checkpoints_kept=9)
+    program, state, _ = run_steps(config, make_mesh(), 2)
+    tokenizer = train.TOKENIZERS["bytes"]()
+    saved = {}
+    with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
+        for step in range(2, 5):
+            saved[step] = jax.tree.map(lambda leaf: np.array(leaf), state)
+            checkpoint.save(manager, step, state, config, tokenizer, "hash")
+            state, _ = program.train_step(state, tokens_of(step, config))  # donates what is being saved
+        manager.wait_until_finished()
+        shapes = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, program.state_shardings)
+        for step, expected in saved.items():
+            jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_state(manager, step, shapes), expected)
+            assert checkpoint.read_about(manager, step)["tokenizer"] == "bytes"
+
+
+def test_only_finite_states_are_saved_and_divergence_names_the_last_one(tmp_path, stdlib_stores, monkeypatch):
+    config = toy_config(steps=6, checkpoint_every=2, data__dir=str(stdlib_stores))
+    real = make_program
+
+    def poisoned(config, mesh):
+        program = real(config, mesh)
+
+        def train_step(state, tokens):
+            bad = int(state["step"]) == 3  # the fourth step
+            state, scalars = program.train_step(state, tokens)
+            return state, {**scalars, "loss": scalars["loss"] * (np.nan if bad else 1.0)}
+
+        return program._replace(train_step=train_step)
+
+    monkeypatch.setattr(train, "make_program", poisoned)
+    with pytest.raises(UserError, match=r"^loss: it is nan .* at step 4; the last good checkpoint in .* is of step 2;"):
+        train.train(config, tmp_path, time.monotonic())
+    with checkpoint.open_checkpoints(tmp_path, kept=None) as manager:
+        assert manager.all_steps() == [2]
+
+
+def command(workdir, stores, *overrides):
+    return [sys.executable, "-m", "diffeqformer.main", f"--workdir={workdir}", *TINY, f"--config.data.dir={stores}", *overrides]
+
+
+def one_device():
+    return {**os.environ, "XLA_FLAGS": ""}
+
+
+def complete_run(workdir, stores, *overrides) -> str:
+    done = subprocess.run(command(workdir, stores, *overrides), cwd=ROOT, env=one_device(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def curves(workdir) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(pathlib.Path(workdir) / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, stdlib_stores):
+    """SIGKILL in the middle, dropout on: parameters, Adam moments, losses and sample are those of a run left alone."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    output = complete_run(whole, stdlib_stores)
+    process = subprocess.Popen(command(broken, stdlib_stores), cwd=ROOT, env=one_device(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 13/"):  # past a checkpoint and an evaluation, before the next ones
+            process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    resumed = complete_run(broken, stdlib_stores)
+    start = int(resumed.split("from its checkpoint at step ")[1].split()[0])
+    assert start in (5, 10)
+    assert resumed[resumed.index("--- sample ---") :] == output[output.index("--- sample ---") :]
+
+    one, other = curves(whole), curves(broken)
+    assert set(one["train/loss"]) == set(range(1, 25)) and set(one["validation/bits_per_byte"]) == {12, 24}
+    for tag in ("train/loss", "train/gradient_norm", "validation/loss", "validation/perplexity", "validation/bits_per_byte"):
+        assert one[tag] == other[tag], tag
+    states = []
+    for workdir in (whole, broken):
+        with checkpoint.open_checkpoints(workdir, kept=None) as manager:
+            assert manager.all_steps() == [20, 24]
+            states.append(manager.restore(24, args=checkpoint.ocp.args.Composite(
+                params=checkpoint.ocp.args.StandardRestore(), optimizer=checkpoint.ocp.args.StandardRestore())))  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, dict(states[0].items()), dict(states[1].items()))
+
+    again = complete_run(whole, stdlib_stores)  # a finished run says so, and prints its sample
+    assert "has already finished its 24 steps" in again and "first step" not in again
+    assert again[again.index("--- sample ---") :] == output[output.index("--- sample ---") :]
+
+    opened = checkpoint.load(whole)  # by itself: config, model and tokenizer come from the checkpoint
+    sample = opened.config.sample
+    text = generate(opened.model, opened.tokenizer, sample.prompt, sample.length, jax.random.key(0), sample.temperature)
+    assert opened.step == 24 and f"--- sample ---\n{text}\n" in output
+
+    refused = subprocess.run(command(whole, stdlib_stores, "--config.seed=1"), cwd=ROOT, env=one_device(), capture_output=True, text=True)
+    assert refused.returncode == 1 and "another config.seed (there 0, now 1)" in refused.stderr
+
+
+def test_gpt_small_takes_a_step_on_a_cpu(tmp_path, stdlib_stores):
+    arguments = [
+        "--config=configs/small.py", "--config.data.task=python_stdlib", f"--config.data.dir={stdlib_stores}",
+        "--config.batch_size=1", "--config.sequence_length=64", "--config.steps=1", "--config.sample.length=8",
+    ]  # fmt: skip
+    script = (  # the validation split is left out: at this size it takes minutes
+        "import diffeqformer.train as t; t.evaluate = lambda *a: {'loss': 0, 'perplexity': 1, 'bits_per_byte': 0};"
+        "import sys, pathlib, time; from absl import app; from diffeqformer import main;"
+        "app.run(main.main, flags_parser=main.parse_flags)"
+    )
+    run = [sys.executable, "-c", script, f"--workdir={tmp_path}", *arguments]
+    done = subprocess.run(run, cwd=ROOT, env=one_device(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "188,254,152 parameters" in done.stdout and "step 1/1  loss 10.8" in done.stdout
+
+
+def test_models_import_without_tensorflow():
+    script = """
+import sys
+for name in ("tensorflow", "seqio", "tensorflow_datasets"):
+    sys.modules[name] = None  # importing it fails
+import diffeqformer.models, diffeqformer.reference, diffeqformer.generate, diffeqformer.sharding, diffeqformer.checkpoint
+from diffeqformer.config import base_config
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_training_runs_without_tensorflow(tmp_path, stdlib_stores):
+    script = f"""
+import sys, pathlib, time
+for name in ("tensorflow", "seqio", "tensorflow_datasets"):
+    sys.modules[name] = None
+sys.path.insert(0, "tests")
+from helpers import toy_config
+from diffeqformer.train import train
+train(toy_config(steps=1, data__dir={str(stdlib_stores)!r}), pathlib.Path({str(tmp_path)!r}), time.monotonic())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env=one_device())

@@ -17,12 +17,12 @@ import time
 import jax
 import numpy as np
 from absl import app, flags
+from flax import nnx
 
 from diffeqformer.config import base_config
 from diffeqformer.models import MODELS
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import abstract_model, make_program
-from flax import nnx
 
 MODEL_NAMES = flags.DEFINE_list("models", ["diffeqformer", "gpt"], "Models to time; ratios are to the last one.")
 WIDTH = flags.DEFINE_integer("width", 256, "Model width; the feed-forward is four times as wide.")
@@ -88,7 +88,18 @@ def main(argv):
             run.round()
     device = jax.devices()[0]
     print(f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}, {DTYPE.value}")
-    columns = ("model", "parameters", "compile s", "step ms", "tokens/s", "arguments MiB", "temporaries MiB", "peak MiB", "step ratio", "peak ratio")
+    columns = (
+        "model",
+        "parameters",
+        "compile s",
+        "step ms",
+        "tokens/s",
+        "arguments MiB",
+        "temporaries MiB",
+        "peak MiB",
+        "step ratio",
+        "peak ratio",
+    )
     rows = []
     for name, run in runs.items():
         memory, seconds = run.step.memory_analysis(), statistics.median(run.seconds)
@@ -100,7 +111,11 @@ def main(argv):
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for name, parameters, *numbers in rows:
         step_ratio, peak_ratio = numbers[1] / rows[-1][3], numbers[5] / rows[-1][7]
-        print(f"| {name} | {parameters:,} | " + " | ".join(f"{n:,.1f}" for n in numbers) + f" | {step_ratio:.2f} | {peak_ratio:.2f} |")
+        print(
+            f"| {name} | {parameters:,} | "
+            + " | ".join(f"{n:,.1f}" for n in numbers)
+            + f" | {step_ratio:.2f} | {peak_ratio:.2f} |"
+        )
 
 
 if __name__ == "__main__":

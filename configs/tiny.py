@@ -7,8 +7,17 @@ def get_config(model: str = "diffeqformer"):
     config.batch_size = 8
     config.sequence_length = 128
     config.model.update(
-        width=128, heads=4, mlp=512, num_steps=6, vocab_size=257, max_length=128,
-        time_embed_dim=24, sinusoidal_dim=32, generator_start="varying", dropout=0.0, dtype="float32",
+        width=128,
+        heads=4,
+        mlp=512,
+        num_steps=6,
+        vocab_size=257,
+        max_length=128,
+        time_embed_dim=24,
+        sinusoidal_dim=32,
+        generator_start="varying",
+        dropout=0.0,
+        dtype="float32",
     )
     config.optimizer.learning_rate = 3e-3
     config.optimizer.beta2 = 0.95

@@ -1,11 +1,11 @@
 """Neural ODE Transformers: language models whose weights are functions of a continuous depth.
 
-    @inproceedings{tong2025neural,
-      title={Neural {ODE} Transformers: Analyzing Internal Dynamics and Adaptive Fine-tuning},
-      author={Tong, Anh and Nguyen-Tang, Thanh and Lee, Dongeun and Nguyen, Duc and Tran, Toan
-              and Hall, David and Kang, Cheongwoong and Choi, Jaesik},
-      booktitle={International Conference on Learning Representations},
-      year={2025}}
+@inproceedings{tong2025neural,
+  title={Neural {ODE} Transformers: Analyzing Internal Dynamics and Adaptive Fine-tuning},
+  author={Tong, Anh and Nguyen-Tang, Thanh and Lee, Dongeun and Nguyen, Duc and Tran, Toan
+          and Hall, David and Kang, Cheongwoong and Choi, Jaesik},
+  booktitle={International Conference on Learning Representations},
+  year={2025}}
 """
 
 __version__ = "0.1.0"

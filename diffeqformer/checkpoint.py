@@ -22,11 +22,17 @@ from diffeqformer.step import abstract_model
 
 def open_checkpoints(workdir: pathlib.Path, kept: int | None) -> ocp.CheckpointManager:
     """The checkpoints of a run; the newest `kept` stay (None: all). Saves go on in the background."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True)
-    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=("params", "optimizer", "about"))
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
+    )
+    return ocp.CheckpointManager(
+        (workdir / "checkpoints").absolute(), options=options, item_names=("params", "optimizer", "about")
+    )
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: dict, config: ConfigDict, tokenizer, data_sha256: str) -> None:
+def save(
+    manager: ocp.CheckpointManager, step: int, state: dict, config: ConfigDict, tokenizer, data_sha256: str
+) -> None:
     """Start saving the state after `step` steps. The state may be donated as soon as this returns."""
     about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "data_sha256": data_sha256}
     rest = {name: value for name, value in state.items() if name != "params"}
@@ -84,6 +90,8 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
         config = ConfigDict(about["config"])
         graph, params = nnx.split(abstract_model(config), nnx.Param)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nnx.to_pure_dict(params))
+        target = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nnx.to_pure_dict(params)
+        )
         restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
     return Checkpoint(step, config, nnx.merge(graph, restored["params"]), TOKENIZERS[about["tokenizer"]]())

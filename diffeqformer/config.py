@@ -169,7 +169,9 @@ def check_fields(config: ConfigDict) -> None:
     """
     ours, theirs = set(field_names(base_config("", "diffeqformer"))), set(field_names(config))
     if ours != theirs:
-        raise UserError(f"config.{', config.'.join(sorted(ours ^ theirs))}: missing or unknown in this config; start from base_config")
+        raise UserError(
+            f"config.{', config.'.join(sorted(ours ^ theirs))}: missing or unknown in this config; start from base_config"
+        )
 
 
 def check_config(config: ConfigDict, num_devices: int) -> None:
@@ -226,4 +228,6 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
         if ours != theirs and not name.startswith(CHANGEABLE):
             differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
     if differing:
-        raise UserError(f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, or the same config")
+        raise UserError(
+            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, or the same config"
+        )

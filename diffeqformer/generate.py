@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Key
 
 from diffeqformer.models import Transformer
 

@@ -13,7 +13,9 @@ from diffeqformer.config import check_fields, check_overrides  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.train import train  # noqa: E402
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with the model after a colon: configs/tiny.py:gpt")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "A file of configs/, with the model after a colon: configs/tiny.py:gpt"
+)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; by default runs/<config name>.")
 
 

@@ -92,7 +92,9 @@ def lie_trotter(blocks, x, heads):
 def diffeqformer_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
     """The block's weights at t_n = (n + 1) / L, made one time after the other."""
     times = np.arange(1, num_steps + 1) / num_steps
-    return [generated_block(params["depth"]["layers"], time_features(t, num_frequencies, time_frequency)) for t in times]
+    return [
+        generated_block(params["depth"]["layers"], time_features(t, num_frequencies, time_frequency)) for t in times
+    ]
 
 
 def gpt_blocks(params, num_steps):

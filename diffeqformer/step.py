@@ -13,11 +13,9 @@ import optax
 from clu import metrics
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.models import Transformer
-from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.layers import fold_in
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
 from diffeqformer.sharding import sharding
 
@@ -61,9 +59,7 @@ def abstract_model(config) -> Transformer:
 def make_program(config, mesh: Mesh) -> Program:
     """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
     graph, abstract = nnx.split(abstract_model(config), nnx.Param)
-    param_shardings = nnx.to_pure_dict(
-        nnx.map_state(lambda _, variable: sharding(mesh, *variable.axes), abstract)
-    )
+    param_shardings = nnx.to_pure_dict(nnx.map_state(lambda _, variable: sharding(mesh, *variable.axes), abstract))
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
@@ -105,7 +101,10 @@ def make_program(config, mesh: Mesh) -> Program:
         by_example,
         init=jax.jit(init, out_shardings=state_shardings),
         train_step=jax.jit(
-            train_step, in_shardings=(state_shardings, by_example), out_shardings=(state_shardings, None), donate_argnums=0
+            train_step,
+            in_shardings=(state_shardings, by_example),
+            out_shardings=(state_shardings, None),
+            donate_argnums=0,
         ),
         weights=jax.jit(lambda params: nnx.merge(graph, params).weights(), in_shardings=(param_shardings,)),
         evaluate=jax.jit(evaluate, in_shardings=(param_shardings, None, by_example, by_example)),

@@ -20,7 +20,7 @@ from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
 from diffeqformer.generate import generate
 from diffeqformer.progress import Progress
-from diffeqformer.sharding import make_mesh, sharding
+from diffeqformer.sharding import make_mesh
 from diffeqformer.step import Program, make_program
 
 
@@ -41,10 +41,10 @@ def train(config: ConfigDict, workdir: pathlib.Path, started: float) -> None:
     program = make_program(config, make_mesh())
     with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
         state = start_or_resume(config, workdir, program, checkpoints, splits["train"])
-        describe(config, workdir, program, state, splits)
+        describe(config, workdir, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
             state = train_steps(config, workdir, program, state, splits, checkpoints, tokenizer, started)
-            print(f"Finished: checkpoints and curves are in {workdir}; see the curves with 'tensorboard --logdir {workdir}'")
+            print(f"Finished. Checkpoints and curves are in {workdir}: tensorboard --logdir {workdir}")
         else:
             print(f"{workdir}: this run has already finished its {config.steps:,} steps; here is its sample again")
     model = nnx.merge(program.graph, state["params"])
@@ -58,7 +58,9 @@ def open_data(config: ConfigDict) -> dict[str, Split]:
     folder = pathlib.Path(config.data.dir) / config.data.task
     if not folder.exists():
         module = [sys.executable, "-m", "diffeqformer.data.prepare"]
-        done = subprocess.run([*module, f"--task={config.data.task}", f"--dir={config.data.dir}"], stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [*module, f"--task={config.data.task}", f"--dir={config.data.dir}"], stderr=subprocess.PIPE, text=True
+        )
         if done.returncode:
             sys.stderr.write(done.stderr)
             raise UserError(f"{folder}: preparing this token store failed; what went wrong stands above")
@@ -73,7 +75,9 @@ def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program,
     about = checkpoint.read_about(checkpoints, step)
     check_resumable(config, ConfigDict(about["config"]), workdir)
     if about["data_sha256"] != split.sha256:
-        raise UserError(f"config.data.dir: the token store holds other data than the run in {workdir} was trained on; use another --workdir")
+        raise UserError(
+            f"config.data.dir: the token store holds other data than the run in {workdir} was trained on; use another --workdir"
+        )
     print(f"Resuming {workdir} from its checkpoint at step {step:,}")
     shapes = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
@@ -83,18 +87,30 @@ def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program,
     return checkpoint.restore_state(checkpoints, step, shapes)
 
 
-def describe(config: ConfigDict, workdir: pathlib.Path, program: Program, state: dict, splits: dict[str, Split]) -> None:
+def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Split) -> None:
     """Say in three lines what is about to be trained; the table of all parameters goes into a file."""
-    count = parameter_overview.count_parameters(state["params"])
-    (workdir / "parameters.txt").write_text(parameter_overview.get_parameter_overview(state["params"], include_stats=False))
-    device = jax.devices()[0].device_kind
+    (workdir / "parameters.txt").write_text(parameter_overview.get_parameter_overview(params, include_stats=False))
+    count, devices = parameter_overview.count_parameters(params), jax.devices()
     tokens = config.steps * config.batch_size * config.sequence_length
-    print(f"{config.name}: {config.model.kind}, {count:,} parameters, {config.model.num_steps} steps of depth, on {jax.device_count()} x {device}")
-    print(f"data: {config.data.task}, {len(splits['train'].tokens):,} training tokens, sha256 {splits['train'].sha256[:12]}")
-    print(f"run: {config.steps:,} steps of {config.batch_size} x {config.sequence_length} tokens, {tokens / 1e6:,.1f} M in all, in {workdir}")
+    depth = f"{config.model.num_steps} steps of depth"
+    print(
+        f"{config.name}: {config.model.kind}, {count:,} parameters, {depth}, on {len(devices)} x {devices[0].device_kind}"
+    )
+    print(f"data: {config.data.task}, {len(split.tokens):,} training tokens, sha256 {split.sha256[:12]}")
+    size = f"{config.batch_size} x {config.sequence_length} tokens"
+    print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {workdir}")
 
 
-def train_steps(config: ConfigDict, workdir: pathlib.Path, program: Program, state: dict, splits, checkpoints, tokenizer, started: float) -> dict:
+def train_steps(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    program: Program,
+    state: dict,
+    splits,
+    checkpoints,
+    tokenizer,
+    started: float,
+) -> dict:
     """The loop: from the state's step to the last one. Scalars are read one step late, so dispatch never waits."""
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
@@ -115,7 +131,9 @@ def train_steps(config: ConfigDict, workdir: pathlib.Path, program: Program, sta
 
     for step in range(first + 1, config.steps + 1):
         tokens = jax.make_array_from_callback(
-            shape, program.batch_sharding, lambda index: splits["train"].batch(step - 1, *shape, config.seed, rows=index[0])
+            shape,
+            program.batch_sharding,
+            lambda index: splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
         )
         state, scalars = program.train_step(state, tokens)
         pending.append((step, scalars))
@@ -153,7 +171,11 @@ def evaluate(program: Program, params: dict, split: Split, config: ConfigDict) -
 def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: pathlib.Path) -> str:
     """What to tell when the loss or the gradient stops being a number."""
     saved = checkpoints.latest_step()
-    where = f"the last good checkpoint in {workdir} is of step {saved:,}" if saved is not None else "no checkpoint had been saved yet"
+    where = (
+        f"the last good checkpoint in {workdir} is of step {saved:,}"
+        if saved is not None
+        else "no checkpoint had been saved yet"
+    )
     return (
         f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {where}; "
         "try a lower config.optimizer.learning_rate"

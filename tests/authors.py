@@ -75,8 +75,13 @@ def load(kind: str) -> tuple[dict, dict, dict]:
         return {
             "token_embedding": arrays[f"{prefix}embeddings.token_embeddings"],
             "position_embedding": arrays[f"{prefix}embeddings.position_embeddings"],
-            "final_norm": {"scale": arrays[f"{prefix}transformer.ln_f.weight"], "shift": arrays[f"{prefix}transformer.ln_f.bias"]},
-            "depth": {"layers": {name: layer(arrays, prefix, name, paths[not generated]) for name, paths in LAYERS.items()}},
+            "final_norm": {
+                "scale": arrays[f"{prefix}transformer.ln_f.weight"],
+                "shift": arrays[f"{prefix}transformer.ln_f.bias"],
+            },
+            "depth": {
+                "layers": {name: layer(arrays, prefix, name, paths[not generated]) for name, paths in LAYERS.items()}
+            },
         }
 
     return arrays, convert(""), convert("grad.")

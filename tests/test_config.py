@@ -7,11 +7,19 @@ import sys
 import jax
 import pytest
 
-from diffeqformer.config import RULES, base_config, check_config, check_overrides, check_resumable, field_names, get_field
+from diffeqformer.config import (
+    RULES,
+    base_config,
+    check_config,
+    check_overrides,
+    check_resumable,
+    field_names,
+    get_field,
+)
 from diffeqformer.errors import UserError
 from diffeqformer.models import MODELS
-from diffeqformer.step import abstract_model, make_program
 from diffeqformer.sharding import make_mesh
+from diffeqformer.step import abstract_model, make_program
 from helpers import CONFIGS, ROOT, load_config, toy_config
 
 
@@ -25,7 +33,9 @@ def test_every_config_is_sound_and_its_state_has_shapes(name, model):
     state = jax.eval_shape(program.init)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     after, scalars = jax.eval_shape(program.train_step, state, tokens)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
     assert scalars["loss"].shape == ()
 
 
@@ -99,15 +109,23 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
 
 
 def test_right_overrides_pass():
-    check_overrides(["main.py", "--config=a.py:gpt", "--config.steps=3", "--config.model.remat=false", "--config.data.dir=a=b"])
+    check_overrides(
+        ["main.py", "--config=a.py:gpt", "--config.steps=3", "--config.model.remat=false", "--config.data.dir=a=b"]
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--config=configs/tiny.py:bert"], "config.model.kind: must be one of diffeqformer, gpt, shared, but it is 'bert'"),
+        (
+            ["--config=configs/tiny.py:bert"],
+            "config.model.kind: must be one of diffeqformer, gpt, shared, but it is 'bert'",
+        ),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
-        (["--config=configs/tiny.py", "--config.stepz=3"], "config.stepz: there is no such field; did you mean config.steps?"),
+        (
+            ["--config=configs/tiny.py", "--config.stepz=3"],
+            "config.stepz: there is no such field; did you mean config.steps?",
+        ),
         (["--config=configs/tiny.py", "--verbos"], "verbos"),
         (["--config=configs/large.py"], "config.data.task: must be one of python_stdlib, but it is 'openwebtext'"),
         ([], "--config: a config file is needed"),

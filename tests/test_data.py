@@ -23,7 +23,9 @@ def documents(texts):
 @pytest.fixture
 def folder(tmp_path):
     texts = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
-    write_store(tmp_path / "task", "task", TOKENIZER, "made up", {"train": documents(texts), "validation": documents(texts[:5])})
+    write_store(
+        tmp_path / "task", "task", TOKENIZER, "made up", {"train": documents(texts), "validation": documents(texts[:5])}
+    )
     return tmp_path / "task"
 
 

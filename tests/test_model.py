@@ -13,6 +13,7 @@ from diffeqformer.sharding import RULES
 from diffeqformer.step import abstract_model, dropout_keys
 from helpers import NO_DROPOUT, build_model, load_config
 
+
 def parameter_count(config) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_model(config), nnx.Param)))
 
@@ -47,14 +48,21 @@ def test_depth_costs_no_parameters():
 
 @pytest.mark.parametrize("start", GENERATOR_STARTS)
 def test_generator_starts_at_the_scales_it_names(start):
-    model = build_model("diffeqformer", width=128, heads=4, mlp=512, time_embed_dim=24, sinusoidal_dim=32, generator_start=start)
+    model = build_model(
+        "diffeqformer", width=128, heads=4, mlp=512, time_embed_dim=24, sinusoidal_dim=32, generator_start=start
+    )
     linear, norm = model.depth.layers["mlp_up"], model.depth.layers["norm_mlp"]
     expected = {
         "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},
         "constant": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.02},
         "varying": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.015 * 24**-0.5, "constant": 0.02},
     }[start]
-    found = {"lin1": linear.mlp.lin1, "lin2": linear.mlp.lin2, "projection": linear.projection, "constant": linear.constant}
+    found = {
+        "lin1": linear.mlp.lin1,
+        "lin2": linear.mlp.lin2,
+        "projection": linear.projection,
+        "constant": linear.constant,
+    }
     for name, stddev in expected.items():
         assert abs(float(found[name][...].std()) - stddev) <= 0.1 * stddev, name
     assert abs(float(linear.bias_projection[...].std()) - 1e-4) < 1e-5

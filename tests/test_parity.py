@@ -108,7 +108,9 @@ def test_models_agree_with_the_float64_reference(kind):
         model = nnx.merge(graph, params)
         return token_losses(model(jnp.asarray(tokens), model.weights()), jnp.asarray(tokens))[:, :-1].mean()
 
-    for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(jax.grad(ours)(jax.tree.map(jnp.asarray, params))), strict=True):
+    for exact, mine in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(jax.grad(ours)(jax.tree.map(jnp.asarray, params))), strict=True
+    ):
         assert np.linalg.norm(mine - exact) < 1e-5 * np.linalg.norm(exact)
 
 
@@ -121,7 +123,9 @@ def test_the_reference_itself_agrees_with_the_authors(kind):
         rows = [reference.forward(params, blocks, solver, row, heads=4) for row in arrays["input_ids"]]
         logits = np.stack([logits for logits, _ in rows])
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5
-    assert difference(logits, arrays["out.logits"]) < (5e-5 if kind == "diffeqformer" else 2e-6)  # their angles are fp32
+    assert difference(logits, arrays["out.logits"]) < (
+        5e-5 if kind == "diffeqformer" else 2e-6
+    )  # their angles are fp32
 
 
 def test_steps_end_where_time_does():

@@ -22,7 +22,9 @@ from diffeqformer.errors import UserError
 FORMAT = 1
 
 
-def write_store(folder: pathlib.Path, task: str, tokenizer, source: str, splits: dict[str, Iterable[tuple[np.ndarray, int]]]) -> None:
+def write_store(
+    folder: pathlib.Path, task: str, tokenizer, source: str, splits: dict[str, Iterable[tuple[np.ndarray, int]]]
+) -> None:
     """Write a store from, for each split, its documents as (ids with end-of-text, bytes of text).
 
     Everything goes into a temporary folder beside `folder`, which takes its name at the end.
@@ -30,7 +32,14 @@ def write_store(folder: pathlib.Path, task: str, tokenizer, source: str, splits:
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    about = {"format": FORMAT, "task": task, "source": source, "tokenizer": tokenizer.name, "dtype": dtype.str, "splits": {}}
+    about = {
+        "format": FORMAT,
+        "task": task,
+        "source": source,
+        "tokenizer": tokenizer.name,
+        "dtype": dtype.str,
+        "splits": {},
+    }
     try:
         for split, documents in splits.items():
             digest, tokens, count, text_bytes = hashlib.sha256(), 0, 0, 0
@@ -42,7 +51,12 @@ def write_store(folder: pathlib.Path, task: str, tokenizer, source: str, splits:
                     tokens, count, text_bytes = tokens + len(ids), count + 1, text_bytes + size
                 file.flush()
                 os.fsync(file.fileno())
-            about["splits"][split] = {"tokens": tokens, "documents": count, "bytes": text_bytes, "sha256": digest.hexdigest()}
+            about["splits"][split] = {
+                "tokens": tokens,
+                "documents": count,
+                "bytes": text_bytes,
+                "sha256": digest.hexdigest(),
+            }
         (partial / "store.json").write_text(json.dumps(about, indent=1))
         if folder.exists():  # another process was faster, with the same content
             return
@@ -69,7 +83,9 @@ class Split:
         starts = np.asarray(indices, np.int64)[:, None] * sequence_length
         return self.tokens[starts + np.arange(sequence_length)].astype(np.int32)
 
-    def batch(self, step: int, batch_size: int, sequence_length: int, seed: int, rows: slice = slice(None)) -> Int[np.ndarray, "B S"]:
+    def batch(
+        self, step: int, batch_size: int, sequence_length: int, seed: int, rows: slice = slice(None)
+    ) -> Int[np.ndarray, "B S"]:
         """The global batch of a step, or some rows of it: a function of (seed, step) and of nothing else.
 
         Every epoch goes through all whole windows once, in an order of its own; a batch may span two epochs.
@@ -115,20 +131,28 @@ def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int) 
         found, dtype, made_with = about["format"], np.dtype(about["dtype"]), about["tokenizer"]
         sizes = {split: (entry["tokens"], entry["bytes"], entry["sha256"]) for split, entry in about["splits"].items()}
     except FileNotFoundError:
-        raise UserError(f"{folder}: there is no whole token store here; prepare it with 'python -m diffeqformer.data.prepare'") from None
+        raise UserError(
+            f"{folder}: there is no whole token store here; prepare it with 'python -m diffeqformer.data.prepare'"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / 'store.json'}: this file of the token store can't be read; {remedy}") from None
     if found != FORMAT:
         raise UserError(f"{folder}: this token store has format {found}, but {FORMAT} is needed; {remedy}")
     if made_with != tokenizer:
-        raise UserError(f"{folder}: this token store was made with tokenizer '{made_with}', but '{tokenizer}' is needed; {remedy}")
+        raise UserError(
+            f"{folder}: this token store was made with tokenizer '{made_with}', but '{tokenizer}' is needed; {remedy}"
+        )
     splits = {}
     for split, (tokens, text_bytes, sha256) in sizes.items():
         path = folder / f"{split}.bin"
         size = path.stat().st_size if path.exists() else 0
         if size != tokens * dtype.itemsize:
-            raise UserError(f"{path}: this file of the token store has {size:,} bytes instead of {tokens * dtype.itemsize:,}; {remedy}")
+            raise UserError(
+                f"{path}: this file of the token store has {size:,} bytes instead of {tokens * dtype.itemsize:,}; {remedy}"
+            )
         if tokens < sequence_length:
-            raise UserError(f"config.sequence_length: {sequence_length} is longer than the {tokens:,} tokens of {path}; choose a shorter one")
+            raise UserError(
+                f"config.sequence_length: {sequence_length} is longer than the {tokens:,} tokens of {path}; choose a shorter one"
+            )
         splits[split] = Split(np.memmap(path, dtype, "r"), text_bytes, sha256)
     return splits

@@ -68,8 +68,12 @@ class PerLayerWeights(nnx.Module):
             ValueError: for another number of times.
         """
         if len(times) != self.num_layers:
-            raise ValueError(f"a model with weights per layer has exactly {self.num_layers} steps, but {len(times)} were asked for")
-        layers = {name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()}
+            raise ValueError(
+                f"a model with weights per layer has exactly {self.num_layers} steps, but {len(times)} were asked for"
+            )
+        layers = {
+            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
+        }
         return StackedWeights(layers, step_sizes(times))
 
 
@@ -82,5 +86,7 @@ class SharedWeights(nnx.Module):
 
     def __call__(self, times: np.ndarray) -> StackedWeights:
         """The one set of weights, marked as constant, for the steps that end at `times` [T]."""
-        layers = {name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()}
+        layers = {
+            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
+        }
         return StackedWeights(layers, step_sizes(times), constant=True)

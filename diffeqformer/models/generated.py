@@ -149,19 +149,32 @@ class GeneratedWeights(nnx.Module):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth."""
 
     def __init__(
-        self, layers: dict[str, Linear | Norm], *, time_embed_dim: int, sinusoidal_dim: int, time_frequency: float, start: str, dtype, rngs: nnx.Rngs
+        self,
+        layers: dict[str, Linear | Norm],
+        *,
+        time_embed_dim: int,
+        sinusoidal_dim: int,
+        time_frequency: float,
+        start: str,
+        dtype,
+        rngs: nnx.Rngs,
     ):
         self.sinusoidal_dim, self.time_frequency, self.dtype = sinusoidal_dim, time_frequency, dtype
         features = 2 * sinusoidal_dim + 1
         scales = generator_start(start, time_embed_dim)
         kinds = {Linear: GeneratedLinear, Norm: GeneratedNorm}
         self.layers = nnx.Dict(
-            **{name: kinds[type(layer)](layer, features, time_embed_dim, scales, rngs) for name, layer in layers.items()}
+            **{
+                name: kinds[type(layer)](layer, features, time_embed_dim, scales, rngs)
+                for name, layer in layers.items()
+            }
         )
 
     def __call__(self, times: np.ndarray) -> StackedWeights:
         """The weights at `times` [T] for the steps that end there; times are host numbers, not traced."""
-        return StackedWeights(self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency)), step_sizes(times))
+        return StackedWeights(
+            self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency)), step_sizes(times)
+        )
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
         """The stacked weights of every layer, given e(t) [T, 2 K + 1] in fp32."""

@@ -38,7 +38,9 @@ class Norm:
     shift: bool = True
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], stddev: float = 0.0, mean: float = 0.0):
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], stddev: float = 0.0, mean: float = 0.0
+):
     """An fp32 parameter drawn from N(mean, stddev^2); `axes` names each dimension's logical axis.
 
     The axes are plain metadata, read by `diffeqformer.sharding` and by nothing else.

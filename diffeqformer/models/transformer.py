@@ -51,7 +51,8 @@ class Transformer(nnx.Module):
         self.position_embedding = parameter(rngs, (config.max_length, config.width), ("sequence", "embed"), stddev=0.01)
         self.depth = self._depth_weights(kind.weights, config, rngs)
         self.final_norm = nnx.Dict(
-            scale=parameter(rngs, (config.width,), ("embed",), mean=1.0), shift=parameter(rngs, (config.width,), ("embed",))
+            scale=parameter(rngs, (config.width,), ("embed",), mean=1.0),
+            shift=parameter(rngs, (config.width,), ("embed",)),
         )
 
     def _depth_weights(self, kind: str, config, rngs: nnx.Rngs):

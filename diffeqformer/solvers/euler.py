@@ -7,7 +7,15 @@ from diffeqformer.models.layers import Context
 from diffeqformer.solvers.walk import walk
 
 
-def euler(field, weights: StackedWeights, x: Float[Array, "B S D"], context: Context, *, remat: bool = False, trajectory: bool = False):
+def euler(
+    field,
+    weights: StackedWeights,
+    x: Float[Array, "B S D"],
+    context: Context,
+    *,
+    remat: bool = False,
+    trajectory: bool = False,
+):
     """x_{n+1} = x_n + dt_n f(x_n; t_{n+1}): as published, weights are taken at each interval's right end.
 
     Section 4 of the paper; the grid is the authors' `t_n = (n + 1) / L`. Order 1.

@@ -1,11 +1,11 @@
 """Lie-Trotter splitting, which is what a vanilla transformer does.
 
-    @article{lu2019understanding,
-      title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
-      author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao
-              and Wang, Liwei and Liu, Tie-Yan},
-      journal={arXiv:1906.02762},
-      year={2019}}
+@article{lu2019understanding,
+  title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
+  author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao
+          and Wang, Liwei and Liu, Tie-Yan},
+  journal={arXiv:1906.02762},
+  year={2019}}
 """
 
 from jaxtyping import Array, Float
@@ -15,7 +15,15 @@ from diffeqformer.models.layers import Context
 from diffeqformer.solvers.walk import walk
 
 
-def lie_trotter(field, weights: StackedWeights, x: Float[Array, "B S D"], context: Context, *, remat: bool = False, trajectory: bool = False):
+def lie_trotter(
+    field,
+    weights: StackedWeights,
+    x: Float[Array, "B S D"],
+    context: Context,
+    *,
+    remat: bool = False,
+    trajectory: bool = False,
+):
     """Attention over the whole step, then feed-forward over the whole step. Order 1.
 
     With dt = 1 and weights per layer this is the pre-norm transformer.

@@ -11,7 +11,13 @@ from diffeqformer.models.layers import Context
 
 
 def walk(
-    step: Callable, weights: StackedWeights, x: Float[Array, "B S D"], context: Context, *, remat: bool, trajectory: bool
+    step: Callable,
+    weights: StackedWeights,
+    x: Float[Array, "B S D"],
+    context: Context,
+    *,
+    remat: bool,
+    trajectory: bool,
 ) -> Float[Array, "B S D"] | Float[Array, "T B S D"]:
     """Apply `step(layers, x, dt, context) -> x` for each time, in one `jax.lax.scan` over the stacked weights.
 

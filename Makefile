@@ -16,7 +16,8 @@ test: .venv/installed-test
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is not: name another one with 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu it needs 'apt install python3-venv'"; exit 1; }
 
 .venv/installed: setup.py constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt

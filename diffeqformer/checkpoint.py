@@ -19,22 +19,27 @@ from diffeqformer.errors import UserError
 from diffeqformer.models import Transformer
 from diffeqformer.step import abstract_model
 
+ITEMS = ("params", "optimizer", "about")
 
-def open_checkpoints(workdir: pathlib.Path, kept: int | None) -> ocp.CheckpointManager:
-    """The checkpoints of a run; the newest `kept` stay (None: all). Saves go on in the background."""
+
+def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
+    """The checkpoints of a run, for the one process that writes them; the newest `kept` stay.
+
+    Saves go on in the background. What an interrupted save left behind is removed.
+    """
     options = ocp.CheckpointManagerOptions(
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
     )
-    return ocp.CheckpointManager(
-        (workdir / "checkpoints").absolute(), options=options, item_names=("params", "optimizer", "about")
-    )
+    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=ITEMS)
 
 
-def save(
-    manager: ocp.CheckpointManager, step: int, state: dict, config: ConfigDict, tokenizer, data_sha256: str
-) -> None:
-    """Start saving the state after `step` steps. The state may be donated as soon as this returns."""
-    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "data_sha256": data_sha256}
+def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) -> None:
+    """Start saving the state after `step` steps, which may be donated as soon as this returns.
+
+    Args:
+        state: see `diffeqformer.step`.
+        about: config (a dict), tokenizer (its name) and data_sha256 (of the training split).
+    """
     rest = {name: value for name, value in state.items() if name != "params"}
     manager.save(
         step,
@@ -52,7 +57,7 @@ def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
 
 
 def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
-    """The state saved at `step`, with the shapes and shardings of `abstract_state`."""
+    """The state saved at `step`, placed as `abstract_state` says (`jax.ShapeDtypeStruct`s with shardings)."""
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
     restored = manager.restore(
         step,
@@ -74,7 +79,9 @@ class Checkpoint:
 
 
 def load(workdir: str | pathlib.Path) -> Checkpoint:
-    """Open the newest checkpoint below a run's folder on this machine's first device, without the optimizer's state.
+    """Open the newest checkpoint of a run on this machine's first device, without the optimizer's state.
+
+    Only reads, so the run may be going on.
 
     Raises:
         UserError: if there is none.
@@ -82,7 +89,8 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
     workdir = pathlib.Path(workdir)
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
-    with open_checkpoints(workdir, kept=None) as manager:
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=ITEMS) as manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")

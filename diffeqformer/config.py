@@ -13,7 +13,7 @@ from diffeqformer.data import TASK_TOKENIZERS
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
 from diffeqformer.models import MODELS
-from diffeqformer.models.generated import GENERATOR_STARTS
+from diffeqformer.models.generated import STARTS
 
 
 def base_config(name: str, model: str) -> ConfigDict:
@@ -120,9 +120,7 @@ RULES = [
         "optimizer.warmup_fraction optimizer.final_fraction", lambda v, c, n: 0 <= v <= 1, "must be between 0 and 1"
     ),
     Rule("model.kind", lambda v, c, n: v in MODELS, f"must be one of {', '.join(MODELS)}"),
-    Rule(
-        "model.generator_start", lambda v, c, n: v in GENERATOR_STARTS, f"must be one of {', '.join(GENERATOR_STARTS)}"
-    ),
+    Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
     Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
     Rule("data.task", lambda v, c, n: v in TASK_TOKENIZERS, f"must be one of {', '.join(TASK_TOKENIZERS)}"),
     Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
@@ -162,24 +160,35 @@ def get_field(config: ConfigDict, name: str) -> Any:
 
 
 def check_fields(config: ConfigDict) -> None:
-    """Check that a config has exactly the fields that `base_config` declares.
+    """Check that a config has exactly the fields that `base_config` declares, of the same types.
 
     Raises:
-        UserError: naming those that are missing or unknown.
+        UserError: for the first field that is missing, unknown or of another type.
     """
-    ours, theirs = set(field_names(base_config("", "diffeqformer"))), set(field_names(config))
-    if ours != theirs:
-        raise UserError(
-            f"config.{', config.'.join(sorted(ours ^ theirs))}: missing or unknown in this config; start from base_config"
-        )
+    base = base_config("", "diffeqformer")
+    ours, theirs = field_names(base), field_names(config)
+    for name in sorted({*ours, *theirs}):
+        if name not in theirs:
+            raise UserError(f"config.{name}: this field is missing; begin a config with base_config")
+        if name not in ours:
+            raise UserError(f"config.{name}: there is no such field{_hint(name, ours)}")
+        needed, value = type(get_field(base, name)), get_field(config, name)
+        if not (type(value) is needed or (needed is float and type(value) is int)):
+            raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
+
+
+def _hint(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def check_config(config: ConfigDict, num_devices: int) -> None:
-    """Check every rule.
+    """Check that a config has the right fields and that every rule holds.
 
     Raises:
-        UserError: for the first rule that doesn't hold, with its field, the value found and what is needed.
+        UserError: for the first thing that is wrong, with its field, the value found and what is needed.
     """
+    check_fields(config)
     for rule in RULES:
         value = get_field(config, rule.field)
         if not rule.holds(value, config, num_devices):
@@ -196,22 +205,22 @@ def check_overrides(arguments: list[str]) -> None:
     base = base_config("", "diffeqformer")
     known = {f"config.{name}": get_field(base, name) for name in field_names(base)}
     parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
-    for argument in arguments:
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, text = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             continue
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{name}: there is no such field{hint}")
+            raise UserError(f"{name}: there is no such field{_hint(name, list(known))}")
         kind = type(known[name])
+        if not equals:  # --config.FIELD VALUE, or a boolean by itself
+            text = "true" if kind is bool else following
         try:
-            parsers[kind](text if equals else str(known[name]))
+            parsers[kind](text)
         except ValueError:
             raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
 
 
-CHANGEABLE = ("log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.dir", "sample.")
+CHANGEABLE = ("name", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.dir", "sample.")
 """Fields (or their beginnings) that may differ when a run is resumed: they don't change what is learnt."""
 
 

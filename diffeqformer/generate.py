@@ -36,11 +36,20 @@ def generate(model: Transformer, tokenizer, prompt: str, length: int, key: Key[A
         length: tokens in all, at most the model's number of positions.
         key: random key of the sample.
         temperature: divides the logits; 0 takes the likeliest token.
+
+    Raises:
+        ValueError: if the prompt is empty or not shorter than `length`, or `length` exceeds the model's positions.
     """
     prompt_ids = tokenizer.encode(prompt)
+    if not 0 < len(prompt_ids) < length <= model.max_length:
+        raise ValueError(
+            f"prompt: it has {len(prompt_ids)} tokens, but there must be at least 1 and fewer than length ({length}), "
+            f"which must not exceed the model's {model.max_length} positions"
+        )
     graph, params = nnx.split(model)
     tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt_ids)].set(jnp.array(prompt_ids))
     ids = _generate(graph, params, tokens, len(prompt_ids), key, tokenizer.vocab_size, temperature)[0].tolist()
-    if tokenizer.end_of_text in ids[len(prompt_ids) :]:
-        ids = ids[: ids.index(tokenizer.end_of_text, len(prompt_ids))]
+    written = ids[len(prompt_ids) :]
+    if tokenizer.end_of_text in written:
+        ids = ids[: len(prompt_ids) + written.index(tokenizer.end_of_text)]
     return tokenizer.decode(ids)

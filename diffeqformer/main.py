@@ -9,7 +9,7 @@ START = time.monotonic()  # before the heavy imports, so that the time to the fi
 from absl import app, flags, logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
-from diffeqformer.config import check_fields, check_overrides  # noqa: E402
+from diffeqformer.config import check_overrides  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.train import train  # noqa: E402
 
@@ -31,7 +31,7 @@ def parse_flags(arguments: list[str]) -> list[str]:
         path = flags.FLAGS["config"].config_filename.partition(":")[0]
         if not pathlib.Path(path).is_file():
             raise UserError(f"--config: there is no file {path}; see the folder configs/")
-        check_fields(CONFIG.value)
+        CONFIG.value.to_dict()  # a file that fails to load says so here
         return rest
     except (UserError, flags.Error) as error:
         sys.exit(f"diffeqformer: {error}")
@@ -44,7 +44,7 @@ def main(_) -> None:
     logging.set_verbosity(logging.WARNING)
     config = CONFIG.value
     try:
-        train(config, pathlib.Path(WORKDIR.value or f"runs/{config.name}"), started=START)
+        train(config, WORKDIR.value or f"runs/{config.name}", started=START)
     except UserError as error:
         sys.exit(f"diffeqformer: {error}")
     except KeyboardInterrupt:

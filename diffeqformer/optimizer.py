@@ -5,12 +5,16 @@ import optax
 
 
 def learning_rate_schedule(config, steps: int) -> optax.Schedule:
-    """Linear warm-up over `warmup_fraction` of the steps, then a cosine down to `final_fraction` of the peak."""
+    """Linear warm-up from 0 over `warmup_fraction` of the steps, then a cosine down to `final_fraction` of the peak.
+
+    The rate of the first update is 0 if there is any warm-up. Section C.4 of the paper.
+    """
+    warmup_steps = min(round(config.warmup_fraction * steps), steps - 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=0.0 if warmup_steps else config.learning_rate,
         peak_value=config.learning_rate,
-        warmup_steps=max(1, round(config.warmup_fraction * steps)),
-        decay_steps=max(2, steps),
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
         end_value=config.final_fraction * config.learning_rate,
     )
 

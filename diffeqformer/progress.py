@@ -29,29 +29,27 @@ class Progress:
         self.start = self.last_time = time.monotonic()
         self.last_step = first_step
 
-    def begin(self) -> None:
-        """Start the clock: after the first step, whose time is mostly compilation."""
+    def first(self, step: int, loss: float, seconds: float) -> None:
+        """The first step of this process, `seconds` after it began; most of that is compilation, so rates count from here."""
         self.start = self.last_time = time.monotonic()
-        self.first_step += 1
-        self.last_step = self.first_step
+        self.first_step = self.last_step = step
+        print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)
 
     def pause(self, seconds: float) -> None:
         """Leave out of the rate what was not training."""
         self.last_time += seconds
 
     def train(self, step: int, scalars: dict[str, float]) -> None:
-        """One progress line after `step` steps: loss, rate and time left."""
-        now = time.monotonic()
+        """One progress line after `step` steps: loss, rate and time left. `scalars` are those of this very step."""
         if step > self.last_step:
+            now = time.monotonic()
             rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
             left = (self.steps - step) * (now - self.start) / (step - self.first_step)
+            self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
-            pace = f"  {rate:,.0f} tokens/s  {duration(left)} left"
-        else:
-            pace = ""
-        self.last_step, self.last_time = step, now
+            pace = f"{rate:,.0f} tokens/s  {duration(left)} left"
+            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}", flush=True)
         self._write(step, "train", scalars)
-        print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}{pace}", flush=True)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:
         """One line with the results of an evaluation."""
@@ -61,10 +59,6 @@ class Progress:
             f"perplexity {scalars['perplexity']:.2f}  bits/byte {scalars['bits_per_byte']:.4f}",
             flush=True,
         )
-
-    def text(self, step: int, text: str) -> None:
-        """Keep a sample of generated text beside the curves."""
-        self.writer.add_text("sample", text, step)
 
     def flush(self) -> None:
         self.writer.flush()

@@ -25,9 +25,14 @@ def token_losses(logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]) -> Fl
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, axis=1))
 
 
+def random_key(seed: int, purpose: str) -> Key[Array, ""]:
+    """The root key of everything random that serves one purpose: parameters, dropout or sample."""
+    return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample").index(purpose))
+
+
 def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
     """One key for each example of the global batch, from (seed, step, index of the example)."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(random_key(seed, "dropout"), step)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
 
 
@@ -51,9 +56,14 @@ class Program(NamedTuple):
     evaluate: Callable
 
 
+def new_model(config) -> Transformer:
+    """The model of a config with its initial parameters."""
+    return Transformer(config.model, nnx.Rngs(random_key(config.seed, "parameters")))
+
+
 def abstract_model(config) -> Transformer:
     """The model of a config with shapes in place of values: costs nothing, however large."""
-    return nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(config.seed)))
+    return nnx.eval_shape(lambda: new_model(config))
 
 
 def make_program(config, mesh: Mesh) -> Program:
@@ -64,7 +74,7 @@ def make_program(config, mesh: Mesh) -> Program:
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
     def init():
-        params = nnx.to_pure_dict(nnx.state(Transformer(config.model, nnx.Rngs(config.seed)), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))
         return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     replicated = sharding(mesh)

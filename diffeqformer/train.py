@@ -2,6 +2,7 @@
 
 import collections
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -19,65 +20,97 @@ from diffeqformer.data.store import Split, open_store
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
 from diffeqformer.generate import generate
+from diffeqformer.models import Transformer
 from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
-from diffeqformer.step import Program, make_program
+from diffeqformer.step import Program, make_program, random_key
 
 
-def train(config: ConfigDict, workdir: pathlib.Path, started: float) -> None:
+def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None = None) -> Transformer:
     """Train as `config` says, from the newest checkpoint in `workdir` if there is one, and print a sample.
 
     Args:
         config: see `diffeqformer.config`; checked before anything else is done.
         workdir: folder of checkpoints and curves; made if it is missing.
-        started: `time.monotonic()` of the start, from which the time to the first step is told.
+        started: `time.monotonic()` from which the time to the first step is told; by default now.
+
+    Returns:
+        The trained model.
 
     Raises:
         UserError: for whatever the user can put right; the message says how.
     """
+    started = time.monotonic() if started is None else started
     check_config(config, jax.device_count())
     splits = open_data(config)
+    workdir = make_folder(workdir)
     tokenizer = TOKENIZERS[TASK_TOKENIZERS[config.data.task]]()
+    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "data_sha256": splits["train"].sha256}
     program = make_program(config, make_mesh())
     with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
-        state = start_or_resume(config, workdir, program, checkpoints, splits["train"])
+        state = start_or_resume(config, workdir, program, checkpoints, about)
         describe(config, workdir, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
-            state = train_steps(config, workdir, program, state, splits, checkpoints, tokenizer, started)
+            state = train_steps(config, workdir, program, state, splits, checkpoints, about, started)
             print(f"Finished. Checkpoints and curves are in {workdir}: tensorboard --logdir {workdir}")
         else:
             print(f"{workdir}: this run has already finished its {config.steps:,} steps; here is its sample again")
     model = nnx.merge(program.graph, state["params"])
-    sample = config.sample
-    text = generate(model, tokenizer, sample.prompt, sample.length, jax.random.key(config.seed), sample.temperature)
+    key, sample = random_key(config.seed, "sample"), config.sample
+    text = generate(model, tokenizer, sample.prompt, sample.length, key, sample.temperature)
     print(f"--- sample ---\n{text}\n--------------", flush=True)
+    return model
 
 
 def open_data(config: ConfigDict) -> dict[str, Split]:
-    """The splits of the config's task; a store that is missing is prepared first, in a process of its own."""
+    """The splits of the config's task; a store that is missing is prepared first, in a process of its own.
+
+    Raises:
+        UserError: if the store can't be prepared or used.
+    """
     folder = pathlib.Path(config.data.dir) / config.data.task
     if not folder.exists():
-        module = [sys.executable, "-m", "diffeqformer.data.prepare"]
-        done = subprocess.run(
-            [*module, f"--task={config.data.task}", f"--dir={config.data.dir}"], stderr=subprocess.PIPE, text=True
-        )
+        arguments = ["-m", "diffeqformer.data.prepare", f"--task={config.data.task}", f"--dir={config.data.dir}"]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # TensorFlow would take the GPU's memory
+        done = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            sys.stderr.write(done.stderr)
-            raise UserError(f"{folder}: preparing this token store failed; what went wrong stands above")
+            reason = done.stderr.strip().splitlines()[-1]
+            raise UserError(f"config.data: preparing the token store failed: {reason} (python {' '.join(arguments)})")
     return open_store(folder, TASK_TOKENIZERS[config.data.task], config.sequence_length)
 
 
-def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints, split: Split) -> dict:
-    """A new state, or that of the newest checkpoint after checking that it belongs to this config and data."""
+def make_folder(workdir: str | os.PathLike) -> pathlib.Path:
+    """The work folder, made if it is missing.
+
+    Raises:
+        UserError: if it can't be made or written.
+    """
+    workdir = pathlib.Path(workdir)
+    try:
+        (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (workdir / "parameters.txt").touch()
+    except OSError as error:
+        raise UserError(f"--workdir: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+    return workdir
+
+
+def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints, about: dict) -> dict:
+    """A new state, or that of the newest checkpoint after checking that it belongs to this config and data.
+
+    Raises:
+        UserError: if it doesn't.
+    """
     step = checkpoints.latest_step()
     if step is None:
         return program.init()
-    about = checkpoint.read_about(checkpoints, step)
-    check_resumable(config, ConfigDict(about["config"]), workdir)
-    if about["data_sha256"] != split.sha256:
-        raise UserError(
-            f"config.data.dir: the token store holds other data than the run in {workdir} was trained on; use another --workdir"
-        )
+    saved = checkpoint.read_about(checkpoints, step)
+    check_resumable(config, ConfigDict(saved["config"]), workdir)
+    for what in ("tokenizer", "data_sha256"):
+        if saved[what] != about[what]:
+            raise UserError(
+                f"config.data.dir: the token store has another {what} ({about[what]}) than the run in {workdir} "
+                f"({saved[what]}); use another --workdir, or the old store"
+            )
     print(f"Resuming {workdir} from its checkpoint at step {step:,}")
     shapes = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
@@ -101,33 +134,21 @@ def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Spl
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {workdir}")
 
 
-def train_steps(
-    config: ConfigDict,
-    workdir: pathlib.Path,
-    program: Program,
-    state: dict,
-    splits,
-    checkpoints,
-    tokenizer,
-    started: float,
-) -> dict:
+def train_steps(config, workdir, program: Program, state: dict, splits, checkpoints, about: dict, started: float):
     """The loop: from the state's step to the last one. Scalars are read one step late, so dispatch never waits."""
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
-    pending, losses = collections.deque(), []
+    pending = collections.deque()
 
     def read_scalars() -> None:
         step, scalars = pending.popleft()
         scalars = {name: float(value) for name, value in scalars.items()}
         if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
             raise UserError(diverged(step, scalars, checkpoints, workdir))
-        losses.append(scalars["loss"])
         if step == first + 1:
-            print(f"first step done {time.monotonic() - started:.1f} s after the start", flush=True)
-            progress.begin()
-        if step % config.log_every == 0 or step in (first + 1, config.steps):
-            progress.train(step, {**scalars, "loss": sum(losses) / len(losses)})
-            losses.clear()
+            progress.first(step, scalars["loss"], time.monotonic() - started)
+        if step % config.log_every == 0 or step == config.steps:
+            progress.train(step, scalars)
 
     for step in range(first + 1, config.steps + 1):
         tokens = jax.make_array_from_callback(
@@ -142,11 +163,11 @@ def train_steps(
         while len(pending) > (0 if evaluating or saving else 1):
             read_scalars()
         pause = time.monotonic()
-        if saving:  # only after this step's scalars were found finite
-            checkpoint.save(checkpoints, step, state, config, tokenizer, splits["train"].sha256)
-            progress.flush()  # the curves reach as far as the checkpoint
         if evaluating:
             progress.validation(step, evaluate(program, state["params"], splits["validation"], config))
+        if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
+            progress.flush()
+            checkpoint.save(checkpoints, step, state, about)
         progress.pause(time.monotonic() - pause)
     checkpoints.wait_until_finished()
     progress.close()
@@ -161,7 +182,11 @@ def evaluate(program: Program, params: dict, split: Split, config: ConfigDict) -
     """
     weights = program.weights(params)  # once, for all batches
     total = metrics.Average.empty()
-    for tokens, valid in split.evaluation_batches(config.batch_size, config.sequence_length):
+    for batch in split.evaluation_batches(config.batch_size, config.sequence_length):
+        tokens, valid = (
+            jax.make_array_from_callback(array.shape, program.batch_sharding, lambda index, array=array: array[index])
+            for array in batch
+        )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
     loss = float(total.compute())
     bits_per_byte = loss / math.log(2) * len(split.tokens) / split.text_bytes
@@ -170,13 +195,14 @@ def evaluate(program: Program, params: dict, split: Split, config: ConfigDict) -
 
 def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: pathlib.Path) -> str:
     """What to tell when the loss or the gradient stops being a number."""
+    checkpoints.wait_until_finished()
     saved = checkpoints.latest_step()
-    where = (
-        f"the last good checkpoint in {workdir} is of step {saved:,}"
-        if saved is not None
-        else "no checkpoint had been saved yet"
+    good = (
+        "no checkpoint had been saved yet"
+        if saved is None
+        else f"the last good checkpoint is step {saved:,} in {workdir}"
     )
     return (
-        f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {where}; "
-        "try a lower config.optimizer.learning_rate"
+        f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {good}; "
+        "begin in another --workdir with a lower config.optimizer.learning_rate"
     )

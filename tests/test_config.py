@@ -100,6 +100,7 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
         ("--config.steps=1.5", r"config\.steps: must be of type int"),
         ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
+        ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
         ("--config.model.remat=maybe", r"config\.model\.remat: must be of type bool"),
     ],
 )
@@ -108,9 +109,36 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
         check_overrides(["main.py", "--config=configs/tiny.py", argument])
 
 
+def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
+    def refused(change, sentence):
+        config = toy_config().unlock()
+        change(config)
+        with pytest.raises(UserError, match=sentence):
+            check_config(config, num_devices=8)
+
+    refused(lambda config: config.__delattr__("steps"), r"^config\.steps: this field is missing")
+    refused(
+        lambda config: config.model.__setattr__("widht", 3),
+        r"^config\.model\.widht: there is no such field; did you mean model\.width\?",
+    )
+    with toy_config().unlocked() as config, config.ignore_type():
+        config.steps = "many"
+    with pytest.raises(UserError, match=r"^config\.steps: must be of type int, but it is 'many'"):
+        check_config(config, num_devices=8)
+
+
 def test_right_overrides_pass():
     check_overrides(
-        ["main.py", "--config=a.py:gpt", "--config.steps=3", "--config.model.remat=false", "--config.data.dir=a=b"]
+        [
+            "main.py",
+            "--config=a.py:gpt",
+            "--config.steps=3",
+            "--config.model.remat=false",
+            "--config.data.dir=a=b",
+            "--config.steps",
+            "4",
+            "--config.model.remat",
+        ]
     )
 
 

@@ -93,10 +93,17 @@ def other_format(folder):
     (folder / "store.json").write_text(json.dumps({**about, "format": 99}))
 
 
+def lose_entry(folder):
+    about = json.loads((folder / "store.json").read_text())
+    del about["splits"]["validation"]
+    (folder / "store.json").write_text(json.dumps(about))
+
+
 @pytest.mark.parametrize(
     "damage, sentence",
     [
         (corrupt_json, r"store\.json: .*can't be read"),
+        (lose_entry, r"store\.json: .*can't be read"),
         (truncate, r"train\.bin: .*has 10 bytes instead of "),
         (lose_split, r"validation\.bin: .*has 0 bytes instead of "),
         (other_tokenizer, r"made with tokenizer 'gpt2', but 'bytes' is needed"),
@@ -111,7 +118,7 @@ def test_a_broken_store_is_refused(folder, damage, sentence):
 
 
 def test_missing_and_too_short_stores_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match="there is no whole token store here"):
+    with pytest.raises(UserError, match="there is no whole token store here; delete"):
         open_store(tmp_path / "absent", "bytes", 8)
     with pytest.raises(UserError, match="^config.sequence_length: 10000 is longer than"):
         open_store(folder, "bytes", 10_000)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from diffeqformer.models import MODELS
-from diffeqformer.models.generated import GENERATOR_STARTS, project, time_features
+from diffeqformer.models.generated import STARTS, project, time_features
 from diffeqformer.models.layers import Context, dropout
 from diffeqformer.sharding import RULES
 from diffeqformer.step import abstract_model, dropout_keys
@@ -46,42 +46,43 @@ def test_depth_costs_no_parameters():
     assert parameter_count(config) == count
 
 
-@pytest.mark.parametrize("start", GENERATOR_STARTS)
-def test_generator_starts_at_the_scales_it_names(start):
-    model = build_model(
-        "diffeqformer", width=128, heads=4, mlp=512, time_embed_dim=24, sinusoidal_dim=32, generator_start=start
-    )
-    linear, norm = model.depth.layers["mlp_up"], model.depth.layers["norm_mlp"]
-    expected = {
-        "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},
-        "constant": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.02},
-        "varying": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.015 * 24**-0.5, "constant": 0.02},
-    }[start]
-    found = {
-        "lin1": linear.mlp.lin1,
-        "lin2": linear.mlp.lin2,
-        "projection": linear.projection,
-        "constant": linear.constant,
-    }
-    for name, stddev in expected.items():
-        assert abs(float(found[name][...].std()) - stddev) <= 0.1 * stddev, name
-    assert abs(float(linear.bias_projection[...].std()) - 1e-4) < 1e-5
-    zeros = (linear.mlp.lin1_bias, linear.mlp.lin2_bias, norm.scale_projection, norm.shift_projection)
-    assert all(not np.any(leaf[...]) for leaf in zeros)
-    assert abs(float(model.token_embedding[...].std()) - 0.02) < 1e-3
-    assert abs(float(model.position_embedding[...].std()) - 0.01) < 1e-3
-    weights = model.weights().layers
-    np.testing.assert_array_equal(weights["norm_mlp"]["scale"], 1.0)
-    varies = float(weights["mlp_up"]["kernel"].std(0).mean()) / float(weights["mlp_up"]["kernel"].std())
-    assert varies > 0.2 if start == "varying" else varies < 0.2 or start == "published"
+STDDEV = {  # of every leaf by its name, None where the start decides
+    "token_embedding": 0.02,
+    "position_embedding": 0.01,
+    "kernel": 0.02,
+    "bias_projection": 1e-4,
+    **dict.fromkeys(("lin1", "lin2", "projection", "constant")),
+    **dict.fromkeys(("lin1_bias", "lin2_bias", "scale_projection", "shift_projection", "scale", "shift", "bias"), 0.0),
+}
+BY_START = {
+    "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},
+    "constant": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.02},
+    "varying": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.015 * 24**-0.5, "constant": 0.02},
+}
 
 
-@pytest.mark.parametrize("kind", ["gpt", "shared"])
-def test_plain_weights_start_as_published(kind):
-    layers = build_model(kind).depth.layers
-    assert abs(float(layers["mlp_up"]["kernel"][...].std()) - 0.02) < 1e-3
-    assert not np.any(layers["mlp_up"]["bias"][...]) and not np.any(layers["norm_mlp"]["shift"][...])
-    np.testing.assert_array_equal(layers["norm_mlp"]["scale"][...], 1.0)
+@pytest.mark.parametrize(
+    "kind, start", [*(("diffeqformer", start) for start in STARTS), ("gpt", None), ("shared", None)]
+)
+def test_every_parameter_starts_at_its_published_scale(kind, start):
+    changes = {"generator_start": start} if start else {}
+    model = build_model(kind, width=128, mlp=512, time_embed_dim=24, sinusoidal_dim=32, max_length=64, **changes)
+    expected = {**STDDEV, **BY_START.get(start, {})}
+    for path, variable in nnx.state(model, nnx.Param).flat_state():
+        value, stddev = np.asarray(variable[...]), expected[path[-1]]
+        assert abs(value.std() - stddev) <= 0.1 * stddev, path  # exactly 0 where it starts at zero
+        assert abs(value.mean() - (path[-1] == "scale")) <= 0.1 * stddev, path
+    np.testing.assert_array_equal(model.weights().layers["norm_mlp"]["scale"], 1.0)
+
+
+def test_only_the_varying_start_makes_weights_that_vary_much_with_time():
+    def share(start):  # of the kernels' scale that is due to time
+        kernels = (
+            build_model("diffeqformer", width=128, mlp=512, generator_start=start).weights().layers["qkv"]["kernel"]
+        )
+        return float(kernels.std(0).mean() / kernels.std())
+
+    assert share("constant") < 0.02 < 0.1 < share("varying")
 
 
 def test_projection_and_its_gradients_equal_the_plain_sum():
@@ -153,10 +154,14 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind):
         np.testing.assert_array_equal(weights.layers["qkv"]["kernel"], exact.astype(jnp.bfloat16))
 
 
-def test_per_layer_weights_refuse_another_depth():
+def test_impossible_depths_and_lengths_are_refused():
     model = build_model("gpt")
-    with pytest.raises(ValueError, match="exactly 6 steps, but 9"):
+    with pytest.raises(ValueError, match="6 layers has as many steps, but 9"):
         model.weights(model.times(9))
+    with pytest.raises(ValueError, match="num_steps: must be at least 1, but it is 0"):
+        model.times(0)
+    with pytest.raises(ValueError, match="tokens: 17 positions, but this model has 16"):
+        model(jnp.zeros((1, 17), jnp.int32), model.weights())
 
 
 @pytest.mark.parametrize("kind", MODELS)

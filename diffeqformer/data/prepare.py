@@ -37,7 +37,7 @@ def prepare(task_name: str, folder: pathlib.Path) -> None:
 
     task = seqio.TaskRegistry.get(task_name)
     tokenizer = TOKENIZERS[TASK_TOKENIZERS[task_name]]()
-    source = tasks.source_description(task_name)
+    source = tasks.ORIGINS[task_name]
     print(f"Preparing {task_name} ({source}) into {folder}", flush=True)
     write_store(folder, task_name, tokenizer, source, {split: documents(task, split) for split in task.splits})
 
@@ -47,9 +47,13 @@ def main() -> None:
     parser.add_argument("--task", required=True, choices=sorted(TASK_TOKENIZERS))
     parser.add_argument("--dir", required=True, type=pathlib.Path, help="folder of the token stores")
     arguments = parser.parse_args()
-    if (arguments.dir / arguments.task).exists():
-        sys.exit(f"{arguments.dir / arguments.task}: already there; delete it to prepare it anew")
-    prepare(arguments.task, arguments.dir / arguments.task)
+    folder = arguments.dir / arguments.task
+    if folder.exists():
+        sys.exit(f"{folder}: already there; delete it to prepare it anew")
+    try:
+        prepare(arguments.task, folder)
+    except OSError as error:
+        sys.exit(f"{error.filename or folder}: {error.strerror or error}; choose another --dir, or make room there")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,13 @@ def write_store(
     """Write a store from, for each split, its documents as (ids with end-of-text, bytes of text).
 
     Everything goes into a temporary folder beside `folder`, which takes its name at the end.
+
+    Args:
+        folder: where the store shall be; if another process makes it meanwhile, that one stays.
+        source: where the text comes from, for people.
+
+    Raises:
+        OSError: if the disk is full or the folder can't be written; nothing is left behind.
     """
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
@@ -119,7 +126,7 @@ def _order(seed: int, epoch: int, count: int) -> Integer[np.ndarray, "N"]:
 
 
 def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int) -> dict[str, Split]:
-    """The splits of the store in `folder`, after checking that it is whole and meant for `tokenizer`.
+    """The training and validation splits of the store in `folder`, after checking that it is whole and meant for `tokenizer`.
 
     Raises:
         UserError: if the store is missing, incomplete, of another tokenizer, or shorter than one window.
@@ -129,11 +136,10 @@ def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int) 
     try:
         about = json.loads((folder / "store.json").read_text())
         found, dtype, made_with = about["format"], np.dtype(about["dtype"]), about["tokenizer"]
-        sizes = {split: (entry["tokens"], entry["bytes"], entry["sha256"]) for split, entry in about["splits"].items()}
+        entries = {split: about["splits"][split] for split in ("train", "validation")}
+        sizes = {split: (entry["tokens"], entry["bytes"], entry["sha256"]) for split, entry in entries.items()}
     except FileNotFoundError:
-        raise UserError(
-            f"{folder}: there is no whole token store here; prepare it with 'python -m diffeqformer.data.prepare'"
-        ) from None
+        raise UserError(f"{folder}: there is no whole token store here; {remedy}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / 'store.json'}: this file of the token store can't be read; {remedy}") from None
     if found != FORMAT:

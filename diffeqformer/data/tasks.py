@@ -16,7 +16,8 @@ import tensorflow as tf
 from diffeqformer.data import TASK_TOKENIZERS
 from diffeqformer.data.tokenizers import TOKENIZERS
 
-VALIDATION_PART = 50  # one file in so many
+ORIGINS: dict[str, str] = {}
+VALIDATION_PART = 50  # one file of the standard library in so many
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -93,8 +94,12 @@ def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None =
     return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
-def add_task(name: str, source: seqio.DataSource, metric_objs=()) -> seqio.Task:
-    """Register a task whose source yields `text`, with the tokenizer that `TASK_TOKENIZERS` names."""
+def add_task(name: str, source: seqio.DataSource, origin: str) -> seqio.Task:
+    """Register a task whose source yields `text`, with the tokenizer that `TASK_TOKENIZERS` names.
+
+    `origin` says where the text comes from, for people: it is written into the token store.
+    """
+    ORIGINS[name] = origin
     vocabulary = TokenizerVocabulary(TOKENIZERS[TASK_TOKENIZERS[name]]())
     return seqio.TaskRegistry.add(
         name,
@@ -105,13 +110,11 @@ def add_task(name: str, source: seqio.DataSource, metric_objs=()) -> seqio.Task:
             seqio.preprocessors.append_eos,
         ],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
-        metric_objs=list(metric_objs),
     )
 
 
-def source_description(name: str) -> str:
-    """Where a task's text comes from, for people: it is written into the token store."""
-    return f"standard library of Python {platform.python_version()}" if name == "python_stdlib" else name
-
-
-add_task("python_stdlib", seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")))
+add_task(
+    "python_stdlib",
+    seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")),
+    origin=f"standard library of Python {platform.python_version()}",
+)

@@ -1,7 +1,8 @@
 """Depth weights: where the weights of the vector field at the times t_0 ... t_{T-1} come from.
 
-Each kind is a module `(times) -> StackedWeights`. Here are the two plain kinds, per-layer (a
-vanilla transformer) and shared (one set for all times); `generated` has a file of its own.
+Each kind is a module `(times) -> {layer: {kernel | bias | scale | shift: [T, ...]}}`; if it is `constant`,
+one set serves all times and the axis T is left out. Here are the two plain kinds, per-layer (a vanilla
+transformer) and shared; the generated kind has a file of its own.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ class StackedWeights:
     """The weights of every depth step, ready for a solver to walk.
 
     layers: {layer: {kernel | bias | scale | shift: [T, ...]}}; without the axis T if `constant`.
-    step_sizes: [T] fp32, the length in time of each step.
+    step_sizes: length in time of each step, fp32.
     constant: the same weights serve every step.
     """
 
@@ -54,39 +55,46 @@ def in_compute_type(weights: dict, dtype) -> dict:
     return {name: value.astype(dtype if name in ("kernel", "bias") else jnp.float32) for name, value in weights.items()}
 
 
-class PerLayerWeights(nnx.Module):
+class PlainWeights(nnx.Module):
+    """Parameters that are the weights themselves, with the axes of `stack` in front."""
+
+    def __init__(self, layers: dict[str, Linear | Norm], stack: tuple[int, ...], dtype, rngs: nnx.Rngs):
+        self.dtype = dtype
+        self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, stack) for name, layer in layers.items()})
+
+    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
+        """The weights, kernels and biases in the compute type."""
+        return {
+            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
+        }
+
+
+class SharedWeights(PlainWeights):
+    """One set of weights for every time: the paper's shared-parameter baseline."""
+
+    constant = True
+
+    def __init__(self, layers: dict[str, Linear | Norm], dtype, rngs: nnx.Rngs):
+        super().__init__(layers, (), dtype, rngs)
+
+
+class PerLayerWeights(PlainWeights):
     """Each time has weights of its own: a vanilla transformer, or any discretised model."""
 
-    def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, dtype, rngs: nnx.Rngs):
-        self.num_layers, self.dtype = num_layers, dtype
-        self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, (num_layers,)) for name, layer in layers.items()})
+    constant = False
 
-    def __call__(self, times: np.ndarray) -> StackedWeights:
-        """The stacked weights; `times` [T] must be as many as there are layers.
+    def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, dtype, rngs: nnx.Rngs):
+        super().__init__(layers, (num_layers,), dtype, rngs)
+        self.num_layers = num_layers
+
+    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
+        """The stacked weights.
 
         Raises:
-            ValueError: for another number of times.
+            ValueError: if there are not as many times as layers.
         """
         if len(times) != self.num_layers:
             raise ValueError(
-                f"a model with weights per layer has exactly {self.num_layers} steps, but {len(times)} were asked for"
+                f"a model with {self.num_layers} layers has as many steps, but {len(times)} were asked for"
             )
-        layers = {
-            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
-        }
-        return StackedWeights(layers, step_sizes(times))
-
-
-class SharedWeights(nnx.Module):
-    """One set of weights for every time: the paper's shared-parameter baseline."""
-
-    def __init__(self, layers: dict[str, Linear | Norm], dtype, rngs: nnx.Rngs):
-        self.dtype = dtype
-        self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, ()) for name, layer in layers.items()})
-
-    def __call__(self, times: np.ndarray) -> StackedWeights:
-        """The one set of weights, marked as constant, for the steps that end at `times` [T]."""
-        layers = {
-            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
-        }
-        return StackedWeights(layers, step_sizes(times), constant=True)
+        return super().__call__(times)

@@ -12,6 +12,7 @@ with P stored as [inputs, E, outputs], so that kernels for all times come out of
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, step_sizes
+from diffeqformer.models.depth_weights import in_compute_type
 from diffeqformer.models.layers import Linear, Norm, parameter
 
 
@@ -45,8 +46,7 @@ def project(
     they read, and the gradient of P is accumulated in fp32, which a cast beforehand would prevent.
 
     All three products are written as matrix products batched over `inputs`, the order in which P is
-    stored. The derivative is spelled out because the automatic one transposes P's gradient at the
-    end, which on a CPU makes the train step half as long again; on TPUs the two compile alike.
+    stored. The derivative is spelled out because the automatic one transposes P's gradient at the end.
     """
     batched = jnp.broadcast_to(h, (len(projection), *h.shape))
     return (batched @ projection).swapaxes(0, 1) + constant
@@ -69,28 +69,29 @@ project.defvjp(_project_forward, _project_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P and B."""
+    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P (by E) and B."""
 
     mlp: float | None
-    projection: float
+    projection: Callable[[int], float]
     constant: float
 
 
-def generator_start(name: str, time_embed_dim: int) -> Start:
-    """The named start of the generator (`model.generator_start`).
+STARTS = {
+    "published": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.0),
+    "constant": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.02),
+    "varying": Start(mlp=None, projection=lambda width: 0.015 / math.sqrt(width), constant=0.02),
+}
+"""How the hypernetwork starts (`model.generator_start`).
 
-    published: as in the authors' code; kernels begin at an rms of 1e-3 to 6e-3, almost the identity.
-    constant: as published, but B at a vanilla transformer's 0.02.
-    varying: B at 0.02 and a hypernetwork whose output varies with t from the first step.
-    """
-    return {
-        "published": Start(0.02, 0.02, 0.0),
-        "constant": Start(0.02, 0.02, 0.02),
-        "varying": Start(None, 0.015 / math.sqrt(time_embed_dim), 0.02),
-    }[name]
+published: as in the authors' code; kernels begin at an rms of 1e-3 to 6e-3, so blocks almost as the identity.
+constant: as published, but B at a vanilla transformer's 0.02.
+varying: B at 0.02 and a hypernetwork whose output varies with t from the first step (P at 0.003 for E = 24).
+"""
 
 
-GENERATOR_STARTS = ("published", "constant", "varying")
+def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T outputs"]:
+    """A small product in fp32 on every backend: by default TPUs and GPUs would round its operands."""
+    return jnp.matmul(x, matrix[...], precision="highest")
 
 
 class TimeMLP(nnx.Module):
@@ -103,8 +104,7 @@ class TimeMLP(nnx.Module):
         self.lin2_bias = parameter(rngs, (width,), ("time_embed",))
 
     def __call__(self, features: Float[Array, "T features"]) -> Float[Array, "T E"]:
-        with jax.default_matmul_precision("highest"):  # tiny, and fp32 on every backend
-            return jax.nn.silu(features @ self.lin1 + self.lin1_bias) @ self.lin2 + self.lin2_bias
+        return exact(jax.nn.silu(exact(features, self.lin1) + self.lin1_bias), self.lin2) + self.lin2_bias
 
 
 class GeneratedLinear(nnx.Module):
@@ -114,7 +114,7 @@ class GeneratedLinear(nnx.Module):
         inputs, outputs = layer.axes
         self.mlp = TimeMLP(features, width, start.mlp, rngs)
         self.projection = parameter(
-            rngs, (layer.inputs, width, layer.outputs), (inputs, "time_embed", outputs), stddev=start.projection
+            rngs, (layer.inputs, width, layer.outputs), (inputs, "time_embed", outputs), stddev=start.projection(width)
         )
         self.constant = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=start.constant)
         if layer.bias:
@@ -124,7 +124,7 @@ class GeneratedLinear(nnx.Module):
         h = self.mlp(features)
         weights = {"kernel": project(h, self.projection[...], self.constant[...])}
         if hasattr(self, "bias_projection"):
-            weights["bias"] = h @ self.bias_projection
+            weights["bias"] = exact(h, self.bias_projection)
         return weights
 
 
@@ -139,14 +139,16 @@ class GeneratedNorm(nnx.Module):
 
     def __call__(self, features: Float[Array, "T features"]) -> dict:
         h = self.mlp(features)
-        weights = {"scale": 1.0 + h @ self.scale_projection}
+        weights = {"scale": 1.0 + exact(h, self.scale_projection)}
         if hasattr(self, "shift_projection"):
-            weights["shift"] = h @ self.shift_projection
+            weights["shift"] = exact(h, self.shift_projection)
         return weights
 
 
 class GeneratedWeights(nnx.Module):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth."""
+
+    constant = False
 
     def __init__(
         self,
@@ -161,20 +163,17 @@ class GeneratedWeights(nnx.Module):
     ):
         self.sinusoidal_dim, self.time_frequency, self.dtype = sinusoidal_dim, time_frequency, dtype
         features = 2 * sinusoidal_dim + 1
-        scales = generator_start(start, time_embed_dim)
         kinds = {Linear: GeneratedLinear, Norm: GeneratedNorm}
         self.layers = nnx.Dict(
             **{
-                name: kinds[type(layer)](layer, features, time_embed_dim, scales, rngs)
+                name: kinds[type(layer)](layer, features, time_embed_dim, STARTS[start], rngs)
                 for name, layer in layers.items()
             }
         )
 
-    def __call__(self, times: np.ndarray) -> StackedWeights:
-        """The weights at `times` [T] for the steps that end there; times are host numbers, not traced."""
-        return StackedWeights(
-            self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency)), step_sizes(times)
-        )
+    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
+        """The weights at `times`, which are host numbers and not traced."""
+        return self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency))
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
         """The stacked weights of every layer, given e(t) [T, 2 K + 1] in fp32."""

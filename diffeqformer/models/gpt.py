@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffeqformer.models.layers import Context, Linear, Norm, dropout, layer_norm, linear
@@ -50,5 +51,6 @@ class GPT:
         return dropout(linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True)), context, site=1)
 
     def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """dx/dt at state x, given the block's weights at that time."""
-        return self.attention(weights, x, context) + self.feed_forward(weights, x, context)
+        """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""
+        attention = self.attention(weights, x, context).astype(jnp.float32)
+        return attention + self.feed_forward(weights, x, context).astype(jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.models.depth_weights import PerLayerWeights, SharedWeights, StackedWeights
+from diffeqformer.models.depth_weights import PerLayerWeights, SharedWeights, StackedWeights, step_sizes
 from diffeqformer.models.generated import GeneratedWeights
 from diffeqformer.models.gpt import GPT
 from diffeqformer.models.layers import Context, dropout, layer_norm, parameter
@@ -46,6 +46,7 @@ class Transformer(nnx.Module):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps, self.solver = config.num_steps, kind.unit_steps, kind.solver
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
+        self.max_length = config.max_length
         self.field = GPT(config.width, config.heads, config.mlp)
         self.token_embedding = parameter(rngs, (config.vocab_size, config.width), ("vocab", "embed"), stddev=0.02)
         self.position_embedding = parameter(rngs, (config.max_length, config.width), ("sequence", "embed"), stddev=0.01)
@@ -72,13 +73,20 @@ class Transformer(nnx.Module):
         )
 
     def times(self, num_steps: int | None = None) -> Float[np.ndarray, "T"]:
-        """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained."""
-        num_steps = num_steps or self.num_steps
+        """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.
+
+        Raises:
+            ValueError: if `num_steps` is below 1.
+        """
+        num_steps = self.num_steps if num_steps is None else num_steps
+        if num_steps < 1:
+            raise ValueError(f"num_steps: must be at least 1, but it is {num_steps}")
         return np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
 
     def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
-        """First phase: the weights at `times`, by default those of the trained grid."""
-        return self.depth(self.times() if times is None else times)
+        """First phase: the weights for the steps that end at `times`, by default those of the trained grid."""
+        times = self.times() if times is None else times
+        return StackedWeights(self.depth(times), step_sizes(times), self.depth.constant)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None
@@ -89,7 +97,12 @@ class Transformer(nnx.Module):
             tokens: ids below the vocabulary size; S at most `max_length`.
             weights: from `self.weights`, whatever the number of steps.
             dropout_keys: one random key per example; None turns dropout off.
+
+        Raises:
+            ValueError: if S exceeds `max_length`.
         """
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f"tokens: {tokens.shape[1]} positions, but this model has {self.max_length}")
         context = Context(dropout_keys, self.dropout)
         x = self.solver(self.field, weights, self.embed(tokens, context), context, remat=self.remat)
         return self.head(x)

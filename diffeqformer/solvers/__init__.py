@@ -2,7 +2,7 @@
 
     solver(field, weights, x_0, context, remat=..., trajectory=...) -> x_1 or all states
 
-of a vector field and its stacked weights, and names the times at which it wants those weights.
+of a vector field and the stacked weights of the grid's steps, which also hold the steps' sizes.
 """
 
 from diffeqformer.solvers.euler import euler

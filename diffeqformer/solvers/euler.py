@@ -15,7 +15,7 @@ def euler(
     *,
     remat: bool = False,
     trajectory: bool = False,
-):
+) -> Float[Array, "B S D"] | Float[Array, "T B S D"]:
     """x_{n+1} = x_n + dt_n f(x_n; t_{n+1}): as published, weights are taken at each interval's right end.
 
     Section 4 of the paper; the grid is the authors' `t_n = (n + 1) / L`. Order 1.

@@ -23,7 +23,7 @@ def lie_trotter(
     *,
     remat: bool = False,
     trajectory: bool = False,
-):
+) -> Float[Array, "B S D"] | Float[Array, "T B S D"]:
     """Attention over the whole step, then feed-forward over the whole step. Order 1.
 
     With dt = 1 and weights per layer this is the pre-norm transformer.

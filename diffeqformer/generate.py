@@ -10,6 +10,11 @@ from jaxtyping import Array, Key
 from diffeqformer.models import Transformer
 
 
+def printable(text: str) -> str:
+    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 @functools.partial(jax.jit, static_argnames=("graph", "vocab_size", "temperature"))
 def _generate(graph, params, tokens, prompt_length, key, vocab_size, temperature):
     model = nnx.merge(graph, params)

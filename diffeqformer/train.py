@@ -19,7 +19,7 @@ from diffeqformer.data import TASK_TOKENIZERS
 from diffeqformer.data.store import Split, open_store
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
-from diffeqformer.generate import generate
+from diffeqformer.generate import generate, printable
 from diffeqformer.models import Transformer
 from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
@@ -58,7 +58,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
     model = nnx.merge(program.graph, state["params"])
     key, sample = random_key(config.seed, "sample"), config.sample
     text = generate(model, tokenizer, sample.prompt, sample.length, key, sample.temperature)
-    print(f"--- sample ---\n{text}\n--------------", flush=True)
+    print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
     return model
 
 

@@ -2,8 +2,12 @@
 
     python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
 
-Meant for a TPU slice or a node of 8 GPUs with 80 GB (the authors used two A100 with 80 GB). The
-hyperparameters are those of the authors' published configuration. What to expect: not run here.
+Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each device holds a whole copy of
+parameters, gradients and Adam moments, 20 GB here, and the activations of its part of the batch. The
+hyperparameters are those of the authors' published configuration. What to expect: not run.
+OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
+
+    python -m diffeqformer.main --config=configs/medium.py --config.data.task=python_stdlib
 """
 
 from diffeqformer.config import base_config

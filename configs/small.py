@@ -2,8 +2,10 @@
 
     python -m diffeqformer.main --config=configs/small.py            # :gpt and :shared are the baselines
 
-Meant for one TPU v4-8 or a node of 8 GPUs (the authors used two A100 with 80 GB). The hyperparameters
-are those of the authors' published configuration. What to expect: not run here.
+Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each device holds a whole copy of
+parameters, gradients and Adam moments, 3 GB here, and the activations of its part of the batch. The
+hyperparameters are those of the authors' published configuration. What to expect: not run, but for
+single steps at batch 1 on a CPU.
 OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
 
     python -m diffeqformer.main --config=configs/small.py --config.data.task=python_stdlib

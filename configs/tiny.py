@@ -1,27 +1,42 @@
+"""A small model of Python source code, byte by byte: nothing to download, five minutes on two CPU cores.
+
+    python -m diffeqformer.main --config=configs/tiny.py             # :gpt and :shared are the baselines
+
+The text is that of Python's own standard library. Shape, schedule and each model's learning rate were
+chosen by what gave the lowest validation loss in that time. What to expect, measured on two cores of an
+AMD EPYC with Python 3.11.7 (one seed): @@EXPECT@@
+"""
+
 from diffeqformer.config import base_config
+
+LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 2e-3, "shared": 3e-3}  # the best of those tried, see the README
 
 
 def get_config(model: str = "diffeqformer"):
     config = base_config("tiny", model)
-    config.steps = 1500
+    config.steps = 5000
     config.batch_size = 8
     config.sequence_length = 128
     config.model.update(
-        width=128,
+        width=96,
         heads=4,
-        mlp=512,
-        num_steps=6,
-        vocab_size=257,
+        mlp=384,
+        num_steps=4,
+        vocab_size=257,  # bytes and end-of-text
         max_length=128,
         time_embed_dim=24,
         sinusoidal_dim=32,
-        generator_start="varying",
-        dropout=0.0,
+        generator_start="constant",
+        dropout=0.0,  # five minutes don't suffice to see any byte twice
         dtype="float32",
+        remat=True,  # less memory traffic: a quarter faster on a CPU, too
     )
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.learning_rate = LEARNING_RATES.get(model, 3e-3)
     config.optimizer.beta2 = 0.95
+    config.optimizer.warmup_fraction = 0.05
     config.data.task = "python_stdlib"
+    config.log_every = 100
+    config.eval_every = 1000
     config.sample.prompt = "def "
     config.sample.length = 128
     return config

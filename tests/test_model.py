@@ -10,6 +10,7 @@ from diffeqformer.models import MODELS
 from diffeqformer.models.generated import STARTS, project, time_features
 from diffeqformer.models.layers import Context, dropout
 from diffeqformer.sharding import RULES
+from diffeqformer.solvers import euler
 from diffeqformer.step import abstract_model, dropout_keys
 from helpers import NO_DROPOUT, build_model, load_config
 
@@ -139,6 +140,29 @@ def test_dropout_drops_the_share_that_it_names_at_every_site():
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
 
 
+def test_every_depth_step_and_both_branches_have_masks_of_their_own():
+    context = Context(dropout_keys(0, jnp.int32(0), 2), 0.5)
+    weights = build_model("diffeqformer").weights()
+    states = euler(
+        lambda layers, x, context: dropout(jnp.ones_like(x), context, 0),
+        weights,
+        jnp.zeros((2, 8, 32)),
+        context,
+        trajectory=True,
+    )
+    steps = np.diff(np.asarray(states), axis=0, prepend=0.0)
+    assert len({(step > 0).tobytes() for step in steps}) == 6
+
+    model, ones = build_model("gpt", num_steps=1, dropout=0.5), jnp.ones((2, 8, 32))
+    layers = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), model.weights().layers)
+    for name in ("attention_out", "mlp_down"):
+        layers[name]["bias"] = jnp.ones(32)
+    masks = [branch(layers, ones, context) == 0 for branch in (model.field.attention, model.field.feed_forward)]
+    masks.append(model.embed(jnp.ones((2, 8), jnp.int32), context) == 0)
+    assert all(abs(float(mask.mean()) - 0.5) < 0.1 for mask in masks)
+    assert len({np.asarray(mask).tobytes() for mask in masks}) == 3
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind):
     model = build_model(kind, dtype="bfloat16")
@@ -148,6 +172,8 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind):
     assert weights.layers["norm_mlp"]["scale"].dtype == jnp.float32
     assert model.trajectory(tokens, weights).dtype == jnp.float32
     assert model(tokens, weights).dtype == jnp.float32
+    block = weights.layers if weights.constant else jax.tree.map(lambda leaf: leaf[0], weights.layers)
+    assert model.field(block, model.embed(tokens, NO_DROPOUT), NO_DROPOUT).dtype == jnp.float32  # branches add up in it
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     if kind == "diffeqformer":  # weights are rounded once, from fp32 h(t)
         exact = build_model(kind).weights().layers["qkv"]["kernel"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffeqformer import checkpoint, optimizer, train
@@ -19,8 +20,9 @@ from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.generate import generate, printable
 from diffeqformer.models import MODELS
+from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
-from diffeqformer.step import make_program, random_key
+from diffeqformer.step import dropout_keys, make_program, random_key
 from helpers import ROOT, build_model, load_config, toy_config
 
 TINY = [
@@ -49,6 +51,27 @@ def test_every_model_learns_with_one_compilation(kind):
     program, state, losses = run_steps(config, make_mesh(), 40)
     assert losses[-1] < losses[0] - 1 and int(state["step"]) == 40
     assert program.train_step._cache_size() == 1
+
+
+def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
+    config = toy_config(model__dropout=0.3, steps=1000)
+    program = make_program(config, make_mesh())
+    params, tokens = program.init()["params"], jnp.asarray(tokens_of(0, config))
+
+    def loss_of(params, keys):
+        model = nnx.merge(program.graph, params)
+        logits = jax.nn.log_softmax(model(tokens, model.weights(), keys)[:, :-1])
+        return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1).mean()
+
+    losses = [float(loss_of(params, None))]
+    for step in (0, 5):
+        loss, gradient = jax.value_and_grad(loss_of)(params, dropout_keys(config.seed, jnp.int32(step), 8))
+        _, scalars = program.train_step({**program.init(), "step": jnp.int32(step)}, tokens)
+        assert scalars["loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert scalars["gradient_norm"] == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
+        assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)
+        losses.append(float(loss))
+    assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
 
 
 def test_eight_devices_share_the_batch_and_train_as_one_does():
@@ -108,6 +131,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
     np.testing.assert_allclose(updates["kernel"], [-6e-4 * (1 + 0.1), 6e-4 * 0.1 * 2], rtol=1e-5)
     moments = optax.tree_utils.tree_get(state, "mu")
     np.testing.assert_allclose(moments["scale"], 0.1 * 4.0 * 0.5 / 5, rtol=1e-5)
+    np.testing.assert_allclose(optax.tree_utils.tree_get(state, "nu")["scale"], 0.001 * 0.4**2, rtol=1e-4)
 
 
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
@@ -163,15 +187,20 @@ def test_generation_is_the_argmax_of_every_prefix_and_stops_at_the_end():
     expected = tokenizer.decode(ids[: (ids + [256]).index(256)])
     assert generate(model, tokenizer, "ab", 10, jax.random.key(0), temperature=0.0) == expected
 
-    model.token_embedding[...] = model.token_embedding[...].at[299].set(10.0 * model.final_norm["scale"][...])
-    model.final_norm["shift"][...] = model.token_embedding[256] * 1e4  # everything asks for the end of the text
+    assert generate(model, tokenizer, "ab", 10, jax.random.key(0), temperature=1e-4) == expected
+    embedding = model.token_embedding[...]
+    model.token_embedding[...] = embedding.at[299].set(10.0 * embedding[256])  # likelier still, but no token
+    model.final_norm["shift"][...] = embedding[256] * 1e4  # everything asks for the end of the text
     assert generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0) == "ab"
+    model.token_embedding[...] = jnp.zeros_like(embedding)  # all tokens are as likely
+    assert len(set(generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0))) > 8
     for prompt, length in (("", 16), ("abc", 3), ("ab", 17)):
         with pytest.raises(ValueError, match="^prompt: it has"):
             generate(model, tokenizer, prompt, length, jax.random.key(0), temperature=1.0)
 
 
-def test_only_finite_states_are_saved_and_divergence_names_the_last_one(tmp_path, stdlib_stores, monkeypatch):
+@pytest.mark.parametrize("poison", ["loss", "gradient_norm"])
+def test_only_finite_states_are_saved_and_divergence_names_the_last_one(poison, tmp_path, stdlib_stores, monkeypatch):
     config = toy_config(steps=6, checkpoint_every=2, data__dir=str(stdlib_stores))
     real = make_program
 
@@ -181,17 +210,46 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(tmp_path
         def train_step(state, tokens):
             bad = int(state["step"]) == 3  # the fourth step
             state, scalars = program.train_step(state, tokens)
-            return state, {**scalars, "loss": scalars["loss"] * (np.nan if bad else 1.0)}
+            return state, {**scalars, poison: scalars[poison] * (np.nan if bad else 1.0)}
 
         return program._replace(train_step=train_step)
 
     monkeypatch.setattr(train, "make_program", poisoned)
     with pytest.raises(
         UserError,
-        match=r"^loss: it is nan .* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
+        match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
     ):
         train.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
+
+    monkeypatch.undo()
+    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+        about = checkpoint.read_about(manager, 2)
+        for what in ("data_sha256", "tokenizer"):
+            with pytest.raises(UserError, match=f"has another {what}"):
+                train.start_or_resume(
+                    config, tmp_path, make_program(config, make_mesh()), manager, {**about, what: "other"}
+                )
+
+
+def test_batches_follow_the_steps(tmp_path, stdlib_stores, monkeypatch):
+    """Step n trains on batch(n - 1), from batch 0 on: a shift would go unnoticed when two runs are compared."""
+    seen = []
+    read = Split.batch
+    monkeypatch.setattr(
+        Split, "batch", lambda split, step, *rest, **rows: seen.append(step) or read(split, step, *rest, **rows)
+    )
+    train.train(toy_config(steps=3, data__dir=str(stdlib_stores)), tmp_path)
+    assert sorted(set(seen)) == [0, 1, 2]
+
+
+def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
+    for first, value in ((0, 1.0), (2, 2.0)):  # the second process resumes at step 2
+        progress = Progress(tmp_path, first, steps=5, tokens_per_step=1)
+        for step in range(first + 1, 5 if first == 0 else 4):
+            progress.train(step, {"loss": value})
+        progress.close()
+    assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
 def command(workdir, stores, *overrides):
@@ -221,7 +279,9 @@ def complete_run(workdir, stores, *overrides) -> str:
 def curves(workdir) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(pathlib.Path(workdir) / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
+    return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, stdlib_stores):

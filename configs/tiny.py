@@ -9,7 +9,7 @@ AMD EPYC with Python 3.11.7 (one seed): @@EXPECT@@
 
 from diffeqformer.config import base_config
 
-LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 2e-3, "shared": 3e-3}  # the best of those tried, see the README
+LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best of those tried, see the README
 
 
 def get_config(model: str = "diffeqformer"):

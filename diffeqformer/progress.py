@@ -24,7 +24,11 @@ class Progress:
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, tokens_per_step: int):
-        self.writer = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+        self.writer = tensorboardX.SummaryWriter(
+            str(workdir / "tensorboard"),
+            purge_step=first_step + 1,
+            filename_suffix=f".{first_step}",  # names differ by seconds alone otherwise
+        )
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = first_step

@@ -32,6 +32,15 @@ TINY = [
 ]  # fmt: skip
 
 
+ONE_DEVICE = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+@pytest.fixture
+def one_device_loop(monkeypatch):
+    """Let `train.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
+    monkeypatch.setattr(train, "make_mesh", lambda: ONE_DEVICE)
+
+
 def tokens_of(step: int, config):
     return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
 
@@ -76,8 +85,7 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
 
 def test_eight_devices_share_the_batch_and_train_as_one_does():
     config = toy_config(model__dropout=0.1)
-    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    (_, alone, losses), (program, together, same) = run_steps(config, one, 4), run_steps(config, make_mesh(), 4)
+    (_, alone, losses), (program, together, same) = run_steps(config, ONE_DEVICE, 4), run_steps(config, make_mesh(), 4)
     assert program.batch_sharding.shard_shape((8, 16)) == (1, 16)
     assert "all-reduce" in program.train_step.lower(together, tokens_of(0, config)).compile().as_text()
     np.testing.assert_allclose(losses, same, rtol=1e-6)
@@ -137,7 +145,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
     """A model that says nothing scores log V on each target, whatever fills up the last window and batch."""
     config = toy_config(batch_size=8, sequence_length=16)
-    program = make_program(config, make_mesh())
+    program = make_program(config, ONE_DEVICE)
     params = jax.tree.map(np.zeros_like, program.init()["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
     scores = train.evaluate(program, params, Split(ids, text_bytes=len(ids) // 2, sha256=""), config)
@@ -200,7 +208,9 @@ def test_generation_is_the_argmax_of_every_prefix_and_stops_at_the_end():
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient_norm"])
-def test_only_finite_states_are_saved_and_divergence_names_the_last_one(poison, tmp_path, stdlib_stores, monkeypatch):
+def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
+    poison, tmp_path, stdlib_stores, monkeypatch, one_device_loop
+):
     config = toy_config(steps=6, checkpoint_every=2, data__dir=str(stdlib_stores))
     real = make_program
 
@@ -232,7 +242,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(poison, 
                 )
 
 
-def test_batches_follow_the_steps(tmp_path, stdlib_stores, monkeypatch):
+def test_batches_follow_the_steps(tmp_path, stdlib_stores, monkeypatch, one_device_loop):
     """Step n trains on batch(n - 1), from batch 0 on: a shift would go unnoticed when two runs are compared."""
     seen = []
     read = Split.batch
@@ -340,8 +350,7 @@ def test_gpt_small_takes_a_step_on_a_cpu():
     config.update(batch_size=1, sequence_length=64, steps=2)
     config.data.task = "python_stdlib"
     check_config(config, num_devices=1)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    _, state, losses = run_steps(config, mesh, 2)
+    _, state, losses = run_steps(config, ONE_DEVICE, 2)
     assert np.all(np.isfinite(losses)) and int(state["step"]) == 2
 
 

@@ -197,9 +197,11 @@ def test_generation_is_the_argmax_of_every_prefix_and_stops_at_the_end():
 
     assert generate(model, tokenizer, "ab", 10, jax.random.key(0), temperature=1e-4) == expected
     embedding = model.token_embedding[...]
-    model.token_embedding[...] = embedding.at[299].set(10.0 * embedding[256])  # likelier still, but no token
     model.final_norm["shift"][...] = embedding[256] * 1e4  # everything asks for the end of the text
     assert generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0) == "ab"
+    model.token_embedding[...] = embedding.at[299].set(10.0 * embedding[122])  # likelier than z, but no token
+    model.final_norm["shift"][...] = embedding[122] * 1e4
+    assert generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0) == "ab" + 14 * "z"
     model.token_embedding[...] = jnp.zeros_like(embedding)  # all tokens are as likely
     assert len(set(generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0))) > 8
     for prompt, length in (("", 16), ("abc", 3), ("ab", 17)):

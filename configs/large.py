@@ -6,7 +6,7 @@ Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each devic
 parameters, gradients and Adam moments, 32 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the paper: C.4 lowers beta2 to 0.95 for this size. It also found
 E = 144 best (D.1): --config.model.time_embed_dim=144. What to expect: not run.
-OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
+OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
 
     python -m diffeqformer.main --config=configs/large.py --config.data.task=python_stdlib
 """

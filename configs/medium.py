@@ -5,7 +5,7 @@
 Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each device holds a whole copy of
 parameters, gradients and Adam moments, 20 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the authors' published configuration. What to expect: not run.
-OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
+OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
 
     python -m diffeqformer.main --config=configs/medium.py --config.data.task=python_stdlib
 """

@@ -6,7 +6,7 @@ Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each devic
 parameters, gradients and Adam moments, 3 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the authors' published configuration. What to expect: not run, but for
 single steps at batch 1 on a CPU.
-OpenWebText isn't among the tasks yet; the embedded text takes its place by one override:
+OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
 
     python -m diffeqformer.main --config=configs/small.py --config.data.task=python_stdlib
 """

@@ -39,6 +39,7 @@ def get_config(model: str = "diffeqformer"):
     config.data.task = "python_stdlib"
     config.log_every = 100
     config.eval_every = 1000
+    config.checkpoint_every = 500
     config.sample.prompt = "def "
     config.sample.length = 128
     return config

@@ -238,5 +238,5 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
             differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
     if differing:
         raise UserError(
-            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, or the same config"
+            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or delete the folder"
         )

@@ -1,5 +1,6 @@
 """Train a model: `python -m diffeqformer.main --config=configs/tiny.py [--workdir=runs/mine]`."""
 
+import os
 import pathlib
 import sys
 import time
@@ -48,7 +49,9 @@ def main(_) -> None:
     except UserError as error:
         sys.exit(f"diffeqformer: {error}")
     except KeyboardInterrupt:
-        sys.exit("diffeqformer: interrupted; the same command goes on from the newest checkpoint")
+        print("diffeqformer: interrupted; the same command goes on from the newest checkpoint, if any", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(130)  # a normal exit would crash in compiler threads that are still at work
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 
-from diffeqformer.config import base_config
+from diffeqformer.config import base_config, check_config
+from diffeqformer.errors import UserError
 from diffeqformer.models import MODELS
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import abstract_model, make_program
@@ -51,6 +52,8 @@ def make_config(model: str):
         sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=REMAT.value,
     )  # fmt: skip
     config.optimizer.clip_norm = CLIP_NORM.value
+    config.data.task, config.sample.length = "python_stdlib", min(256, SEQUENCE_LENGTH.value)
+    check_config(config, jax.device_count())
     return config
 
 
@@ -82,7 +85,10 @@ def main(argv):
     for name in MODEL_NAMES.value:
         if name not in MODELS:
             sys.exit(f"--models: '{name}' is not a model; choose from {', '.join(MODELS)}")
-    runs = {name: Run(name) for name in MODEL_NAMES.value}
+    try:
+        runs = {name: Run(name) for name in MODEL_NAMES.value}
+    except UserError as error:
+        sys.exit(f"benchmark: {error}")
     for _ in range(ROUNDS.value):
         for run in runs.values():
             run.round()

@@ -21,7 +21,7 @@ from flax import nnx
 
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import UserError
-from diffeqformer.models import MODELS
+from diffeqformer.models.transformer import MODELS
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import abstract_model, make_program
 

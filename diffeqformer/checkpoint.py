@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
-from diffeqformer.models import Transformer
+from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import abstract_model
 
 ITEMS = ("params", "optimizer", "about")

@@ -12,16 +12,17 @@ from ml_collections import ConfigDict
 from diffeqformer.data import TASK_TOKENIZERS
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
-from diffeqformer.models import MODELS
 from diffeqformer.models.generated import STARTS
+from diffeqformer.models.transformer import FIELDS, MODELS
 
 
-def base_config(name: str, model: str) -> ConfigDict:
+def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     """Every field with its default: GPT-small's shape, to be changed by the files in `configs/`.
 
     Args:
         name: the config's name, by which its runs are called.
-        model: the kind of model, a key of `diffeqformer.models.MODELS`.
+        model: the kind of model, a key of `diffeqformer.models.transformer.MODELS`.
+        field: the vector field, gpt or llama, for a kind that has no field of its own.
 
     Returns:
         A locked config: its fields can be changed, and a field that doesn't exist can't be set.
@@ -31,16 +32,21 @@ def base_config(name: str, model: str) -> ConfigDict:
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices
+    config.microbatches = 1  # parts of the batch taken one after the other: less memory for activations
     config.sequence_length = 1024  # tokens in one sequence
 
     config.model = ConfigDict()
-    config.model.kind = model  # diffeqformer, gpt or shared
+    config.model.kind = model  # diffeqformer, alternative, discretized, shared, gpt or llama
+    config.model.field = model if model in FIELDS else field  # what one block does: gpt or llama
+    config.model.norm_of_norm = (
+        True  # a llama field's second norm reads the first's output; the kind llama's never does
+    )
     config.model.width = 768  # D, of the residual stream
     config.model.heads = 12  # attention heads; must divide the width
     config.model.mlp = 3072  # F, of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
     config.model.vocab_size = 50_257  # at least that of the task's tokenizer
-    config.model.max_length = 1024  # number of learned positions
+    config.model.max_length = 1024  # positions: of a gpt field learned, of any the longest text
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
@@ -96,7 +102,7 @@ def _tokenizer(config: ConfigDict):
 
 RULES = [
     *_every(
-        "steps batch_size model.width model.heads model.mlp model.num_steps model.vocab_size model.max_length "
+        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size model.max_length "
         "model.time_embed_dim model.sinusoidal_dim log_every eval_every checkpoint_every checkpoints_kept",
         lambda v, c, n: v >= 1,
         "must be at least 1",
@@ -120,11 +126,26 @@ RULES = [
         "optimizer.warmup_fraction optimizer.final_fraction", lambda v, c, n: 0 <= v <= 1, "must be between 0 and 1"
     ),
     Rule("model.kind", lambda v, c, n: v in MODELS, f"must be one of {', '.join(MODELS)}"),
+    Rule("model.field", lambda v, c, n: v in FIELDS, f"must be one of {', '.join(FIELDS)}"),
+    Rule(
+        "model.field",
+        lambda v, c, n: v == (MODELS[c.model.kind].field or v),
+        "must be that of model.kind, {c.model.kind}",
+    ),
     Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
     Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
     Rule("data.task", lambda v, c, n: v in TASK_TOKENIZERS, f"must be one of {', '.join(TASK_TOKENIZERS)}"),
     Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
-    Rule("batch_size", lambda v, c, n: v % n == 0, "must be a multiple of the number of devices ({n})"),
+    Rule(
+        "model.heads",
+        lambda v, c, n: c.model.field != "llama" or c.model.width // v % 2 == 0,
+        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
+    ),
+    Rule(
+        "batch_size",
+        lambda v, c, n: v % (n * c.microbatches) == 0,
+        "must be a multiple of the number of devices ({n}) times microbatches ({c.microbatches})",
+    ),
     *_every(
         "sequence_length sample.length",
         lambda v, c, n: v <= c.model.max_length,
@@ -209,6 +230,8 @@ def check_overrides(arguments: list[str]) -> None:
         name, equals, text = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             continue
+        if name in ("config.model", "config.model.kind"):  # its name and learning rate would stay the other's
+            raise UserError(f"{name}: choose the model in the config's name, for example --config=configs/tiny.py:gpt")
         if name not in known:
             raise UserError(f"{name}: there is no such field{_hint(name, list(known))}")
         kind = type(known[name])

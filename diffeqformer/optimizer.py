@@ -3,6 +3,8 @@
 import jax
 import optax
 
+from diffeqformer.models.transformer import MODELS
+
 
 def learning_rate_schedule(config, steps: int) -> optax.Schedule:
     """Linear warm-up from 0 over `warmup_fraction` of the steps, then a cosine down to `final_fraction` of the peak.
@@ -19,26 +21,29 @@ def learning_rate_schedule(config, steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(params: dict) -> dict:
-    """Which parameters decay: embeddings, and the kernels of per-layer and shared weights.
+def decay_mask(params: dict, decay_everything: bool) -> dict:
+    """Which parameters decay, as in the authors' runs.
 
-    Everything that belongs to the generator is left alone, as in the authors' code for the GPT flavour.
+    Everything in a DiffEqFormer of the Llama flavour; else embeddings, and the kernels of per-layer and
+    shared weights, but nothing of a generator.
     """
 
     def decays(path, _):
-        return path[-1].key in ("token_embedding", "position_embedding", "kernel")
+        return decay_everything or path[-1].key in ("token_embedding", "position_embedding", "kernel")
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def make_optimizer(config, steps: int) -> optax.GradientTransformation:
-    """AdamW over a run of `steps` updates, from the `optimizer` part of a config."""
+def make_optimizer(config) -> optax.GradientTransformation:
+    """AdamW over a run of `config.steps` updates, from its `optimizer` part."""
+    generated = MODELS[config.model.kind].weights.startswith("generated")
     adamw = optax.adamw(
-        learning_rate_schedule(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+        learning_rate_schedule(config.optimizer, config.steps),
+        b1=config.optimizer.beta1,
+        b2=config.optimizer.beta2,
+        eps=config.optimizer.epsilon,
+        weight_decay=config.optimizer.weight_decay,
+        mask=lambda params: decay_mask(params, generated and config.model.field == "llama"),
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+    clip_norm = config.optimizer.clip_norm
+    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw

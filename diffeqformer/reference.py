@@ -8,14 +8,14 @@ Tong et al., Neural ODE Transformers, ICLR 2025: sections 4 and A. A block moves
 
     dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t)
 
-and all of its weights depend on the depth t in [0, 1].
+and all of its weights depend on the depth t in [0, 1]. Two blocks fit in here, GPT's and Llama's.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-EPSILON = 1e-5
+# ---------------------------------------------------------------- weights from time
 
 
 def time_features(t, num_frequencies, time_frequency):
@@ -26,57 +26,104 @@ def time_features(t, num_frequencies, time_frequency):
 
 def time_mlp(p, e):
     """h(t) = lin2(silu(lin1(e(t)))): [E]."""
-    a = e @ p["lin1"] + p["lin1_bias"]
-    return a * jax.nn.sigmoid(a) @ p["lin2"] + p["lin2_bias"]
+    return silu(e @ p["lin1"] + p["lin1_bias"]) @ p["lin2"] + p["lin2_bias"]
 
 
-def generated_layer(p, e):
-    """One layer's weights at the time whose features are e."""
-    h = time_mlp(p["mlp"], e)
-    if "projection" in p:
-        kernel = jnp.einsum("e,ieo->io", h, p["projection"]) + p["constant"]
-        return {"kernel": kernel, "bias": h @ p["bias_projection"]}
-    return {"scale": 1 + h @ p["scale_projection"], "shift": h @ p["shift_projection"]}
+def generated_layer(p, h):
+    """One layer's weights, given h(t): kernel h P + B, bias h P_b; of a norm scale 1 + h P_s, shift h P_h."""
+    if "scale_projection" in p:
+        return {"scale": 1 + h @ p["scale_projection"], "shift": h @ p["shift_projection"]}
+    weights = {"kernel": jnp.einsum("e,ieo->io", h, p["projection"]) + p["constant"]}
+    if "bias_projection" in p:
+        weights["bias"] = h @ p["bias_projection"]
+    return weights
 
 
 def generated_block(depth, e):
-    """All weights of the block at the time whose features are e; `depth` is params["depth"]["layers"]."""
-    return {name: generated_layer(p, e) for name, p in depth.items()}
+    """All weights of the block at the time whose features are e; `depth` is params["depth"].
+
+    Each layer has an MLP of its own, or, in the alternative design of Fig. 17, all have the same.
+    """
+    return {
+        name: generated_layer(p, time_mlp(depth["mlp"] if "mlp" in depth else p["mlp"], e))
+        for name, p in depth["layers"].items()
+    }
 
 
-def layer_norm(w, x):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON) * w["scale"] + w["shift"]
+# ---------------------------------------------------------------- one block, given its weights
+
+
+def silu(a):
+    return a * jax.nn.sigmoid(a)
 
 
 def linear(w, x):
-    return x @ w["kernel"] + w["bias"]
+    return x @ w["kernel"] + w.get("bias", 0)
 
 
-def attention(w, x, heads):
-    """Equation (4) for one sequence x [S, D]: causal, scores divided by sqrt(K)."""
-    S, D = x.shape
-    K = D // heads
-    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x)).reshape(S, heads, 3, K)
-    outputs = []
-    for head in range(heads):
-        q, k, v = qkv[:, head, 0], qkv[:, head, 1], qkv[:, head, 2]
-        scores = jnp.where(np.tri(S, dtype=bool), q @ k.T / np.sqrt(K), -jnp.inf)
-        outputs.append(jax.nn.softmax(scores, axis=-1) @ v)
+def layer_norm(w, x, epsilon=1e-5):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * w["scale"] + w["shift"]
+
+
+def rms_norm(w, x, epsilon=1e-5):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * w["scale"] + w.get("shift", 0)
+
+
+def causal_attention(q, k, v):
+    """Equation (1) for one head, [S, K] each."""
+    scores = jnp.where(np.tri(len(q), dtype=bool), q @ k.T / np.sqrt(q.shape[1]), -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1) @ v
+
+
+def gpt_attention(w, x, heads):
+    """Equation (4) for one sequence x [S, D]."""
+    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x)).reshape(len(x), heads, 3, -1)
+    outputs = [causal_attention(qkv[:, head, 0], qkv[:, head, 1], qkv[:, head, 2]) for head in range(heads)]
     return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
 
 
-def feed_forward(w, x):
+def gpt_feed_forward(w, x):
     """Equation (5) for x [S, D], with the tanh form of GELU."""
     a = linear(w["mlp_up"], layer_norm(w["norm_mlp"], x))
     return linear(w["mlp_down"], 0.5 * a * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))))
+
+
+def rotate(x):
+    """Rotary positions for x [S, K]: the pair (k, k + K / 2) is turned by position x 10000^(-2 k / K)."""
+    S, K = x.shape
+    turn = np.exp(1j * np.outer(np.arange(S), 10000.0 ** (-np.arange(K // 2) * 2 / K)))
+    z = (x[:, : K // 2] + 1j * x[:, K // 2 :]) * turn
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def llama_attention(w, x, heads, epsilon):
+    y = rms_norm(w["norm_attention"], x, epsilon)
+    q, k, v = (jnp.split(linear(w[name], y), heads, axis=-1) for name in ("query", "key", "value"))
+    outputs = [causal_attention(rotate(q[head]), rotate(k[head]), v[head]) for head in range(heads)]
+    return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
+
+
+def llama_feed_forward(w, x, epsilon):
+    y = rms_norm(w["norm_mlp"], x, epsilon)
+    return linear(w["mlp_down"], silu(linear(w["mlp_gate"], y)) * linear(w["mlp_up"], y))
+
+
+# ---------------------------------------------------------------- depth
 
 
 def euler(blocks, x, heads):
     """x_{n+1} = x_n + (attention + feed-forward)(x_n; t_n) / L: the states [L + 1, S, D]."""
     states = [x]
     for w in blocks:
-        states.append(states[-1] + (attention(w, states[-1], heads) + feed_forward(w, states[-1])) / len(blocks))
+        x = states[-1]
+        if "qkv" in w:
+            dx = gpt_attention(w, x, heads) + gpt_feed_forward(w, x)
+        else:  # as published, the second norm reads the first one's output
+            dx = llama_attention(w, x, heads, 1e-6) + llama_feed_forward(
+                w, rms_norm(w["norm_attention"], x, 1e-6), 1e-6
+            )
+        states.append(x + dx / len(blocks))
     return jnp.stack(states)
 
 
@@ -84,20 +131,20 @@ def lie_trotter(blocks, x, heads):
     """Attention, then feed-forward, each added whole: a vanilla transformer's states [L + 1, S, D]."""
     states = [x]
     for w in blocks:
-        x = states[-1] + attention(w, states[-1], heads)
-        states.append(x + feed_forward(w, x))
+        x = states[-1] + (
+            gpt_attention(w, states[-1], heads) if "qkv" in w else llama_attention(w, states[-1], heads, 1e-5)
+        )
+        states.append(x + (gpt_feed_forward(w, x) if "qkv" in w else llama_feed_forward(w, x, 1e-5)))
     return jnp.stack(states)
 
 
-def diffeqformer_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
+def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
     """The block's weights at t_n = (n + 1) / L, made one time after the other."""
     times = np.arange(1, num_steps + 1) / num_steps
-    return [
-        generated_block(params["depth"]["layers"], time_features(t, num_frequencies, time_frequency)) for t in times
-    ]
+    return [generated_block(params["depth"], time_features(t, num_frequencies, time_frequency)) for t in times]
 
 
-def gpt_blocks(params, num_steps):
+def per_layer_blocks(params, num_steps):
     """Weights of their own for every layer, unstacked."""
     return [jax.tree.map(lambda leaf: leaf[n], params["depth"]["layers"]) for n in range(num_steps)]
 
@@ -107,10 +154,16 @@ def shared_blocks(params, num_steps):
     return [params["depth"]["layers"]] * num_steps
 
 
+# ---------------------------------------------------------------- the language model
+
+
 def forward(params, blocks, solver, tokens, heads):
     """Logits [S, V] and states [L + 1, S, D] of one sequence of tokens [S]."""
-    x = params["token_embedding"][tokens] + params["position_embedding"][: len(tokens)]
-    states = solver(blocks, x, heads)
+    x = params["token_embedding"][tokens]
+    if "lm_head" in params:  # Llama
+        states = solver(blocks, x, heads)
+        return rms_norm(params["final_norm"], states[-1]) @ params["lm_head"], states
+    states = solver(blocks, x + params["position_embedding"][: len(tokens)], heads)
     return layer_norm(params["final_norm"], states[-1]) @ params["token_embedding"].T, states
 
 

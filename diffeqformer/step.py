@@ -13,9 +13,9 @@ import optax
 from clu import metrics
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
-from diffeqformer.models import Transformer
+from diffeqformer.models.transformer import Transformer
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
 from diffeqformer.sharding import sharding
 
@@ -43,7 +43,7 @@ class Program(NamedTuple):
     state_shardings, batch_sharding: where the state and a batch [B, S] live
     init() -> state
     train_step(state, tokens [B, S]) -> (state, metrics); the state that goes in is donated
-    weights(params) -> the stacked weights of the trained grid
+    weights(params, num_steps) -> the stacked weights of the grid of so many steps; None: of the trained one
     evaluate(params, weights, tokens [B, S], valid [B, S]) -> clu Average of the loss over valid targets
     """
 
@@ -66,11 +66,54 @@ def abstract_model(config) -> Transformer:
     return nnx.eval_shape(lambda: new_model(config))
 
 
+def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
+    """The microbatches of a batch: the m-th has rows m, m + parts, ..., so that every device has its share of each."""
+    return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
+
+
+def loss_and_gradient(
+    graph: nnx.GraphDef, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
+) -> tuple[Float[Array, ""], dict]:
+    """The mean next-token loss of a batch in nats, and its gradient, an fp32 tree like `params`.
+
+    The depth weights are generated once. Each microbatch is differentiated with respect to these weights
+    and to the other parameters; their cotangents add up in fp32, and the generator is pulled back once.
+
+    Args:
+        params: of the model whose structure is `graph`.
+        keys: one dropout key per example, or None.
+        microbatches: parts of the batch, which they must divide, taken one after the other.
+    """
+    times = nnx.merge(graph, params).times()
+    others = {name: value for name, value in params.items() if name != "depth"}
+    layers, pull_back = jax.vjp(
+        lambda depth: nnx.merge(graph, {**others, "depth": depth}).depth(times), params["depth"]
+    )
+
+    def loss_of(others, layers, tokens, keys):
+        model = nnx.merge(graph, {**others, "depth": params["depth"]})
+        return token_losses(model(tokens, model.stack(layers, times), keys), tokens)[:, :-1].mean()
+
+    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1))
+    if microbatches == 1:
+        loss, (d_others, d_layers) = differentiate(others, layers, tokens, keys)
+    else:
+        parts = jax.tree.map(lambda array: split_batch(array, microbatches), (tokens, keys))
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, differentiate(others, layers, *part)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), (others, layers)))
+        total, _ = jax.lax.scan(add, zeros, parts)
+        loss, (d_others, d_layers) = jax.tree.map(lambda leaf: leaf / microbatches, total)
+    return loss, {**d_others, "depth": pull_back(d_layers)[0]}
+
+
 def make_program(config, mesh: Mesh) -> Program:
     """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
     graph, abstract = nnx.split(abstract_model(config), nnx.Param)
     param_shardings = nnx.to_pure_dict(nnx.map_state(lambda _, variable: sharding(mesh, *variable.axes), abstract))
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
     def init():
@@ -90,16 +133,15 @@ def make_program(config, mesh: Mesh) -> Program:
 
     def train_step(state, tokens):
         keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
-
-        def loss_of(params):
-            model = nnx.merge(graph, params)
-            return token_losses(model(tokens, model.weights(), keys), tokens)[:, :-1].mean()
-
-        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        loss, grads = loss_and_gradient(graph, state["params"], tokens, keys, config.microbatches)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, scalars
+
+    def weights(params, num_steps=None):
+        model = nnx.merge(graph, params)
+        return model.weights(model.times(num_steps))
 
     def evaluate(params, weights, tokens, valid):
         losses = token_losses(nnx.merge(graph, params)(tokens, weights), tokens)
@@ -116,6 +158,6 @@ def make_program(config, mesh: Mesh) -> Program:
             out_shardings=(state_shardings, None),
             donate_argnums=0,
         ),
-        weights=jax.jit(lambda params: nnx.merge(graph, params).weights(), in_shardings=(param_shardings,)),
+        weights=jax.jit(weights, in_shardings=(param_shardings,), static_argnums=1),
         evaluate=jax.jit(evaluate, in_shardings=(param_shardings, None, by_example, by_example)),
     )

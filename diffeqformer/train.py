@@ -20,7 +20,7 @@ from diffeqformer.data.store import Split, open_store
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
 from diffeqformer.generate import generate, printable
-from diffeqformer.models import Transformer
+from diffeqformer.models.transformer import Transformer
 from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import Program, make_program, random_key

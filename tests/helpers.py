@@ -7,8 +7,8 @@ from flax import nnx
 
 import authors
 from diffeqformer.config import base_config
-from diffeqformer.models import Transformer
 from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large")

@@ -17,7 +17,7 @@ from diffeqformer.config import (
     get_field,
 )
 from diffeqformer.errors import UserError
-from diffeqformer.models import MODELS
+from diffeqformer.models.transformer import MODELS
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import abstract_model, make_program
 from helpers import CONFIGS, ROOT, load_config, toy_config

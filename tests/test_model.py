@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer.models import MODELS
 from diffeqformer.models.generated import STARTS, project, time_features
 from diffeqformer.models.layers import Context, dropout
+from diffeqformer.models.transformer import MODELS
 from diffeqformer.sharding import RULES
 from diffeqformer.solvers import euler
 from diffeqformer.step import abstract_model, dropout_keys

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import huggingface
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +11,12 @@ from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.models import Transformer
 from diffeqformer.models.depth_weights import step_sizes
-from diffeqformer.step import token_losses
+from diffeqformer.models.layers import Context, rms_norm
+from diffeqformer.models.transformer import Transformer
+from diffeqformer.step import loss_and_gradient, token_losses
 
-KINDS = ("diffeqformer", "gpt")
+MODELS = list(authors.MODELS)
 
 
 def difference(ours, theirs):
@@ -36,11 +38,11 @@ def weights_given_features(model, arrays):
     return dataclasses.replace(model.weights(), layers=model.depth.from_features(arrays["out.time_embed"]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, field", MODELS)
 @pytest.mark.parametrize("remat", [False, True])
-def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, remat):
-    arrays, params, gradients = authors.load(kind)
-    config = authors.model_config(kind, remat=remat)
+def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field, remat):
+    arrays, params, gradients = authors.load(kind, field)
+    config = authors.model_config(kind, field, remat=remat)
     tokens = jnp.asarray(arrays["input_ids"])
     model = build(config, params)
     graph = nnx.graphdef(model)
@@ -66,30 +68,79 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
 
 @pytest.mark.parametrize("num_steps", [6, 9, 12, 18, 24])
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
-    arrays, params, _ = authors.load("diffeqformer")
+    arrays, params, _ = authors.load("diffeqformer", "gpt")
     model = build(authors.model_config("diffeqformer"), params)
     logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.times(num_steps)))
     np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
 
 
+def test_llama_logits_from_t_equal_the_authors():
+    arrays, params, _ = authors.load("diffeqformer", "llama")
+    model = build(authors.model_config("diffeqformer", "llama"), params)
+    np.testing.assert_allclose(
+        model(jnp.asarray(arrays["input_ids"]), model.weights()), arrays["out.logits"], atol=5e-4
+    )
+
+
+def test_norm_of_norm_is_a_switch():
+    """The published second norm reads the first one's output, the plain one what the first reads."""
+    arrays, params, _ = authors.load("diffeqformer", "llama")
+    tokens = jnp.asarray(arrays["input_ids"])
+    published, plain = (
+        build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params) for switch in (True, False)
+    )
+    layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
+    x, context = published.embed(tokens, Context()), Context()
+    normed = rms_norm(layers["norm_attention"], x, 1e-6)
+    np.testing.assert_array_equal(
+        published.field.feed_forward(layers, x, context), plain.field.feed_forward(layers, normed, context)
+    )
+    np.testing.assert_array_equal(
+        published.field.attention(layers, x, context), plain.field.attention(layers, x, context)
+    )
+    assert difference(plain(tokens, plain.weights()), arrays["out.logits"]) > 0.05
+
+
+@pytest.mark.parametrize("kind, name", [("gpt", "gpt2"), ("llama", "llama")])
+def test_the_baselines_have_the_logits_of_hugging_face(kind, name):
+    arrays, params = huggingface.load(name)
+    model = build(authors.model_config(kind), params)
+    assert difference(model(jnp.asarray(arrays["tokens"]), model.weights()), arrays["logits"]) < 2e-6
+
+
 def reference_blocks(kind, params):
-    if kind == "diffeqformer":
-        return reference.diffeqformer_blocks(params, 6, 8), reference.euler
-    if kind == "gpt":
-        return reference.gpt_blocks(params, 6), reference.lie_trotter
-    return reference.shared_blocks(params, 6), reference.euler
+    if kind in ("diffeqformer", "alternative"):
+        return reference.generated_blocks(params, 6, 8), reference.euler
+    if kind in ("gpt", "llama"):
+        return reference.per_layer_blocks(params, 6), reference.lie_trotter
+    return {"shared": reference.shared_blocks, "discretized": reference.per_layer_blocks}[kind](
+        params, 6
+    ), reference.euler
 
 
-def shared_params():
-    """Parameters for the shared baseline: one layer of the authors' GPT."""
-    _, params, _ = authors.load("gpt")
-    return {**params, "depth": jax.tree.map(lambda leaf: leaf[2], params["depth"])}
+def parameters(kind, field):
+    """The authors' for their models; for the others a rearrangement of these."""
+    if (kind, field) in MODELS:
+        return authors.load(kind, field)[1]
+    if kind == "alternative":
+        params = authors.load("diffeqformer", field)[1]
+        layers = params["depth"]["layers"]
+        mlp = layers["attention_out"]["mlp"]
+        layers = {name: {k: v for k, v in layer.items() if k != "mlp"} for name, layer in layers.items()}
+        return {**params, "depth": {"mlp": mlp, "layers": layers}}
+    params = authors.load("gpt", "gpt")[1]
+    if kind == "shared":  # one layer of the authors' GPT
+        return {**params, "depth": jax.tree.map(lambda leaf: leaf[2], params["depth"])}
+    return params
 
 
-@pytest.mark.parametrize("kind", ["diffeqformer", "gpt", "shared"])
-def test_models_agree_with_the_float64_reference(kind):
-    params = shared_params() if kind == "shared" else authors.load(kind)[1]
-    tokens = authors.load("gpt")[0]["input_ids"]
+ALL_MODELS = [*MODELS, ("alternative", "gpt"), ("alternative", "llama"), ("shared", "gpt"), ("discretized", "gpt")]
+
+
+@pytest.mark.parametrize("kind, field", ALL_MODELS)
+def test_models_agree_with_the_float64_reference(kind, field):
+    params = parameters(kind, field)
+    tokens = authors.load("gpt", "gpt")[0]["input_ids"]
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
 
@@ -100,32 +151,24 @@ def test_models_agree_with_the_float64_reference(kind):
 
         (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
         assert logits.dtype == jnp.float64
-    model = build(authors.model_config(kind), params)
-    graph = nnx.graphdef(model)
+    model = build(authors.model_config(kind, field), params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
-
-    def ours(params):
-        model = nnx.merge(graph, params)
-        return token_losses(model(jnp.asarray(tokens), model.weights()), jnp.asarray(tokens))[:, :-1].mean()
-
-    for exact, mine in zip(
-        jax.tree.leaves(gradients), jax.tree.leaves(jax.grad(ours)(jax.tree.map(jnp.asarray, params))), strict=True
-    ):
+    _, ours = loss_and_gradient(nnx.graphdef(model), jax.tree.map(jnp.asarray, params), jnp.asarray(tokens), None)
+    for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
         assert np.linalg.norm(mine - exact) < 1e-5 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_itself_agrees_with_the_authors(kind):
-    arrays, params, _ = authors.load(kind)
+@pytest.mark.parametrize("kind, field", MODELS)
+def test_the_reference_itself_agrees_with_the_authors(kind, field):
+    arrays, params, _ = authors.load(kind, field)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
         blocks, solver = reference_blocks(kind, params)
         rows = [reference.forward(params, blocks, solver, row, heads=4) for row in arrays["input_ids"]]
         logits = np.stack([logits for logits, _ in rows])
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5
-    assert difference(logits, arrays["out.logits"]) < (
-        5e-5 if kind == "diffeqformer" else 2e-6
-    )  # their angles are fp32
+    tolerance = 5e-5 if kind == "diffeqformer" else 2e-6  # their angles are fp32
+    assert difference(logits, arrays["out.logits"]) < tolerance
 
 
 def test_steps_end_where_time_does():

@@ -1,5 +1,4 @@
-"""Models: a vector field, depth weights and a solver, between an embedding and a tied head."""
+"""Models: a vector field, depth weights and a solver, between an embedding and a head (see `transformer`).
 
-from diffeqformer.models.transformer import MODELS, Transformer
-
-__all__ = ["MODELS", "Transformer"]
+Nothing is imported here: `diffeqformer.solvers` needs parts of this package, and `transformer` needs the solvers.
+"""

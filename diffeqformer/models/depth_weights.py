@@ -1,8 +1,9 @@
 """Depth weights: where the weights of the vector field at the times t_0 ... t_{T-1} come from.
 
-Each kind is a module `(times) -> {layer: {kernel | bias | scale | shift: [T, ...]}}`; if it is `constant`,
-one set serves all times and the axis T is left out. Here are the two plain kinds, per-layer (a vanilla
-transformer) and shared; the generated kind has a file of its own.
+Each kind is a module `(times) -> {layer: {kernel | bias | scale | shift: [T, ...]}}`, in the type of its
+parameters; if it is `constant`, one set serves all times and the axis T is left out. Here are the two plain
+kinds, per-layer (a vanilla transformer, or any discretized model) and shared; the generated kind has a file
+of its own.
 """
 
 import dataclasses
@@ -50,23 +51,25 @@ def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) ->
     return nnx.Dict(**leaves)
 
 
-def in_compute_type(weights: dict, dtype) -> dict:
-    """Kernels and biases in `dtype`; scales and shifts of norms stay in fp32."""
-    return {name: value.astype(dtype if name in ("kernel", "bias") else jnp.float32) for name, value in weights.items()}
+def in_compute_type(layers: dict, dtype) -> dict:
+    """Kernels and biases of every layer in `dtype`; scales and shifts of norms in fp32."""
+    return {
+        layer: {
+            name: value.astype(dtype if name in ("kernel", "bias") else jnp.float32) for name, value in weights.items()
+        }
+        for layer, weights in layers.items()
+    }
 
 
 class PlainWeights(nnx.Module):
     """Parameters that are the weights themselves, with the axes of `stack` in front."""
 
-    def __init__(self, layers: dict[str, Linear | Norm], stack: tuple[int, ...], dtype, rngs: nnx.Rngs):
-        self.dtype = dtype
+    def __init__(self, layers: dict[str, Linear | Norm], stack: tuple[int, ...], rngs: nnx.Rngs):
         self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, stack) for name, layer in layers.items()})
 
     def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
-        """The weights, kernels and biases in the compute type."""
-        return {
-            name: in_compute_type(nnx.to_pure_dict(nnx.state(layer)), self.dtype) for name, layer in self.layers.items()
-        }
+        """The weights, whatever the times."""
+        return {name: nnx.to_pure_dict(nnx.state(layer)) for name, layer in self.layers.items()}
 
 
 class SharedWeights(PlainWeights):
@@ -74,8 +77,8 @@ class SharedWeights(PlainWeights):
 
     constant = True
 
-    def __init__(self, layers: dict[str, Linear | Norm], dtype, rngs: nnx.Rngs):
-        super().__init__(layers, (), dtype, rngs)
+    def __init__(self, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
+        super().__init__(layers, (), rngs)
 
 
 class PerLayerWeights(PlainWeights):
@@ -83,8 +86,8 @@ class PerLayerWeights(PlainWeights):
 
     constant = False
 
-    def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, dtype, rngs: nnx.Rngs):
-        super().__init__(layers, (num_layers,), dtype, rngs)
+    def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, rngs: nnx.Rngs):
+        super().__init__(layers, (num_layers,), rngs)
         self.num_layers = num_layers
 
     def __call__(self, times: Float[np.ndarray, "T"]) -> dict:

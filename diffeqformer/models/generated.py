@@ -8,6 +8,9 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
 
 with P stored as [inputs, E, outputs], so that kernels for all times come out of one projection as
 [T, inputs, outputs] without a relayout. e(t) and h(t) are fp32 whatever the compute type.
+
+e(t) is common to all layers. Each layer has an MLP h of its own; in the paper's alternative design
+(section D.2, Fig. 17) all layers, norms included, read the same h(t).
 """
 
 import dataclasses
@@ -20,7 +23,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from diffeqformer.models.depth_weights import in_compute_type
 from diffeqformer.models.layers import Linear, Norm, parameter
 
 
@@ -110,9 +112,8 @@ class TimeMLP(nnx.Module):
 class GeneratedLinear(nnx.Module):
     """kernel(t) = h(t) P + B and bias(t) = h(t) P_b."""
 
-    def __init__(self, layer: Linear, features: int, width: int, start: Start, rngs: nnx.Rngs):
+    def __init__(self, layer: Linear, width: int, start: Start, rngs: nnx.Rngs):
         inputs, outputs = layer.axes
-        self.mlp = TimeMLP(features, width, start.mlp, rngs)
         self.projection = parameter(
             rngs, (layer.inputs, width, layer.outputs), (inputs, "time_embed", outputs), stddev=start.projection(width)
         )
@@ -120,8 +121,7 @@ class GeneratedLinear(nnx.Module):
         if layer.bias:
             self.bias_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs), stddev=1e-4)
 
-    def __call__(self, features: Float[Array, "T features"]) -> dict:
-        h = self.mlp(features)
+    def __call__(self, h: Float[Array, "T E"]) -> dict:
         weights = {"kernel": project(h, self.projection[...], self.constant[...])}
         if hasattr(self, "bias_projection"):
             weights["bias"] = exact(h, self.bias_projection)
@@ -131,14 +131,12 @@ class GeneratedLinear(nnx.Module):
 class GeneratedNorm(nnx.Module):
     """scale(t) = 1 + h(t) P_s and shift(t) = h(t) P_h."""
 
-    def __init__(self, layer: Norm, features: int, width: int, start: Start, rngs: nnx.Rngs):
-        self.mlp = TimeMLP(features, width, start.mlp, rngs)
+    def __init__(self, layer: Norm, width: int, start: Start, rngs: nnx.Rngs):
         self.scale_projection = parameter(rngs, (width, layer.width), ("time_embed", "embed"))
         if layer.shift:
             self.shift_projection = parameter(rngs, (width, layer.width), ("time_embed", "embed"))
 
-    def __call__(self, features: Float[Array, "T features"]) -> dict:
-        h = self.mlp(features)
+    def __call__(self, h: Float[Array, "T E"]) -> dict:
         weights = {"scale": 1.0 + exact(h, self.scale_projection)}
         if hasattr(self, "shift_projection"):
             weights["shift"] = exact(h, self.shift_projection)
@@ -146,7 +144,15 @@ class GeneratedNorm(nnx.Module):
 
 
 class GeneratedWeights(nnx.Module):
-    """The hypernetwork: weights for any times from parameters whose number does not depend on depth."""
+    """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
+
+    Args:
+        layers: of the vector field.
+        time_embed_dim, sinusoidal_dim, time_frequency: E, K and c.
+        start: a key of `STARTS`.
+        shared_mlp: one MLP for all layers (the alternative design) instead of one for each.
+        rngs: source of the initial parameters.
+    """
 
     constant = False
 
@@ -158,23 +164,27 @@ class GeneratedWeights(nnx.Module):
         sinusoidal_dim: int,
         time_frequency: float,
         start: str,
-        dtype,
+        shared_mlp: bool,
         rngs: nnx.Rngs,
     ):
-        self.sinusoidal_dim, self.time_frequency, self.dtype = sinusoidal_dim, time_frequency, dtype
-        features = 2 * sinusoidal_dim + 1
-        kinds = {Linear: GeneratedLinear, Norm: GeneratedNorm}
-        self.layers = nnx.Dict(
-            **{
-                name: kinds[type(layer)](layer, features, time_embed_dim, STARTS[start], rngs)
-                for name, layer in layers.items()
-            }
-        )
+        self.sinusoidal_dim, self.time_frequency, self.shared_mlp = sinusoidal_dim, time_frequency, shared_mlp
+        new_mlp = lambda: TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, STARTS[start].mlp, rngs)  # noqa: E731
+        if shared_mlp:
+            self.mlp = new_mlp()
+        kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
+        for name, layer in layers.items():
+            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, STARTS[start], rngs)
+            if not shared_mlp:
+                self.layers[name].mlp = new_mlp()
 
     def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
         """The weights at `times`, which are host numbers and not traced."""
         return self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency))
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
-        """The stacked weights of every layer, given e(t) [T, 2 K + 1] in fp32."""
-        return {name: in_compute_type(layer(jnp.asarray(features)), self.dtype) for name, layer in self.layers.items()}
+        """The stacked weights of every layer in fp32, given e(t) [T, 2 K + 1] in fp32."""
+        features = jnp.asarray(features)
+        if self.shared_mlp:
+            h = self.mlp(features)
+            return {name: layer(h) for name, layer in self.layers.items()}
+        return {name: layer(layer.mlp(features)) for name, layer in self.layers.items()}

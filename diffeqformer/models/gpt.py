@@ -1,6 +1,7 @@
 """The GPT vector field: LayerNorm, causal attention, tanh-GELU feed-forward, biases."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ class GPT:
     mlp: int
     epsilon: float = 1e-5
 
+    learned_positions: ClassVar[bool] = True
+    tied_head: ClassVar[bool] = True  # logits come from the transposed token embedding
+    embedding_stddev: ClassVar[float] = 0.02
+
     def layers(self) -> dict[str, Linear | Norm]:
         """Name, shape and logical axes of every weight of the block.
 
@@ -42,7 +47,7 @@ class GPT:
         batch, sequence, width = x.shape
         qkv = linear(weights["qkv"], layer_norm(weights["norm_attention"], x, self.epsilon))
         qkv = qkv.reshape(batch, sequence, self.heads, 3, width // self.heads)
-        mixed = jax.nn.dot_product_attention(qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], is_causal=True)
+        mixed = context.attend(qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :])
         return dropout(linear(weights["attention_out"], mixed.reshape(x.shape)), context, site=0)
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
@@ -54,3 +59,11 @@ class GPT:
         """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""
         attention = self.attention(weights, x, context).astype(jnp.float32)
         return attention + self.feed_forward(weights, x, context).astype(jnp.float32)
+
+    def final_norm(self) -> Norm:
+        """The norm between the last state and the head."""
+        return Norm(self.width)
+
+    def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Apply the final norm."""
+        return layer_norm(weights, x, self.epsilon)

@@ -12,12 +12,13 @@ width would be padded to twice its size by a TPU's 8 x 128 tiles.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +67,44 @@ def layer_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[
     return centred * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
 
 
+def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """RMSNorm over the last axis, in fp32; with a shift if the weights have one."""
+    x = x.astype(jnp.float32)
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * weights["scale"]
+    return y + weights["shift"] if "shift" in weights else y
+
+
+def causal_attention(
+    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+) -> Float[Array, "B S H K"]:
+    """Equation (1) of the paper for every head, each position attending to itself and to earlier ones."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
 class Context(NamedTuple):
     """What a vector field needs beside weights and state.
 
     keys: one random key per example for the dropout masks of this depth step; None, no dropout.
     dropout: the share of each branch's outputs that is dropped.
+    position: of the first token; beyond 0 only while a text is written token by token.
+    attend: (query, key, value) -> mixed values; a key-value cache takes the place of the default.
     """
 
     keys: Key[Array, "B"] | None = None
     dropout: float = 0.0
+    position: int | Int[Array, ""] = 0
+    attend: Callable = causal_attention
 
     def at_step(self, index) -> "Context":
         """The context of depth step `index`; 0 is the embedding, blocks count from 1."""
         return self if self.keys is None else self._replace(keys=fold_in(self.keys, index))
+
+
+def rows_from(table, start: int | Int[Array, ""], count: int) -> Float[Array, "count width"]:
+    """`count` rows of a table from row `start` on; past its end, the last row again."""
+    if isinstance(start, int):
+        return jnp.asarray(table[start : start + count])
+    return jnp.take(jnp.asarray(table), start + jnp.arange(count), axis=0, mode="clip")
 
 
 def fold_in(keys: Key[Array, "B"], number) -> Key[Array, "B"]:

@@ -8,27 +8,68 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.models.depth_weights import PerLayerWeights, SharedWeights, StackedWeights, step_sizes
+from diffeqformer.models.depth_weights import (
+    PerLayerWeights,
+    SharedWeights,
+    StackedWeights,
+    in_compute_type,
+    plain_layer,
+    step_sizes,
+)
 from diffeqformer.models.generated import GeneratedWeights
 from diffeqformer.models.gpt import GPT
-from diffeqformer.models.layers import Context, dropout, layer_norm, parameter
-from diffeqformer.solvers import euler, lie_trotter
+from diffeqformer.models.layers import Context, dropout, parameter, rows_from
+from diffeqformer.models.llama import Llama
+from diffeqformer.solvers import KeyValueCache, euler, lie_trotter
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One row of the table of models: which depth weights, which solver, and how long depth is."""
+    """One row of the table of models: which depth weights, which solver, how long depth is, which vector field."""
 
-    weights: str  # "generated", "per_layer" or "shared"
+    weights: str  # "generated", "generated_by_one_mlp", "per_layer" or "shared"
     solver: Callable
     unit_steps: bool = False  # steps of length 1 instead of 1 / num_steps
+    field: str | None = None  # the only vector field of this kind; None: either
 
 
 MODELS = {
     "diffeqformer": Kind("generated", euler),
-    "gpt": Kind("per_layer", lie_trotter, unit_steps=True),
+    "alternative": Kind("generated_by_one_mlp", euler),  # section D.2, Fig. 17
+    "discretized": Kind("per_layer", euler),  # a diffeqformer's weights at the times of one grid
     "shared": Kind("shared", euler),
+    "gpt": Kind("per_layer", lie_trotter, unit_steps=True, field="gpt"),
+    "llama": Kind("per_layer", lie_trotter, unit_steps=True, field="llama"),
 }
+
+FIELDS = ("gpt", "llama")
+
+
+def vector_field(config) -> GPT | Llama:
+    """The vector field of a config's `model` part; the plain Llama's norms differ from a DiffEqFormer's."""
+    if config.field == "gpt":
+        return GPT(config.width, config.heads, config.mlp)
+    if config.kind == "llama":
+        return Llama.vanilla(config.width, config.heads, config.mlp, config.max_length)
+    return Llama.diffeqformer(config.width, config.heads, config.mlp, config.max_length, config.norm_of_norm)
+
+
+def depth_weights(config, layers: dict, rngs: nnx.Rngs) -> PerLayerWeights | SharedWeights | GeneratedWeights:
+    """The depth weights of a config's `model` part, for the layers of its vector field."""
+    kind = MODELS[config.kind].weights
+    if kind == "per_layer":
+        return PerLayerWeights(layers, config.num_steps, rngs)
+    if kind == "shared":
+        return SharedWeights(layers, rngs)
+    return GeneratedWeights(
+        layers,
+        time_embed_dim=config.time_embed_dim,
+        sinusoidal_dim=config.sinusoidal_dim,
+        time_frequency=config.time_frequency,
+        start=config.generator_start,
+        shared_mlp=kind == "generated_by_one_mlp",
+        rngs=rngs,
+    )
 
 
 class Transformer(nnx.Module):
@@ -47,30 +88,15 @@ class Transformer(nnx.Module):
         self.num_steps, self.unit_steps, self.solver = config.num_steps, kind.unit_steps, kind.solver
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.max_length = config.max_length
-        self.field = GPT(config.width, config.heads, config.mlp)
-        self.token_embedding = parameter(rngs, (config.vocab_size, config.width), ("vocab", "embed"), stddev=0.02)
-        self.position_embedding = parameter(rngs, (config.max_length, config.width), ("sequence", "embed"), stddev=0.01)
-        self.depth = self._depth_weights(kind.weights, config, rngs)
-        self.final_norm = nnx.Dict(
-            scale=parameter(rngs, (config.width,), ("embed",), mean=1.0),
-            shift=parameter(rngs, (config.width,), ("embed",)),
-        )
-
-    def _depth_weights(self, kind: str, config, rngs: nnx.Rngs):
-        layers = self.field.layers()
-        if kind == "per_layer":
-            return PerLayerWeights(layers, config.num_steps, self.dtype, rngs)
-        if kind == "shared":
-            return SharedWeights(layers, self.dtype, rngs)
-        return GeneratedWeights(
-            layers,
-            time_embed_dim=config.time_embed_dim,
-            sinusoidal_dim=config.sinusoidal_dim,
-            time_frequency=config.time_frequency,
-            start=config.generator_start,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
+        self.field = field = vector_field(config)
+        table, width = (config.vocab_size, config.width), config.width
+        self.token_embedding = parameter(rngs, table, ("vocab", "embed"), stddev=field.embedding_stddev)
+        if field.learned_positions:
+            self.position_embedding = parameter(rngs, (config.max_length, width), ("sequence", "embed"), stddev=0.01)
+        self.depth = depth_weights(config, field.layers(), rngs)
+        self.final_norm = plain_layer(rngs, field.final_norm(), ())
+        if not field.tied_head:
+            self.lm_head = parameter(rngs, table[::-1], ("embed", "vocab"), stddev=0.02)
 
     def times(self, num_steps: int | None = None) -> Float[np.ndarray, "T"]:
         """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.
@@ -84,9 +110,17 @@ class Transformer(nnx.Module):
         return np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
 
     def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
-        """First phase: the weights for the steps that end at `times`, by default those of the trained grid."""
+        """First phase: the weights for the steps that end at `times`, by default those of the trained grid.
+
+        Raises:
+            ValueError: if the model has weights per layer, and another number of layers than there are times.
+        """
         times = self.times() if times is None else times
-        return StackedWeights(self.depth(times), step_sizes(times), self.depth.constant)
+        return self.stack(self.depth(times), times)
+
+    def stack(self, layers: dict, times: Float[np.ndarray, "T"]) -> StackedWeights:
+        """What the second phase takes, from what `self.depth(times)` gave: the compute type comes in here."""
+        return StackedWeights(in_compute_type(layers, self.dtype), step_sizes(times), self.depth.constant)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None
@@ -113,13 +147,34 @@ class Transformer(nnx.Module):
         states = self.solver(self.field, weights, x, Context(), trajectory=True)
         return jnp.concatenate([x[None], states])
 
+    def extend(
+        self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, ""]
+    ) -> tuple[Float[Array, "B S D"], KeyValueCache]:
+        """Second phase for tokens that follow others: their final states (for `head`), and the cache with them in it.
+
+        Args:
+            tokens: the ids at `position`, `position` + 1, ...
+            weights: those with which the cache was filled.
+            cache: holds every earlier position; from `KeyValueCache.empty` at the start.
+            position: number of tokens before these; with S it must not exceed the cache's length.
+
+        Raises:
+            UserError: if the solver evaluates the vector field more than once in a step.
+        """
+        context = Context(position=position)
+        return self.solver(self.field, weights, self.embed(tokens, context), context, cache=cache)
+
     def embed(self, tokens: Int[Array, "B S"], context: Context) -> Float[Array, "B S D"]:
-        """x(0): token plus position embedding, with dropout if `context` has keys."""
-        x = self.token_embedding[...][tokens] + self.position_embedding[: tokens.shape[1]]
+        """x(0): token embedding, plus position embedding if it is learned; with dropout if `context` has keys."""
+        x = self.token_embedding[...][tokens].astype(jnp.float32)
+        if self.field.learned_positions:
+            x = x + rows_from(self.position_embedding[...], context.position, tokens.shape[1])
         return dropout(x, context.at_step(0), site=0)
 
     def head(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Logits of the final state: norm, then the transposed token embedding."""
-        x = layer_norm({name: value[...] for name, value in self.final_norm.items()}, x, self.field.epsilon)
-        embedding = self.token_embedding[...].astype(self.dtype)
-        return jnp.einsum("bsd,vd->bsv", x.astype(self.dtype), embedding, preferred_element_type=jnp.float32)
+        """Logits of the final state: norm, then the transposed token embedding or a matrix of its own."""
+        x = self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
+        if self.field.tied_head:
+            embedding = self.token_embedding[...].astype(self.dtype)
+            return jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32)
+        return jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)

@@ -15,22 +15,14 @@ from diffeqformer.models.layers import Context
 from diffeqformer.solvers.walk import walk
 
 
-def lie_trotter(
-    field,
-    weights: StackedWeights,
-    x: Float[Array, "B S D"],
-    context: Context,
-    *,
-    remat: bool = False,
-    trajectory: bool = False,
-) -> Float[Array, "B S D"] | Float[Array, "T B S D"]:
+def lie_trotter(field, weights: StackedWeights, x: Float[Array, "B S D"], context: Context, **options):
     """Attention over the whole step, then feed-forward over the whole step. Order 1.
 
-    With dt = 1 and weights per layer this is the pre-norm transformer.
+    With dt = 1 and weights per layer this is the pre-norm transformer. Options and result as those of `walk`.
     """
 
     def step(layers, x, dt, context):
         x = x + dt * field.attention(layers, x, context)
         return x + dt * field.feed_forward(layers, x, context)
 
-    return walk(step, weights, x, context, remat=remat, trajectory=trajectory)
+    return walk(step, weights, x, context, **options)

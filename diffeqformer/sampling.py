@@ -1,0 +1,235 @@
+"""Text from a model, token by token: depth weights generated once, keys and values kept for every step of depth."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from diffeqformer.models.depth_weights import StackedWeights
+from diffeqformer.models.layers import fold_in
+from diffeqformer.models.transformer import Transformer
+from diffeqformer.solvers import KeyValueCache
+
+CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
+
+
+class Choice(NamedTuple):
+    """How the next token is chosen.
+
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: keep only so many of the likeliest tokens; 0 keeps all.
+    top_p: of these keep the fewest likeliest ones that together have at least this probability; 1 keeps all.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raises ValueError, with the value's name, for a value that makes no sense."""
+        for name, value, holds, needed in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not holds:
+                raise ValueError(f"{name}: must be {needed}, but it is {value}")
+
+
+def choose(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
+    """One token for each row of logits.
+
+    top_p is nucleus sampling.
+
+    @inproceedings{holtzman2020curious,
+      title={The Curious Case of Neural Text Degeneration},
+      author={Holtzman, Ari and Buys, Jan and Du, Li and Forbes, Maxwell and Choi, Yejin},
+      booktitle={International Conference on Learning Representations},
+      year={2020}}
+    """
+    if choice.temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / choice.temperature
+    if 0 < choice.top_k < logits.shape[-1]:
+        logits = jnp.where(logits < jax.lax.top_k(logits, choice.top_k)[0][:, -1:], -jnp.inf, logits)
+    if choice.top_p < 1:
+        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the tokens likelier than each
+        least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def read_prompt(
+    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "1 length"], count: Int[Array, ""]
+) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    """The logits after the first `count` tokens, and the cache that holds them; compiled once for all prompts.
+
+    `tokens` fill the cache's whole length; only the chunks in which the prompt lies are computed.
+    """
+    model, length = nnx.merge(graph, params), tokens.shape[1]
+    field = model.field
+    cache = KeyValueCache.empty(
+        len(weights.step_sizes), 1, length, field.heads, field.width // field.heads, model.dtype
+    )
+
+    def read_chunk(chunk, carry):
+        cache, last = carry
+        position = chunk * CHUNK
+        states, cache = model.extend(
+            jax.lax.dynamic_slice_in_dim(tokens, position, CHUNK, axis=1), weights, cache, position
+        )
+        inside = (count - 1 >= position) & (count - 1 < position + CHUNK)
+        state = jax.lax.dynamic_index_in_dim(states, (count - 1) % CHUNK, axis=1)
+        return cache, jnp.where(inside, state, last)
+
+    last = jnp.zeros((1, 1, field.width), jnp.float32)
+    cache, last = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (cache, last))
+    return model.head(last)[:, 0], cache
+
+
+@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache",))
+def read_token(
+    graph: nnx.GraphDef,
+    params: dict,
+    weights: StackedWeights,
+    cache: KeyValueCache,
+    tokens: Int[Array, "B"],
+    position: Int[Array, ""],
+) -> tuple[Float[Array, "B V"], KeyValueCache]:
+    """The logits after one more token in each sample, and the cache with it; the cache that goes in is donated."""
+    model = nnx.merge(graph, params)
+    states, cache = model.extend(tokens[:, None], weights, cache, position)
+    return model.head(states)[:, 0], cache
+
+
+_choose = jax.jit(
+    lambda logits, keys, position, choice, vocab_size: choose(
+        logits[:, :vocab_size], fold_in(keys, position), choice
+    ).astype(jnp.int32),
+    static_argnums=(3, 4),
+)
+
+
+def write_tokens(
+    model: Transformer,
+    weights: StackedWeights,
+    prompt: list[int],
+    *,
+    count: int,
+    samples: int,
+    choice: Choice,
+    key: Key[Array, ""],
+    vocab_size: int,
+) -> Iterator[np.ndarray]:
+    """What the model writes after a prompt: `count` times the next token of every sample, [samples] int32.
+
+    The device works on the next token while the caller has this one. A sample's tokens depend on its
+    number and on the positions, not on how many samples there are.
+
+    Args:
+        weights: from `model.weights`, for any number of steps.
+        prompt: at least one id; with `count` at most `model.max_length` ids.
+        samples: continuations, all of the same prompt.
+        choice: how each token is chosen.
+        key: random key of the whole text.
+        vocab_size: ids from here on are never written (they pad the vocabulary).
+
+    Raises:
+        ValueError: if one of these is out of its range.
+        UserError: if the model's solver evaluates its vector field more than once in a step.
+    """
+    choice.check()
+    if samples < 1 or count < 1:
+        raise ValueError(f"samples and tokens: must be at least 1, but they are {samples} and {count}")
+    if not 1 <= len(prompt) <= model.max_length - count:
+        raise ValueError(
+            f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
+            f"at most the model's {model.max_length} positions"
+        )
+    return _write_tokens(model, weights, prompt, count, samples, choice, key, vocab_size)
+
+
+def _write_tokens(model, weights, prompt, count, samples, choice, key, vocab_size):
+    graph, params = nnx.split(model)
+    length = -(-model.max_length // CHUNK) * CHUNK
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
+    logits, cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=leaf.ndim == 5), (logits, cache))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
+    written = None
+    for position in range(len(prompt), len(prompt) + count):
+        if written is not None:
+            logits, cache = read_token(graph, params, weights, cache, written, position - 1)
+        upcoming = _choose(logits, keys, position, choice, vocab_size)
+        if written is not None:
+            yield np.asarray(written)
+        written = upcoming
+    yield np.asarray(written)
+
+
+def generate(
+    model: Transformer,
+    tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    key: Key[Array, ""],
+    choice: Choice = Choice(),
+    samples: int = 1,
+    num_steps: int | None = None,
+) -> list[str]:
+    """What a model writes after a prompt: one text per sample, up to `tokens` tokens or the end of the text.
+
+    Args:
+        model: any model of the family.
+        tokenizer: of `diffeqformer.data.tokenizers`.
+        num_steps: steps of depth; None: as trained.
+
+    For the other arguments and the errors see `write_tokens`.
+    """
+    ids = tokenizer.encode(prompt)
+    options = dict(count=tokens, samples=samples, choice=choice, key=key, vocab_size=tokenizer.vocab_size)
+    texts = Texts(tokenizer, samples)
+    for written in write_tokens(model, model.weights(model.times(num_steps)), ids, **options):
+        texts.add(written)
+        if texts.finished():
+            break
+    return [texts.text(sample) for sample in range(samples)]
+
+
+class Texts:
+    """The samples of one prompt as they are being written."""
+
+    def __init__(self, tokenizer, samples: int):
+        self.tokenizer = tokenizer
+        self.ids = [[] for _ in range(samples)]
+        self.ended = [False] * samples
+
+    def add(self, written: np.ndarray) -> None:
+        """Add the next token of every sample; what comes after an end of text is dropped."""
+        for sample, token in enumerate(written.tolist()):
+            self.ended[sample] |= token == self.tokenizer.end_of_text
+            if not self.ended[sample]:
+                self.ids[sample].append(token)
+
+    def finished(self) -> bool:
+        """Whether every sample has come to its end of text."""
+        return all(self.ended)
+
+    def text(self, sample: int) -> str:
+        """A sample so far."""
+        return self.tokenizer.decode(self.ids[sample])
+
+
+def printable(text: str) -> str:
+    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,66 @@
+"""Make `huggingface_gpt2.npz` and `huggingface_llama.npz`: random parameters of tiny models, and their logits.
+
+    pip install torch transformers        # no dependency of diffeqformer
+    python tests/data/make_huggingface.py
+
+Parameters are redrawn at a scale at which every one of them matters to the logits; in fp32, on a CPU.
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+
+def redraw(model: torch.nn.Module) -> None:
+    """Matrices at fan-in scale and more, gains of norms about 1, everything else about 0."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 2:
+            parameter.data = 0.25 * noise
+        else:
+            parameter.data = 0.2 * noise + (1.0 if "weight" in name else 0.0)
+
+
+def save(name: str, model: torch.nn.Module) -> None:
+    redraw(model)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits
+    parameters = {
+        key: value.numpy() for key, value in model.state_dict().items() if key != "lm_head.weight" or name == "llama"
+    }
+    file = pathlib.Path(__file__).parent / f"huggingface_{name}.npz"
+    np.savez_compressed(file, tokens=tokens.numpy().astype(np.int32), logits=logits.numpy(), **parameters)
+    print(
+        f"{file.name}: transformers {transformers.__version__}, torch {torch.__version__}, logits of scale {logits.std():.2f}"
+    )
+
+
+save(
+    "gpt2",
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=64, n_positions=16, n_embd=32, n_layer=6, n_head=4, attn_implementation="eager"
+        )
+    ),
+)
+save(
+    "llama",
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            max_position_embeddings=16,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    ),
+)

@@ -14,12 +14,12 @@ import transformers
 
 
 def redraw(model: torch.nn.Module) -> None:
-    """Matrices at fan-in scale and more, gains of norms about 1, everything else about 0."""
+    """Matrices at fan-in scale, gains of norms about 1, everything else about 0."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 2:
-            parameter.data = 0.25 * noise
+            parameter.data = 0.18 * noise
         else:
             parameter.data = 0.2 * noise + (1.0 if "weight" in name else 0.0)
 

@@ -3,7 +3,8 @@
     <workdir>/checkpoints/<step>/{params, optimizer, about}
 
 A checkpoint appears under its step only when it is complete. `about` holds the config, the tokenizer's
-name and the hash of the training data, so a checkpoint can be opened by itself, on any machine.
+name and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
+a materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import dataclasses
@@ -14,12 +15,20 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import abstract_model
 
-ITEMS = ("params", "optimizer", "about")
+
+def handlers() -> dict[str, ocp.CheckpointHandler]:
+    """What reads and writes each item."""
+    return {
+        "params": ocp.StandardCheckpointHandler(),
+        "optimizer": ocp.StandardCheckpointHandler(),
+        "about": ocp.JsonCheckpointHandler(),
+    }
 
 
 def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
@@ -30,25 +39,22 @@ def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
     )
-    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=ITEMS)
+    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_handlers=handlers())
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) -> None:
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
     Args:
-        state: see `diffeqformer.step`.
-        about: config (a dict), tokenizer (its name) and data_sha256 (of the training split).
+        state: see `diffeqformer.step`; of a model that won't be trained further, the parameters alone.
+        about: config (a dict), tokenizer (its name) and data_sha256 (of the training split); of a
+            materialized model also materialized_from.
     """
+    items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about)}
     rest = {name: value for name, value in state.items() if name != "params"}
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            params=ocp.args.StandardSave(state["params"]),
-            optimizer=ocp.args.StandardSave(rest),
-            about=ocp.args.JsonSave(about),
-        ),
-    )
+    if rest:
+        items["optimizer"] = ocp.args.StandardSave(rest)
+    manager.save(step, args=ocp.args.Composite(**items))
 
 
 def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
@@ -70,18 +76,20 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, ready to be used."""
+    """An opened checkpoint, ready to be used; `about` is what it says of itself."""
 
     step: int
     config: ConfigDict
     model: Transformer
     tokenizer: object
+    about: dict
 
 
 def load(workdir: str | pathlib.Path) -> Checkpoint:
-    """Open the newest checkpoint of a run on this machine's first device, without the optimizer's state.
+    """Open the newest checkpoint of a run, or a materialized model, on this machine's first device.
 
-    Only reads, so the run may be going on.
+    Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
+    the run may be going on.
 
     Raises:
         UserError: if there is none.
@@ -90,16 +98,20 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
     options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_names=ITEMS) as manager:
+    with ocp.CheckpointManager(
+        (workdir / "checkpoints").absolute(), options=options, item_handlers=handlers()
+    ) as manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")
         about = read_about(manager, step)
-        config = ConfigDict(about["config"])
+        config = saved_config(about["config"])
         graph, params = nnx.split(abstract_model(config), nnx.Param)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), nnx.to_pure_dict(params)
+            lambda leaf, saved: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=device),
+            nnx.to_pure_dict(params),
+            manager.item_metadata(step)["params"].tree,
         )
         restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
-    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), TOKENIZERS[about["tokenizer"]]())
+    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), TOKENIZERS[about["tokenizer"]](), about)

@@ -81,6 +81,14 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     return config.lock()
 
 
+def saved_config(fields: dict) -> ConfigDict:
+    """The config of a checkpoint; a field that didn't exist yet when it was saved has the default that says the same."""
+    config = base_config(fields["name"], fields["model"]["kind"])
+    with config.unlocked():
+        config.update(fields)
+    return config
+
+
 class Rule(NamedTuple):
     """One requirement: of a field's value, given the whole config and the number of devices.
 

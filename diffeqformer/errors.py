@@ -1,5 +1,5 @@
 """The one exception whose message is meant for the user."""
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """Something the user can put right; the message is one sentence that names the field or file at fault."""

@@ -10,9 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import StackedWeights
 from diffeqformer.models.layers import fold_in
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.models.transformer import Transformer, weights_at
 from diffeqformer.solvers import KeyValueCache
 
 CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
@@ -31,14 +32,18 @@ class Choice(NamedTuple):
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raises ValueError, with the value's name, for a value that makes no sense."""
+        """Check that the values make sense.
+
+        Raises:
+            UserError: for the first that doesn't, with its name.
+        """
         for name, value, holds, needed in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not holds:
-                raise ValueError(f"{name}: must be {needed}, but it is {value}")
+                raise UserError(f"{name}: must be {needed}, but it is {value}")
 
 
 def choose(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
@@ -110,113 +115,84 @@ def read_token(
     return model.head(states)[:, 0], cache
 
 
-_choose = jax.jit(
-    lambda logits, keys, position, choice, vocab_size: choose(
-        logits[:, :vocab_size], fold_in(keys, position), choice
-    ).astype(jnp.int32),
-    static_argnums=(3, 4),
-)
+@functools.partial(jax.jit, static_argnames=("choice", "vocab_size"))
+def choose_next(
+    logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, ""], choice: Choice, vocab_size: int
+) -> Int[Array, "B"]:
+    """The token at `position` in every sample, among the first `vocab_size`."""
+    return choose(logits[:, :vocab_size], fold_in(keys, position), choice).astype(jnp.int32)
 
 
 def write_tokens(
     model: Transformer,
-    weights: StackedWeights,
     prompt: list[int],
     *,
     count: int,
-    samples: int,
-    choice: Choice,
     key: Key[Array, ""],
     vocab_size: int,
-) -> Iterator[np.ndarray]:
-    """What the model writes after a prompt: `count` times the next token of every sample, [samples] int32.
-
-    The device works on the next token while the caller has this one. A sample's tokens depend on its
-    number and on the positions, not on how many samples there are.
-
-    Args:
-        weights: from `model.weights`, for any number of steps.
-        prompt: at least one id; with `count` at most `model.max_length` ids.
-        samples: continuations, all of the same prompt.
-        choice: how each token is chosen.
-        key: random key of the whole text.
-        vocab_size: ids from here on are never written (they pad the vocabulary).
-
-    Raises:
-        ValueError: if one of these is out of its range.
-        UserError: if the model's solver evaluates its vector field more than once in a step.
-    """
-    choice.check()
-    if samples < 1 or count < 1:
-        raise ValueError(f"samples and tokens: must be at least 1, but they are {samples} and {count}")
-    if not 1 <= len(prompt) <= model.max_length - count:
-        raise ValueError(
-            f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
-            f"at most the model's {model.max_length} positions"
-        )
-    return _write_tokens(model, weights, prompt, count, samples, choice, key, vocab_size)
-
-
-def _write_tokens(model, weights, prompt, count, samples, choice, key, vocab_size):
-    graph, params = nnx.split(model)
-    length = -(-model.max_length // CHUNK) * CHUNK
-    tokens = np.zeros((1, length), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
-    logits, cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=leaf.ndim == 5), (logits, cache))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
-    written = None
-    for position in range(len(prompt), len(prompt) + count):
-        if written is not None:
-            logits, cache = read_token(graph, params, weights, cache, written, position - 1)
-        upcoming = _choose(logits, keys, position, choice, vocab_size)
-        if written is not None:
-            yield np.asarray(written)
-        written = upcoming
-    yield np.asarray(written)
-
-
-def generate(
-    model: Transformer,
-    tokenizer,
-    prompt: str,
-    *,
-    tokens: int,
-    key: Key[Array, ""],
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
-) -> list[str]:
-    """What a model writes after a prompt: one text per sample, up to `tokens` tokens or the end of the text.
+) -> Iterator[np.ndarray]:
+    """What the model writes after a prompt: `count` times the next token of every sample, [samples] int32.
+
+    The device works on the next token while the caller has this one. A sample's random choices depend on
+    its number and on the position, not on how many samples there are.
 
     Args:
-        model: any model of the family.
-        tokenizer: of `diffeqformer.data.tokenizers`.
+        prompt: at least one id; with `count` at most `model.max_length` of them.
+        count: tokens to write in each sample.
+        key: random key of all choices.
+        vocab_size: ids from here on are never written (they pad the vocabulary).
+        choice: how each token is chosen.
+        samples: texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
 
-    For the other arguments and the errors see `write_tokens`.
+    Raises:
+        UserError: if one of these is out of its range, or the model's solver evaluates its vector field more than
+            once in a step.
     """
-    ids = tokenizer.encode(prompt)
-    options = dict(count=tokens, samples=samples, choice=choice, key=key, vocab_size=tokenizer.vocab_size)
-    texts = Texts(tokenizer, samples)
-    for written in write_tokens(model, model.weights(model.times(num_steps)), ids, **options):
-        texts.add(written)
-        if texts.finished():
-            break
-    return [texts.text(sample) for sample in range(samples)]
+    choice.check()
+    for name, value in (("samples", samples), ("tokens", count)):
+        if value < 1:
+            raise UserError(f"{name}: must be at least 1, but it is {value}")
+    if not 1 <= len(prompt) <= model.max_length - count:
+        raise UserError(
+            f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
+            f"at most the model's {model.max_length} positions"
+        )
+    weights = weights_at(model, num_steps)
+    return _write_tokens(model, weights, prompt, count, key, vocab_size, choice, samples)
 
 
-class Texts:
-    """The samples of one prompt as they are being written."""
+def _write_tokens(model, weights, prompt, count, key, vocab_size, choice, samples):
+    graph, params = nnx.split(model)
+    tokens = np.zeros((1, -(-model.max_length // CHUNK) * CHUNK), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
+    logits = jnp.repeat(logits, samples, axis=0)
+    cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=1), cache)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
+    token = choose_next(logits, keys, len(prompt), choice, vocab_size)
+    for position in range(len(prompt), len(prompt) + count - 1):
+        logits, cache = read_token(graph, params, weights, cache, token, position)
+        following = choose_next(logits, keys, position + 1, choice, vocab_size)
+        yield np.asarray(token)
+        token = following
+    yield np.asarray(token)
 
-    def __init__(self, tokenizer, samples: int):
+
+class Samples:
+    """The samples of one prompt while they are being written."""
+
+    def __init__(self, tokenizer, count: int):
         self.tokenizer = tokenizer
-        self.ids = [[] for _ in range(samples)]
-        self.ended = [False] * samples
+        self.ids = [[] for _ in range(count)]
+        self.ended = [False] * count
 
-    def add(self, written: np.ndarray) -> None:
-        """Add the next token of every sample; what comes after an end of text is dropped."""
-        for sample, token in enumerate(written.tolist()):
+    def add(self, tokens: np.ndarray) -> None:
+        """Add the next token of every sample; end of text and what comes after it are left out."""
+        for sample, token in enumerate(tokens.tolist()):
             self.ended[sample] |= token == self.tokenizer.end_of_text
             if not self.ended[sample]:
                 self.ids[sample].append(token)
@@ -226,8 +202,25 @@ class Texts:
         return all(self.ended)
 
     def text(self, sample: int) -> str:
-        """A sample so far."""
+        """What has been written of a sample."""
         return self.tokenizer.decode(self.ids[sample])
+
+
+def generate(model: Transformer, tokenizer, prompt: str, *, tokens: int, samples: int = 1, **options) -> list[str]:
+    """What a model writes after a prompt: a text for each sample, of up to `tokens` tokens or until its end of text.
+
+    Args:
+        model: any model of the family.
+        tokenizer: of `diffeqformer.data.tokenizers`.
+        options: key, choice and num_steps of `write_tokens`, which also says what can be wrong.
+    """
+    written = Samples(tokenizer, samples)
+    options.update(count=tokens, samples=samples, vocab_size=tokenizer.vocab_size)
+    for step in write_tokens(model, tokenizer.encode(prompt), **options):
+        written.add(step)
+        if written.finished():
+            break
+    return [written.text(sample) for sample in range(samples)]
 
 
 def printable(text: str) -> str:

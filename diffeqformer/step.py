@@ -139,7 +139,7 @@ def make_program(config, mesh: Mesh) -> Program:
         scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, scalars
 
-    def weights(params, num_steps=None):
+    def weights(params, num_steps):
         model = nnx.merge(graph, params)
         return model.weights(model.times(num_steps))
 
@@ -158,6 +158,6 @@ def make_program(config, mesh: Mesh) -> Program:
             out_shardings=(state_shardings, None),
             donate_argnums=0,
         ),
-        weights=jax.jit(weights, in_shardings=(param_shardings,), static_argnums=1),
+        weights=jax.jit(weights, in_shardings=(param_shardings,), static_argnames="num_steps"),
         evaluate=jax.jit(evaluate, in_shardings=(param_shardings, None, by_example, by_example)),
     )

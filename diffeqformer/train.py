@@ -4,6 +4,7 @@ import collections
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -14,14 +15,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_resumable
+from diffeqformer.config import check_config, check_resumable, saved_config
 from diffeqformer.data import TASK_TOKENIZERS
 from diffeqformer.data.store import Split, open_store
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.errors import UserError
-from diffeqformer.generate import generate, printable
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.models.transformer import MODELS, Transformer
 from diffeqformer.progress import Progress
+from diffeqformer.sampling import Choice, generate, printable
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import Program, make_program, random_key
 
@@ -52,14 +53,22 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
         describe(config, workdir, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
             state = train_steps(config, workdir, program, state, splits, checkpoints, about, started)
-            print(f"Finished. Checkpoints and curves are in {workdir}: tensorboard --logdir {workdir}")
+            beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
+            program_name = "tensorboard" if shutil.which("tensorboard") else beside
+            print(f"Finished. Checkpoints and curves are in {workdir}: {program_name} --logdir {workdir}")
         else:
             print(f"{workdir}: this run has already finished its {config.steps:,} steps; here is its sample again")
     model = nnx.merge(program.graph, state["params"])
-    key, sample = random_key(config.seed, "sample"), config.sample
-    text = generate(model, tokenizer, sample.prompt, sample.length, key, sample.temperature)
-    print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
+    print(f"--- sample ---\n{printable(sample(config, model, tokenizer))}\n--------------", flush=True)
     return model
+
+
+def sample(config: ConfigDict, model: Transformer, tokenizer) -> str:
+    """The text that `config.sample` asks for: its prompt, and what the model writes after it."""
+    prompt, key = config.sample.prompt, random_key(config.seed, "sample")
+    tokens = config.sample.length - len(tokenizer.encode(prompt))
+    [text] = generate(model, tokenizer, prompt, tokens=tokens, key=key, choice=Choice(config.sample.temperature))
+    return prompt + text
 
 
 def open_data(config: ConfigDict) -> dict[str, Split]:
@@ -104,14 +113,19 @@ def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program,
     if step is None:
         return program.init()
     saved = checkpoint.read_about(checkpoints, step)
-    check_resumable(config, ConfigDict(saved["config"]), workdir)
+    if "materialized_from" in saved:
+        raise UserError(
+            f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
+        )
+    check_resumable(config, saved_config(saved["config"]), workdir)
     for what in ("tokenizer", "data_sha256"):
         if saved[what] != about[what]:
             raise UserError(
                 f"config.data.dir: the token store has another {what} ({about[what]}) than the run in {workdir} "
                 f"({saved[what]}); use another --workdir, or the old store"
             )
-    print(f"Resuming {workdir} from its checkpoint at step {step:,}")
+    if step < config.steps:
+        print(f"Resuming {workdir} from its checkpoint at step {step:,}")
     shapes = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
         jax.eval_shape(program.init),
@@ -125,12 +139,14 @@ def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Spl
     (workdir / "parameters.txt").write_text(parameter_overview.get_parameter_overview(params, include_stats=False))
     count, devices = parameter_overview.count_parameters(params), jax.devices()
     tokens = config.steps * config.batch_size * config.sequence_length
-    depth = f"{config.model.num_steps} steps of depth"
+    per_layer = MODELS[config.model.kind].weights == "per_layer"
+    depth = f"{config.model.num_steps} {'layers' if per_layer else 'steps of depth'}"
     print(
         f"{config.name}: {config.model.kind}, {count:,} parameters, {depth}, on {len(devices)} x {devices[0].device_kind}"
     )
     print(f"data: {config.data.task}, {len(split.tokens):,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
+    size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {workdir}")
 
 
@@ -174,13 +190,15 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     return state
 
 
-def evaluate(program: Program, params: dict, split: Split, config: ConfigDict) -> dict[str, float]:
-    """Loss (nats per token), perplexity and bits per byte over a whole split.
+def evaluate(
+    program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
+) -> dict[str, float]:
+    """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
 
     Windows are disjoint, as in training, and each window's first token isn't scored. Bits per byte are
     the loss in bits times the split's tokens per byte of text.
     """
-    weights = program.weights(params)  # once, for all batches
+    weights = program.weights(params, num_steps)  # once, for all batches
     total = metrics.Average.empty()
     for batch in split.evaluation_batches(config.batch_size, config.sequence_length):
         tokens, valid = (

@@ -3,15 +3,17 @@
 import importlib.util
 import pathlib
 
+import jax
 from flax import nnx
 
 import authors
 from diffeqformer.config import base_config
 from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
-CONFIGS = ("tiny", "small", "medium", "large")
+CONFIGS = ("tiny", "small", "medium", "large", "llama_1b")
+FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
 NO_DROPOUT = Context()
 
 
@@ -23,16 +25,25 @@ def load_config(name: str, model: str = "diffeqformer"):
     return module.get_config(model)
 
 
-def build_model(kind: str, **changes) -> Transformer:
+def build_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """A model of the authors' tiny sizes with parameters of our own start."""
-    return Transformer(authors.model_config(kind, **changes), nnx.Rngs(0))
+    return Transformer(authors.model_config(kind, field, **changes), nnx.Rngs(0))
 
 
-def toy_config(kind: str = "diffeqformer", **changes):
+def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
+    """The same with parameters so large that every token and every step matters to the logits."""
+    graph, params = nnx.split(build_model(kind, field, **changes))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noise = [0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
+    return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
+
+
+def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
     """A whole config that trains in seconds; `changes` are fields with dots as double underscores."""
-    config = base_config("toy", kind)
+    config = base_config("toy", kind, field)
     config.update(steps=6, batch_size=8, sequence_length=16, log_every=1, eval_every=100, checkpoint_every=100)
-    config.model.update(authors.model_config(kind, vocab_size=257, generator_start="varying"))
+    config.model.update(authors.model_config(kind, config.model.field, vocab_size=257, generator_start="varying"))
     config.data.task = "python_stdlib"
     config.sample.update(prompt="def ", length=16)
     for name, value in changes.items():

@@ -15,6 +15,7 @@ from diffeqformer.config import (
     check_resumable,
     field_names,
     get_field,
+    saved_config,
 )
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS
@@ -43,8 +44,10 @@ WRONG = {
     "seed": -1,
     "steps": 0,
     "batch_size": 12,  # on eight devices
+    "microbatches": 0,
     "sequence_length": 17,
     "model.kind": "transformer",
+    "model.field": "bert",
     "model.width": 0,
     "model.heads": 5,
     "model.mlp": 0,
@@ -87,8 +90,38 @@ def test_a_wrong_value_is_refused_by_name(field):
     assert "\n" not in str(error.value) and "{" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "model, changes, sentence",
+    [
+        (
+            ("diffeqformer", "gpt"),
+            {"microbatches": 3},
+            "batch_size: must be a multiple of .* \\(8\\) times microbatches \\(3\\)",
+        ),
+        (("diffeqformer", "llama"), {"model__width": 36}, "model.heads: must leave an even width for each head"),
+        (("gpt", "gpt"), {"model__field": "llama"}, "model.field: must be that of model.kind, gpt, but it is 'llama'"),
+        (
+            ("llama", "llama"),
+            {"model__field": "gpt"},
+            "model.field: must be that of model.kind, llama, but it is 'gpt'",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_refused(model, changes, sentence):
+    with pytest.raises(UserError, match=rf"^config\.{sentence}"):
+        check_config(toy_config(*model, **changes), num_devices=8)
+
+
+def test_a_config_saved_before_a_field_existed_has_its_default():
+    fields = toy_config("gpt").to_dict()
+    del fields["model"]["field"], fields["microbatches"]
+    config = saved_config(fields)
+    check_config(config, num_devices=8)
+    assert config.to_dict() == toy_config("gpt").to_dict()
+
+
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
-    free = {"name", "model.remat", "data.dir"}  # any value of their type will do
+    free = {"name", "model.remat", "model.norm_of_norm", "data.dir"}  # any value of their type will do
     assert {rule.field for rule in RULES} == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
 
 
@@ -100,6 +133,8 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
         ("--config.steps=1.5", r"config\.steps: must be of type int"),
         ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
+        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=configs/tiny\.py:gpt"),
+        ("--config.model=gpt", r"config\.model: choose the model .*--config=configs/tiny\.py:gpt"),
         ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
         ("--config.model.remat=maybe", r"config\.model\.remat: must be of type bool"),
     ],
@@ -147,7 +182,7 @@ def test_right_overrides_pass():
     [
         (
             ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, gpt, shared, but it is 'bert'",
+            "config.model.kind: must be one of diffeqformer, alternative, discretized, shared, gpt, llama, but it is 'bert'",
         ),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
         (

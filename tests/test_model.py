@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer.models.generated import STARTS, project, time_features
+from diffeqformer.errors import UserError
+from diffeqformer.models.generated import project, time_features
 from diffeqformer.models.layers import Context, dropout
-from diffeqformer.models.transformer import MODELS
 from diffeqformer.sharding import RULES
 from diffeqformer.solvers import euler
 from diffeqformer.step import abstract_model, dropout_keys
-from helpers import NO_DROPOUT, build_model, load_config
+from helpers import FAMILY, NO_DROPOUT, build_model, load_config
 
 
 def parameter_count(config) -> int:
@@ -20,7 +20,7 @@ def parameter_count(config) -> int:
 
 
 @pytest.mark.parametrize(
-    "name, changes, diffeqformer, gpt",
+    "name, changes, diffeqformer, baseline",
     [
         ("small", {}, 188_254_152, 124_439_808),
         ("medium", {"time_embed_dim": 20}, 317_054_664, 354_823_168),
@@ -31,10 +31,11 @@ def parameter_count(config) -> int:
         ("medium", {"time_embed_dim": 144}, 1_879_301_152, 354_823_168),
         ("medium", {"num_steps": 18, "time_embed_dim": 100, "sinusoidal_dim": 256}, 1_325_088_104, None),
         ("large", {}, 1_974_541_760, 774_030_080),
+        ("llama_1b", {}, 6_641_948_192, 1_204_881_408),
     ],
 )
-def test_parameter_counts_are_the_published_ones(name, changes, diffeqformer, gpt):
-    for model, expected in (("diffeqformer", diffeqformer), ("gpt", gpt)):
+def test_parameter_counts_are_the_published_ones(name, changes, diffeqformer, baseline):
+    for model, expected in (("diffeqformer", diffeqformer), ("llama" if name == "llama_1b" else "gpt", baseline)):
         config = load_config(name, model)
         config.model.update(changes)
         assert expected is None or parameter_count(config) == expected
@@ -47,12 +48,19 @@ def test_depth_costs_no_parameters():
     assert parameter_count(config) == count
 
 
-STDDEV = {  # of every leaf by its name, None where the start decides
+def test_the_alternative_design_saves_all_mlps_but_one():
+    """Sizes (2 K + 1) E + E + E E + E for each of six layers, or for all of them."""
+    config = load_config("small")
+    mlp = 257 * 20 + 20 + 20 * 20 + 20
+    assert parameter_count(load_config("small", "alternative")) == parameter_count(config) - 5 * mlp
+
+
+STDDEV = {  # of every leaf by its name, where the generator's start doesn't decide
     "token_embedding": 0.02,
     "position_embedding": 0.01,
+    "lm_head": 0.02,
     "kernel": 0.02,
     "bias_projection": 1e-4,
-    **dict.fromkeys(("lin1", "lin2", "projection", "constant")),
     **dict.fromkeys(("lin1_bias", "lin2_bias", "scale_projection", "shift_projection", "scale", "shift", "bias"), 0.0),
 }
 BY_START = {
@@ -63,12 +71,16 @@ BY_START = {
 
 
 @pytest.mark.parametrize(
-    "kind, start", [*(("diffeqformer", start) for start in STARTS), ("gpt", None), ("shared", None)]
+    "kind, field, start",
+    [
+        *((*model, "published") for model in FAMILY),
+        *(("diffeqformer", "gpt", start) for start in ("constant", "varying")),
+    ],
 )
-def test_every_parameter_starts_at_its_published_scale(kind, start):
-    changes = {"generator_start": start} if start else {}
-    model = build_model(kind, width=128, mlp=512, time_embed_dim=24, sinusoidal_dim=32, max_length=64, **changes)
-    expected = {**STDDEV, **BY_START.get(start, {})}
+def test_every_parameter_starts_at_its_published_scale(kind, field, start):
+    sizes = dict(width=128, mlp=512, time_embed_dim=24, sinusoidal_dim=32, max_length=64)
+    model = build_model(kind, field, generator_start=start, **sizes)
+    expected = {**STDDEV, **BY_START[start], **({"token_embedding": 1.0} if field == "llama" else {})}
     for path, variable in nnx.state(model, nnx.Param).flat_state():
         value, stddev = np.asarray(variable[...]), expected[path[-1]]
         assert abs(value.std() - stddev) <= 0.1 * stddev, path  # exactly 0 where it starts at zero
@@ -105,9 +117,9 @@ def test_time_features_are_exact_at_large_angles():
     assert not np.allclose(features[1, 1], np.sin(500.0), atol=0.1)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_no_logit_depends_on_a_later_token(kind):
-    model = build_model(kind)
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_no_logit_depends_on_a_later_token(kind, field):
+    model = build_model(kind, field)
     weights = model.weights()
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 64)
 
@@ -140,6 +152,17 @@ def test_dropout_drops_the_share_that_it_names_at_every_site():
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
 
 
+def test_llama_positions_matter_only_by_their_distance():
+    field = build_model("llama").field
+    query, key = (jax.random.normal(k, (1, 1, 4, 8)) for k in jax.random.split(jax.random.key(0)))
+    product = lambda i, j: jnp.sum(field.rotate(query, jnp.int32(i)) * field.rotate(key, jnp.int32(j)), -1)  # noqa: E731
+    np.testing.assert_allclose(product(3, 1), product(12, 10), atol=1e-5)
+    assert not np.allclose(product(3, 1), product(3, 2), atol=1e-2)
+    rows = field.rotate(jnp.repeat(query, 16, axis=1), 0)
+    for position in range(16):
+        np.testing.assert_array_equal(rows[:, position : position + 1], field.rotate(query, jnp.int32(position)))
+
+
 def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     context = Context(dropout_keys(0, jnp.int32(0), 2), 0.5)
     weights = build_model("diffeqformer").weights()
@@ -163,36 +186,35 @@ def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 3
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind):
-    model = build_model(kind, dtype="bfloat16")
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
+    model = build_model(kind, field, dtype="bfloat16")
     tokens = jnp.ones((2, 16), jnp.int32)
     weights = model.weights()
-    assert weights.layers["qkv"]["kernel"].dtype == jnp.bfloat16 and weights.step_sizes.dtype == jnp.float32
+    assert weights.layers["mlp_up"]["kernel"].dtype == jnp.bfloat16 and weights.step_sizes.dtype == jnp.float32
     assert weights.layers["norm_mlp"]["scale"].dtype == jnp.float32
     assert model.trajectory(tokens, weights).dtype == jnp.float32
     assert model(tokens, weights).dtype == jnp.float32
     block = weights.layers if weights.constant else jax.tree.map(lambda leaf: leaf[0], weights.layers)
     assert model.field(block, model.embed(tokens, NO_DROPOUT), NO_DROPOUT).dtype == jnp.float32  # branches add up in it
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    if kind == "diffeqformer":  # weights are rounded once, from fp32 h(t)
-        exact = build_model(kind).weights().layers["qkv"]["kernel"]
-        np.testing.assert_array_equal(weights.layers["qkv"]["kernel"], exact.astype(jnp.bfloat16))
+    exact = build_model(kind, field).weights().layers["mlp_up"]["kernel"]  # rounded once, from fp32 h(t)
+    np.testing.assert_array_equal(weights.layers["mlp_up"]["kernel"], exact.astype(jnp.bfloat16))
 
 
 def test_impossible_depths_and_lengths_are_refused():
     model = build_model("gpt")
-    with pytest.raises(ValueError, match="6 layers has as many steps, but 9"):
+    with pytest.raises(UserError, match="^num_steps: a model with 6 layers has as many steps, but it is 9"):
         model.weights(model.times(9))
-    with pytest.raises(ValueError, match="num_steps: must be at least 1, but it is 0"):
+    with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
         model.times(0)
     with pytest.raises(ValueError, match="tokens: 17 positions, but this model has 16"):
         model(jnp.zeros((1, 17), jnp.int32), model.weights())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_parameter_names_known_axes(kind):
-    for _, variable in nnx.state(build_model(kind), nnx.Param).flat_state():
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_every_parameter_names_known_axes(kind, field):
+    for _, variable in nnx.state(build_model(kind, field), nnx.Param).flat_state():
         assert len(variable.axes) == variable[...].ndim
         assert all(axis is None or axis in RULES for axis in variable.axes)
 

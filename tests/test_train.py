@@ -18,12 +18,11 @@ from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.config import check_config
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
-from diffeqformer.generate import generate, printable
-from diffeqformer.models.transformer import MODELS
 from diffeqformer.progress import Progress
+from diffeqformer.sampling import generate, printable
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import dropout_keys, make_program, random_key
-from helpers import ROOT, build_model, load_config, toy_config
+from helpers import FAMILY, ROOT, build_model, load_config, toy_config
 
 TINY = [
     "--config=configs/tiny.py", "--config.steps=24", "--config.checkpoint_every=5", "--config.log_every=3",
@@ -54,9 +53,9 @@ def run_steps(config, mesh, steps: int):
     return program, state, losses
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_model_learns_with_one_compilation(kind):
-    config = toy_config(kind, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_every_model_learns_with_one_compilation(kind, field):
+    config = toy_config(kind, field, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
     program, state, losses = run_steps(config, make_mesh(), 40)
     assert losses[-1] < losses[0] - 1 and int(state["step"]) == 40
     assert program.train_step._cache_size() == 1
@@ -103,15 +102,26 @@ def test_the_state_is_donated():
 
 
 def test_decay_follows_the_published_masks():
-    def decaying(kind):
-        params = jax.eval_shape(make_program(toy_config(kind), make_mesh()).init)["params"]
-        mask = jax.tree_util.tree_leaves_with_path(optimizer.decay_mask(params))
-        return {jax.tree_util.keystr(path, simple=True, separator="/") for path, decays in mask if decays}
+    def decaying(kind, field="gpt"):
+        """Names of what one update with zero gradients changes: whatever decays, if it isn't zero."""
+        config = toy_config(kind, field, steps=10, optimizer__warmup_fraction=0.0)
+        shapes = jax.eval_shape(make_program(config, make_mesh()).init)["params"]
+        ones, zeros = (jax.tree.map(lambda leaf: jnp.full(leaf.shape, value), shapes) for value in (1.0, 0.0))
+        adamw = optimizer.make_optimizer(config)
+        updates, _ = adamw.update(zeros, adamw.init(ones), ones)
+        updates = jax.tree_util.tree_leaves_with_path(updates)
+        return {jax.tree_util.keystr(path, simple=True, separator="/") for path, update in updates if update.any()}
 
     embeddings = {"token_embedding", "position_embedding"}
     kernels = {f"depth/layers/{name}/kernel" for name in ("qkv", "attention_out", "mlp_up", "mlp_down")}
-    assert decaying("diffeqformer") == embeddings
-    assert decaying("gpt") == decaying("shared") == embeddings | kernels
+    assert decaying("diffeqformer") == decaying("alternative") == embeddings
+    assert decaying("gpt") == decaying("shared") == decaying("discretized") == embeddings | kernels
+    names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down")
+    assert decaying("llama") == {"token_embedding", *(f"depth/layers/{name}/kernel" for name in names)}
+    everything = jax.tree_util.tree_leaves_with_path(
+        make_program(toy_config(field="llama"), make_mesh()).state_shardings
+    )
+    assert len(decaying("diffeqformer", "llama")) == sum(path[0].key == "params" for path, _ in everything)
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -130,7 +140,7 @@ def test_no_warm_up_and_all_warm_up_are_possible():
 
 
 def test_an_update_is_clipped_adamw_with_decay_of_some():
-    config = toy_config(steps=10, optimizer__warmup_fraction=0.0, optimizer__clip_norm=0.5).optimizer
+    config = toy_config("gpt", steps=10, optimizer__warmup_fraction=0.0, optimizer__clip_norm=0.5)
     params = {"kernel": jnp.array([1.0, -2.0]), "scale": jnp.array([3.0])}
     gradients = {"kernel": jnp.array([3.0, 0.0]), "scale": jnp.array([4.0])}  # of norm 5
     adamw = optimizer.make_optimizer(config)
@@ -152,7 +162,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
     assert scores["perplexity"] == pytest.approx(257, rel=1e-5)
     assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
-    weights = program.weights(params)
+    weights = program.weights(params, None)
     total = sum(
         float(program.evaluate(params, weights, *batch).count) for batch in Split(ids, 1, "").evaluation_batches(8, 16)
     )
@@ -361,7 +371,8 @@ def test_models_import_without_tensorflow():
 import sys
 for name in ("tensorflow", "seqio", "tensorflow_datasets"):
     sys.modules[name] = None  # importing it fails
-import diffeqformer.models.transformer, diffeqformer.reference, diffeqformer.generate, diffeqformer.sharding, diffeqformer.checkpoint
+import diffeqformer.models.transformer, diffeqformer.reference, diffeqformer.sharding, diffeqformer.checkpoint
+import diffeqformer.generate, diffeqformer.materialize
 from diffeqformer.config import base_config
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from diffeqformer.errors import UserError
 from diffeqformer.models.layers import Linear, Norm, parameter
 
 
@@ -94,10 +95,10 @@ class PerLayerWeights(PlainWeights):
         """The stacked weights.
 
         Raises:
-            ValueError: if there are not as many times as layers.
+            UserError: if there are not as many times as layers.
         """
         if len(times) != self.num_layers:
-            raise ValueError(
-                f"a model with {self.num_layers} layers has as many steps, but {len(times)} were asked for"
+            raise UserError(
+                f"num_steps: a model with {self.num_layers} layers has as many steps, but it is {len(times)}"
             )
         return super().__call__(times)

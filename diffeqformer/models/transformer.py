@@ -1,13 +1,16 @@
 """Every model of the family: embedding, [times -> depth weights -> solver over the vector field], norm, head."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import (
     PerLayerWeights,
     SharedWeights,
@@ -102,18 +105,18 @@ class Transformer(nnx.Module):
         """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.
 
         Raises:
-            ValueError: if `num_steps` is below 1.
+            UserError: if `num_steps` is below 1.
         """
         num_steps = self.num_steps if num_steps is None else num_steps
         if num_steps < 1:
-            raise ValueError(f"num_steps: must be at least 1, but it is {num_steps}")
+            raise UserError(f"num_steps: must be at least 1, but it is {num_steps}")
         return np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
 
     def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
         """First phase: the weights for the steps that end at `times`, by default those of the trained grid.
 
         Raises:
-            ValueError: if the model has weights per layer, and another number of layers than there are times.
+            UserError: if the model has weights per layer, and another number of layers than there are times.
         """
         times = self.times() if times is None else times
         return self.stack(self.depth(times), times)
@@ -178,3 +181,22 @@ class Transformer(nnx.Module):
             embedding = self.token_embedding[...].astype(self.dtype)
             return jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32)
         return jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)
+
+
+def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
+    """`model.weights` for the grid of `num_steps` steps (None: as trained), in one compiled program.
+
+    So weights in a small compute type never exist in fp32 all at once.
+
+    Raises:
+        UserError: if this model can't take that number of steps.
+    """
+    model.times(num_steps)
+    graph, params = nnx.split(model)
+    return _weights_at(graph, params, num_steps)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "num_steps"))
+def _weights_at(graph, params, num_steps):
+    model = nnx.merge(graph, params)
+    return model.weights(model.times(num_steps))

@@ -1,0 +1,59 @@
+"""What the commands share: whatever the user can put right ends them with one sentence."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+from diffeqformer.errors import UserError
+
+
+def parse_flags(arguments: list[str]) -> list[str]:
+    """Parse the command line.
+
+    Raises:
+        UserError, flags.Error: for what is wrong with it.
+    """
+    rest = flags.FLAGS(arguments)
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]}: this argument has no meaning here; options begin with --")
+    return rest
+
+
+def run(
+    command: Callable[[], None],
+    parse: Callable[[list[str]], list[str]] = parse_flags,
+    *,
+    interrupted: str = "interrupted",
+    verbosity: int = logging.WARNING,
+) -> None:
+    """Parse the flags, run the command, and exit: 1 after a UserError, 130 after Ctrl-C, with one sentence each.
+
+    Args:
+        parse: of the command line; may raise UserError or flags.Error.
+        interrupted: what to say after Ctrl-C.
+        verbosity: of the libraries' log.
+    """
+
+    def parse_or_exit(arguments):
+        try:
+            return parse(arguments)
+        except (UserError, flags.Error) as error:
+            sys.exit(f"diffeqformer: {error}")
+
+    def main(_):
+        logging.set_verbosity(verbosity)
+        try:
+            command()
+            sys.stdout.flush()
+        except UserError as error:
+            sys.exit(f"diffeqformer: {error}")
+        except KeyboardInterrupt:
+            print(f"diffeqformer: {interrupted}", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(130)  # a normal exit would crash in compiler threads that are still at work
+        except BrokenPipeError:  # whoever read the output has seen enough
+            os._exit(0)
+
+    app.run(main, flags_parser=parse_or_exit)

@@ -1,0 +1,126 @@
+"""Write a model's weights at the times of one grid as a small checkpoint.
+
+    python -m diffeqformer.materialize --workdir=runs/tiny --num_steps=4 --dtype=bfloat16
+
+The hypernetwork and the optimizer's state stay behind: what remains has a vanilla transformer's size,
+and opens wherever a run does.
+"""
+
+import functools
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from absl import flags, logging
+from flax import nnx
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint, cli
+from diffeqformer.errors import UserError
+from diffeqformer.models.depth_weights import in_compute_type
+from diffeqformer.models.transformer import MODELS, Transformer
+
+
+def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
+    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated."""
+    config = config.copy_and_resolve_references()
+    config.model.update(num_steps=num_steps, dtype=dtype)
+    if MODELS[config.model.kind].weights.startswith("generated"):
+        config.model.kind = "discretized"
+    return config
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype"))
+def _discretized_params(graph, params, num_steps, dtype):
+    model = nnx.merge(graph, params)
+    others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
+    return {
+        **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
+        **in_compute_type({"final_norm": params["final_norm"]}, dtype),
+        "depth": {"layers": in_compute_type(model.depth(model.times(num_steps)), dtype)},
+    }
+
+
+def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
+    """The model of `discretized_config` that says the same as `model` in `num_steps` steps.
+
+    Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
+
+    Raises:
+        UserError: if the model can't take that number of steps.
+    """
+    model.times(num_steps)
+    graph, params = nnx.split(model, nnx.Param)
+    params = _discretized_params(graph, nnx.to_pure_dict(params), num_steps, jnp.dtype(dtype))
+    target = nnx.eval_shape(lambda: Transformer(discretized_config(config, num_steps, dtype).model, nnx.Rngs(0)))
+    return nnx.merge(nnx.graphdef(target), params)
+
+
+def folder_size(folder: pathlib.Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def materialize(
+    workdir: str | os.PathLike,
+    num_steps: int | None = None,
+    dtype: str | None = None,
+    output: str | os.PathLike | None = None,
+) -> pathlib.Path:
+    """Write the newest checkpoint of a run as a discretized model.
+
+    Args:
+        workdir: folder of the run.
+        num_steps: steps of depth; None: as trained.
+        dtype: float32 or bfloat16; None: the run's compute type.
+        output: folder of the new checkpoint, without one as yet; by default a subfolder of the run's.
+
+    Returns:
+        The folder, in which the model has the number of the checkpoint's training step.
+
+    Raises:
+        UserError: if there is no checkpoint, the folder has one already or can't be written, or the model can't take that
+            number of steps.
+    """
+    opened = checkpoint.load(workdir)
+    num_steps = opened.config.model.num_steps if num_steps is None else num_steps
+    dtype = dtype or opened.config.model.dtype
+    output = pathlib.Path(output or pathlib.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+    if (output / "checkpoints").exists() and any((output / "checkpoints").iterdir()):
+        raise UserError(
+            f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
+        )
+    try:
+        (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+    params = nnx.to_pure_dict(nnx.state(discretize(opened.model, opened.config, num_steps, dtype), nnx.Param))
+    about = {
+        **opened.about,
+        "config": discretized_config(opened.config, num_steps, dtype).to_dict(),
+        "materialized_from": {"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
+    }
+    with checkpoint.open_checkpoints(output, kept=1) as manager:
+        checkpoint.save(manager, opened.step, {"params": params}, about)
+    return output
+
+
+def main() -> None:
+    workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
+    dtype = flags.DEFINE_enum(
+        "dtype", None, ["float32", "bfloat16"], "Of the weights; by default as computed in training."
+    )
+    output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
+
+    def command() -> None:
+        folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
+        sizes = [folder_size(pathlib.Path(path) / "checkpoints") for path in (workdir.value, folder)]
+        print(f"{folder}: {sizes[1] / 1e6:,.1f} MB; all checkpoints of {workdir.value}: {sizes[0] / 1e6:,.1f} MB")
+
+    cli.run(command, verbosity=logging.ERROR)
+
+
+if __name__ == "__main__":
+    main()

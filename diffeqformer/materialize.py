@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from diffeqformer import checkpoint, cli
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import in_compute_type
-from diffeqformer.models.transformer import MODELS, Transformer
+from diffeqformer.models.transformer import MODELS, Transformer, split
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
@@ -51,8 +51,7 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
         UserError: if the model can't take that number of steps.
     """
     model.times(num_steps)
-    graph, params = nnx.split(model, nnx.Param)
-    params = _discretized_params(graph, nnx.to_pure_dict(params), num_steps, jnp.dtype(dtype))
+    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype))
     target = nnx.eval_shape(lambda: Transformer(discretized_config(config, num_steps, dtype).model, nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(target), params)
 
@@ -91,11 +90,11 @@ def materialize(
         raise UserError(
             f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
         )
+    _, params = split(discretize(opened.model, opened.config, num_steps, dtype))
     try:
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
-    params = nnx.to_pure_dict(nnx.state(discretize(opened.model, opened.config, num_steps, dtype), nnx.Param))
     about = {
         **opened.about,
         "config": discretized_config(opened.config, num_steps, dtype).to_dict(),

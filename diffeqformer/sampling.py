@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import StackedWeights
 from diffeqformer.models.layers import fold_in
-from diffeqformer.models.transformer import Transformer, weights_at
+from diffeqformer.models.transformer import Transformer, split, weights_at
 from diffeqformer.solvers import KeyValueCache
 
 CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
@@ -166,7 +166,7 @@ def write_tokens(
 
 
 def _write_tokens(model, weights, prompt, count, key, vocab_size, choice, samples):
-    graph, params = nnx.split(model)
+    graph, params = split(model)
     tokens = np.zeros((1, -(-model.max_length // CHUNK) * CHUNK), np.int32)
     tokens[0, : len(prompt)] = prompt
     logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))

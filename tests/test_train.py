@@ -18,11 +18,12 @@ from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.config import check_config
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import split
 from diffeqformer.progress import Progress
-from diffeqformer.sampling import generate, printable
+from diffeqformer.sampling import printable
 from diffeqformer.sharding import make_mesh
-from diffeqformer.step import dropout_keys, make_program, random_key
-from helpers import FAMILY, ROOT, build_model, load_config, toy_config
+from diffeqformer.step import dropout_keys, loss_and_gradient, make_program
+from helpers import FAMILY, ROOT, lively_model, load_config, toy_config
 
 TINY = [
     "--config=configs/tiny.py", "--config.steps=24", "--config.checkpoint_every=5", "--config.log_every=3",
@@ -82,10 +83,62 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
 
 
-def test_eight_devices_share_the_batch_and_train_as_one_does():
-    config = toy_config(model__dropout=0.1)
+@pytest.mark.parametrize(
+    "kind, field", [("diffeqformer", "gpt"), ("diffeqformer", "llama"), ("shared", "gpt"), ("gpt", "gpt")]
+)
+def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field):
+    graph, params = split(lively_model(kind, field, dropout=0.2))
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
+    keys = dropout_keys(0, jnp.int32(0), 8)
+    loss, whole = loss_and_gradient(graph, params, tokens, keys)
+    assert abs(loss - loss_and_gradient(graph, params, tokens, None)[0]) > 1e-3  # dropout matters
+    for microbatches in (2, 8):
+        same, parts = loss_and_gradient(graph, params, tokens, keys, microbatches)
+        np.testing.assert_allclose(same, loss, rtol=1e-6)
+        for mine, exact in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+            assert np.linalg.norm(mine - exact) <= 1e-5 * np.linalg.norm(exact)
+
+
+def contractions(jaxpr, sizes: set[int]) -> int:
+    """Matrix products with an operand or a result of one of these sizes, in a program and all its loops, however often run."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            count += any(v.aval.size in sizes for v in [*equation.invars, *equation.outvars])
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            assert equation.primitive.name != "scan" or contractions(inner, sizes) == 0, "generated within a loop"
+            count += contractions(inner, sizes)
+    return count
+
+
+def test_accumulation_generates_once_and_adds_up_in_float32():
+    config = toy_config(batch_size=8, microbatches=4, model__dtype="bfloat16")
+    program = make_program(config, ONE_DEVICE)
+    state = jax.eval_shape(program.init)
+    projections = {
+        layer["projection"].size for layer in state["params"]["depth"]["layers"].values() if "projection" in layer
+    }
+    jaxpr = jax.make_jaxpr(program.train_step)(state, tokens_of(0, config))
+    assert contractions(jaxpr.jaxpr, projections) == 3 * 4  # forward, dP and dh of each of the four layers
+
+    def gradient(microbatches, dtype):
+        graph, params = split(lively_model("diffeqformer", dtype=dtype))
+        tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 64)
+        return loss_and_gradient(graph, params, tokens, None, microbatches)[1]["depth"]
+
+    exact = gradient(1, "float32")
+    error = lambda ours: np.mean([  # noqa: E731
+        np.linalg.norm(mine - true) / np.linalg.norm(true)
+        for mine, true in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
+    ])  # fmt: skip
+    assert error(gradient(64, "bfloat16")) < 1.2 * error(gradient(1, "bfloat16"))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_eight_devices_share_the_batch_and_train_as_one_does(microbatches):
+    config = toy_config(model__dropout=0.1, batch_size=16, microbatches=microbatches)
     (_, alone, losses), (program, together, same) = run_steps(config, ONE_DEVICE, 4), run_steps(config, make_mesh(), 4)
-    assert program.batch_sharding.shard_shape((8, 16)) == (1, 16)
+    assert program.batch_sharding.shard_shape((16, 16)) == (2, 16)
     assert "all-reduce" in program.train_step.lower(together, tokens_of(0, config)).compile().as_text()
     np.testing.assert_allclose(losses, same, rtol=1e-6)
     for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
@@ -192,31 +245,6 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
             assert checkpoint.read_about(manager, step)["tokenizer"] == "bytes"
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
-
-
-def test_generation_is_the_argmax_of_every_prefix_and_stops_at_the_end():
-    model, tokenizer = (
-        build_model("diffeqformer", vocab_size=300, generator_start="varying", num_steps=2),
-        train.TOKENIZERS["bytes"](),
-    )
-    ids = tokenizer.encode("ab")
-    while len(ids) < 10:
-        ids.append(int(jnp.argmax(model(jnp.array([ids]), model.weights())[0, -1, :257])))
-    expected = tokenizer.decode(ids[: (ids + [256]).index(256)])
-    assert generate(model, tokenizer, "ab", 10, jax.random.key(0), temperature=0.0) == expected
-
-    assert generate(model, tokenizer, "ab", 10, jax.random.key(0), temperature=1e-4) == expected
-    embedding = model.token_embedding[...]
-    model.final_norm["shift"][...] = embedding[256] * 1e4  # everything asks for the end of the text
-    assert generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0) == "ab"
-    model.token_embedding[...] = embedding.at[299].set(10.0 * embedding[122])  # likelier than z, but no token
-    model.final_norm["shift"][...] = embedding[122] * 1e4
-    assert generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0) == "ab" + 14 * "z"
-    model.token_embedding[...] = jnp.zeros_like(embedding)  # all tokens are as likely
-    assert len(set(generate(model, tokenizer, "ab", 16, jax.random.key(0), temperature=1.0))) > 8
-    for prompt, length in (("", 16), ("abc", 3), ("ab", 17)):
-        with pytest.raises(ValueError, match="^prompt: it has"):
-            generate(model, tokenizer, prompt, length, jax.random.key(0), temperature=1.0)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient_norm"])
@@ -345,10 +373,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, stdlib_stores):
     assert again[again.index("--- sample ---") :] == output[output.index("--- sample ---") :]
 
     opened = checkpoint.load(whole)  # by itself: config, model and tokenizer come from the checkpoint
-    sample = opened.config.sample
-    text = generate(
-        opened.model, opened.tokenizer, sample.prompt, sample.length, random_key(0, "sample"), sample.temperature
-    )
+    text = train.sample(opened.config, opened.model, opened.tokenizer)
     assert opened.step == 24 and f"--- sample ---\n{printable(text)}\n" in output
 
     refused = subprocess.run(

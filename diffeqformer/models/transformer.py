@@ -183,6 +183,12 @@ class Transformer(nnx.Module):
         return jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)
 
 
+def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:
+    """A model's structure and its parameters as a plain tree; `nnx.merge` puts them together again."""
+    graph, params = nnx.split(model, nnx.Param)
+    return graph, nnx.to_pure_dict(params)
+
+
 def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
     """`model.weights` for the grid of `num_steps` steps (None: as trained), in one compiled program.
 
@@ -192,8 +198,7 @@ def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeigh
         UserError: if this model can't take that number of steps.
     """
     model.times(num_steps)
-    graph, params = nnx.split(model)
-    return _weights_at(graph, params, num_steps)
+    return _weights_at(*split(model), num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))

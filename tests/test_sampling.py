@@ -1,0 +1,279 @@
+"""Writing text: the cached path against the plain one, choices, samples, and the command."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer import checkpoint
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.materialize import materialize
+from diffeqformer.models.transformer import split
+from diffeqformer.sampling import CHUNK, Choice, Samples, choose, generate, read_prompt, read_token, write_tokens
+from diffeqformer.solvers.walk import walk
+from diffeqformer.step import new_model, random_key
+from helpers import FAMILY, ROOT, build_model, lively_model, toy_config
+
+BYTES = ByteTokenizer()
+LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
+
+
+def padded(ids, length=3 * CHUNK):
+    return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
+
+
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field):
+    """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
+    model = lively_model(kind, field, max_length=LENGTH, num_steps=3)
+    graph, params = split(model)
+    weights = model.weights() if "per_layer" in str(type(model.depth)) else model.weights(model.times(3))
+    ids = np.random.RandomState(0).randint(64, size=LENGTH)
+    expected = jax.jit(lambda ids: model(ids, weights)[0])(ids[None])
+    scale = float(jnp.abs(expected).max())
+    compiled = read_prompt._cache_size(), read_token._cache_size()
+    for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
+        logits, _ = read_prompt(graph, params, weights, padded(ids), count)
+        np.testing.assert_allclose(logits[0], expected[count - 1], atol=5e-6 * scale)
+    logits, cache = read_prompt(graph, params, weights, padded(ids[: CHUNK // 2]), CHUNK // 2)
+    for position in range(CHUNK // 2, LENGTH):
+        logits, cache = read_token(graph, params, weights, cache, ids[position : position + 1], position)
+        np.testing.assert_allclose(logits[0], expected[position], atol=5e-6 * scale)
+    assert read_prompt._cache_size() == compiled[0] + 1 and read_token._cache_size() == compiled[1] + 1
+
+
+def test_a_prompt_is_read_whatever_stands_behind_it():
+    model = lively_model("diffeqformer", "llama", max_length=LENGTH)
+    graph, params = split(model)
+    weights, ids = model.weights(), np.random.RandomState(0).randint(64, size=LENGTH)
+    for other in (padded(ids), padded(ids[:30])):
+        logits, cache = read_prompt(graph, params, weights, other, 30)
+        logits, _ = read_token(graph, params, weights, cache, np.array([5], np.int32), 30)
+        np.testing.assert_allclose(logits[0], model(jnp.array([[*ids[:30], 5]]), weights)[0, -1], atol=1e-4)
+
+
+def test_greedy_text_is_the_argmax_of_every_prefix_at_any_depth():
+    model = lively_model("diffeqformer", vocab_size=300, max_length=32)
+    for num_steps in (None, 2):
+        weights, ids = model.weights(model.times(num_steps)), BYTES.encode("ab")
+        while len(ids) < 12:
+            ids.append(int(jnp.argmax(model(jnp.array([ids]), weights)[0, -1, :257])))
+        options = dict(count=10, key=jax.random.key(0), vocab_size=257, num_steps=num_steps)
+        for choice in (
+            Choice(temperature=0.0),
+            Choice(temperature=1e-4),
+            Choice(1.0, top_k=1),
+            Choice(1.0, top_p=1e-6),
+        ):
+            written = [int(step[0]) for step in write_tokens(model, ids[:2], choice=choice, **options)]
+            assert written == ids[2:], choice
+
+
+def frequencies(choice: Choice, logits) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    tokens = choose(jnp.broadcast_to(jnp.asarray(logits), (len(keys), len(logits))), keys, choice)
+    return np.bincount(tokens, minlength=len(logits)) / len(keys)
+
+
+def test_choices_have_their_distributions():
+    probabilities = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+    logits = np.log(probabilities).astype(np.float32)
+
+    def check(choice, expected):
+        np.testing.assert_allclose(frequencies(choice, logits), expected / expected.sum(), atol=0.015)
+
+    check(Choice(1.0), probabilities)
+    check(Choice(0.5), probabilities**2)
+    check(Choice(1.0, top_k=2), probabilities * [0, 1, 0, 1, 0])
+    check(Choice(1.0, top_k=9), probabilities)
+    check(Choice(1.0, top_p=0.69), probabilities * [0, 1, 0, 1, 0])  # 0.4 + 0.3 reach it
+    check(Choice(1.0, top_p=0.71), probabilities * [0, 1, 0, 1, 1])  # and 0.15 is needed
+    check(Choice(1.0, top_k=3, top_p=0.8), probabilities * [0, 1, 0, 1, 0])  # of 0.4, 0.3, 0.15 the first two have 0.82
+    check(Choice(2.0, top_p=0.5), np.sqrt(probabilities) * [0, 1, 0, 1, 0])  # the temperature comes first
+
+
+def test_samples_differ_and_each_is_the_same_in_any_company():
+    model = lively_model("diffeqformer", vocab_size=257, max_length=64)
+    options = dict(count=40, key=random_key(3, "sample"), vocab_size=257, choice=Choice(1.0))
+    four = np.stack(list(write_tokens(model, [1, 2, 3], samples=4, **options)))
+    two = np.stack(list(write_tokens(model, [1, 2, 3], samples=2, **options)))
+    assert four.shape == (40, 4) and len({tuple(column) for column in four.T}) == 4
+    np.testing.assert_array_equal(four[:, :2], two)
+    other = np.stack(list(write_tokens(model, [1, 2, 3], samples=2, **{**options, "key": random_key(4, "sample")})))
+    assert (other != two).mean() > 0.5
+
+
+def test_text_stops_at_its_end_and_never_leaves_the_vocabulary():
+    model = build_model("diffeqformer", vocab_size=300, generator_start="varying", num_steps=2)
+    write = lambda **options: generate(  # noqa: E731
+        model, BYTES, "ab", tokens=14, key=jax.random.key(0), choice=Choice(1.0), **options
+    )
+    embedding = model.token_embedding[...]
+    model.final_norm["shift"][...] = embedding[256] * 1e4  # everything asks for the end of the text
+    assert write() == [""]
+    model.token_embedding[...] = embedding.at[299].set(10.0 * embedding[122])  # likelier than z, but no token
+    model.final_norm["shift"][...] = embedding[122] * 1e4
+    assert write(samples=2) == [14 * "z", 14 * "z"]
+    model.token_embedding[...] = jnp.zeros_like(embedding)  # all tokens are as likely
+    assert len(set(write()[0])) > 8
+
+
+def test_each_sample_ends_by_itself():
+    samples = Samples(BYTES, 2)
+    for tokens in ([97, 98], [256, 99], [100, 256]):
+        assert not samples.finished()
+        samples.add(np.array(tokens))
+    assert samples.finished() and [samples.text(0), samples.text(1)] == ["a", "bc"]
+
+
+@pytest.mark.parametrize(
+    "prompt, options, sentence",
+    [
+        ([], {}, "prompt: it has 0 tokens"),
+        (12 * [1], {}, "prompt: it has 12 tokens, .* with the 5 to be written at most the model's 16 positions"),
+        ([1], {"samples": 0}, "samples: must be at least 1, but it is 0"),
+        ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
+        ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
+        ([1], {"choice": Choice(float("nan"))}, "temperature: must be"),
+        ([1], {"choice": Choice(1.0, -2)}, "top_k: must be at least 0, but it is -2"),
+        ([1], {"choice": Choice(1.0, 0, 0.0)}, "top_p: must be above 0 and at most 1, but it is 0.0"),
+        ([1], {"num_steps": 7}, "num_steps: a model with 6 layers"),
+    ],
+)
+def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
+    options = {"count": 5, "key": jax.random.key(0), "vocab_size": 64, **options}
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        write_tokens(build_model("gpt"), prompt, **options)
+
+
+def test_a_solver_with_two_evaluations_is_refused():
+    def midpoint(field, weights, x, context, **options):
+        step = lambda layers, x, dt, context: x + dt * field(layers, x + dt / 2 * field(layers, x, context), context)  # noqa: E731
+        return walk(step, weights, x, context, **options)
+
+    model = build_model("diffeqformer")
+    model.solver = midpoint
+    with pytest.raises(UserError, match="^solver: it evaluates the vector field 2 times a step, but a key-value cache"):
+        generate(model, BYTES, "\x01", tokens=3, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run that has saved a checkpoint: an untrained model of bytes with lively weights."""
+    workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)
+    params = split(new_model(config))[1]
+    params["depth"]["layers"]["qkv"]["constant"] += 0.3
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
+        checkpoint.save(manager, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about)
+    return workdir
+
+
+def command(module: str, *arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", f"diffeqformer.{module}", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True, **options,
+    )  # fmt: skip
+
+
+def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path):
+    opened = checkpoint.load(run)
+    texts = generate(
+        opened.model, opened.tokenizer, "def é", tokens=20, samples=2, key=random_key(5, "sample"),
+        choice=Choice(0.7, 50, 0.9), num_steps=3,
+    )  # fmt: skip
+    options = [
+        "--workdir",
+        run,
+        "--tokens=20",
+        "--temperature=0.7",
+        "--top_k=50",
+        "--top_p=0.9",
+        "--seed=5",
+        "--num_steps=3",
+    ]
+    (tmp_path / "prompt").write_text("def é", encoding="utf-8")
+    both = command("generate", *options, "--samples=2", "--prompt=def é")
+    assert both.stdout == "".join(f"--- sample {n + 1} of 2 ---\ndef é{text}\n" for n, text in enumerate(texts)), (
+        both.stderr
+    )
+    for source in (["--prompt_file", tmp_path / "prompt"], ["--prompt_file=-"], []):
+        assert command("generate", *options, *source, input="def é").stdout == f"def é{texts[0]}\n"
+    assert both.stderr.startswith("\ntoy, step 12: 20 tokens x 2, the first after ") and "Traceback" not in both.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--prompt=a", "--workdir=nowhere"], "nowhere: there is no checkpoint here"),
+        (["--prompt=a", "--prompt_file=b"], "--prompt_file: a prompt was given as well"),
+        (["--prompt_file=absent"], "--prompt_file: absent: No such file"),
+        (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
+        (["--prompt=a", "--tokens=64"], "prompt: it has 1 tokens"),
+        (["--prompt=a", "--top_q=1"], "top_q"),
+        (["--prompt=a", "nonsense"], "nonsense: this argument has no meaning here"),
+    ],
+)
+def test_the_command_stops_with_one_sentence(arguments, sentence, run):
+    done = command("generate", "--workdir", run, *arguments)
+    assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
+    done = command("materialize", "--workdir", run, "--num_steps=9", f"--dtype={dtype}", "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    original, opened = checkpoint.load(run), checkpoint.load(tmp_path / "out")
+    assert opened.step == 12 and opened.config.model.kind == "discretized" and opened.config.model.num_steps == 9
+    assert opened.about["materialized_from"]["model"]["kind"] == "diffeqformer"
+    sizes = {path: value.dtype for path, value in nnx.state(opened.model, nnx.Param).flat_state()}
+    norms = {path for path in sizes if path[-1] in ("scale", "shift")}
+    assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
+
+    tokens = jnp.arange(32).reshape(2, 16)
+    expected = original.model(tokens, original.model.weights(original.model.times(9)))
+    logits = opened.model(tokens, opened.model.weights())
+    tolerance = {"float32": 1e-6, "bfloat16": 0.03}[dtype]
+    np.testing.assert_allclose(logits, expected, atol=tolerance * float(jnp.abs(expected).max()))
+    states = opened.model.trajectory(tokens, opened.model.weights())
+    assert states.shape == (10, 2, 16, 32) and states.dtype == jnp.float32
+    assert len(generate(opened.model, BYTES, "a", tokens=3, key=jax.random.key(0))) == 1
+
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param)))
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "out" / "checkpoints" / "12" / "params").rglob("*"))
+    assert on_disk < size + 50_000  # and no optimizer:
+    assert not (tmp_path / "out" / "checkpoints" / "12" / "optimizer").exists()
+
+
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_every_model_can_be_materialized(kind, field, tmp_path):
+    config = toy_config(kind, field)
+    model = new_model(config)
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
+        params = split(model)[1]
+        checkpoint.save(manager, 1, {"params": params, "step": jnp.int32(1)}, about)
+    opened = checkpoint.load(materialize(tmp_path / "run"))
+    tokens = jnp.arange(16)[None]
+    np.testing.assert_allclose(opened.model(tokens, opened.model.weights()), model(tokens, model.weights()), atol=1e-5)
+
+
+def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
+    materialize(run, 2, "bfloat16", tmp_path / "out")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for arguments, sentence in (
+        ((run, 3, "float32", tmp_path / "out"), "--output: .*out holds a checkpoint already"),
+        ((run, 3, "float32", run), "--output: .* holds a checkpoint already"),
+        ((run, 0, "float32", tmp_path / "other"), "num_steps: must be at least 1, but it is 0"),
+        ((tmp_path / "out", 3), "num_steps: a model with 2 layers has as many steps, but it is 3"),
+        ((tmp_path / "absent",), "there is no checkpoint here"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            materialize(*arguments)
+    assert sorted(path for path in tmp_path.rglob("*")) == before

@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0"  # most of the time is compilation; commands in processes of their own do without
+)
 
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402

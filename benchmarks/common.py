@@ -1,0 +1,97 @@
+"""What the benchmarks share: the model's shape as flags, alternating rounds, a table.
+
+Rounds of calls alternate between what is compared, so that whatever else the machine is doing falls on
+all alike; a time is the median over all timed calls.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import flags
+
+from diffeqformer.config import base_config, check_config
+from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import FIELDS, MODELS
+
+WIDTH = flags.DEFINE_integer("width", 256, "Model width; the feed-forward is four times as wide.")
+HEADS = flags.DEFINE_integer("heads", 8, "Attention heads.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", 12, "Solver steps or layers.")
+TIME_EMBED_DIM = flags.DEFINE_integer("time_embed_dim", 48, "E of the hypernetwork.")
+SINUSOIDAL_DIM = flags.DEFINE_integer("sinusoidal_dim", 64, "K of the time features.")
+VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 512, "Vocabulary.")
+SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per sequence; positions of the model.")
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step.")
+DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate.")
+CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
+DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
+REMAT = flags.DEFINE_boolean("remat", True, "Recompute each step in the backward pass.")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternating rounds.")
+CALLS = flags.DEFINE_integer("calls", 3, "Timed calls in each round.")
+
+
+def make_config(name: str, microbatches: int = 1):
+    """The benchmark's config of one model, FIELD:KIND, from the flags.
+
+    Raises:
+        UserError: if there is no such model or no such shape.
+    """
+    field, _, kind = name.partition(":")
+    if field not in FIELDS or kind not in MODELS or MODELS[kind].field not in (None, field):
+        raise UserError(
+            f"--models: {name!r} is not a model; join a field and a kind that fit, for example gpt:diffeqformer"
+        )
+    config = base_config("benchmark", kind, field)
+    config.update(
+        steps=1000, batch_size=BATCH_SIZE.value, sequence_length=SEQUENCE_LENGTH.value, microbatches=microbatches
+    )
+    config.model.update(
+        width=WIDTH.value, heads=HEADS.value, mlp=4 * WIDTH.value, num_steps=NUM_STEPS.value,
+        vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
+        sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=REMAT.value,
+    )  # fmt: skip
+    config.optimizer.clip_norm = CLIP_NORM.value
+    config.data.task, config.sample.length = "python_stdlib", min(256, SEQUENCE_LENGTH.value)
+    check_config(config, jax.device_count())
+    return config
+
+
+def random_tokens() -> np.ndarray:
+    """A batch [B, S] of synthetic tokens."""
+    return np.random.RandomState(0).randint(VOCAB_SIZE.value, size=(BATCH_SIZE.value, SEQUENCE_LENGTH.value))
+
+
+def median_seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Each call's median time until its result is there, after one that isn't timed."""
+    seconds = {name: [] for name in calls}
+    for round in range(ROUNDS.value + 1):
+        for name, call in calls.items():
+            for _ in range(CALLS.value if round else 1):
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                if round:
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def mebibytes(compiled) -> tuple[float, float]:
+    """XLA's own account of a compiled program: arguments, and temporaries."""
+    memory = compiled.memory_analysis()
+    return memory.argument_size_in_bytes / 2**20, memory.temp_size_in_bytes / 2**20
+
+
+def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
+    """A Markdown table below a line that says on what it was measured; numbers get the digits that they need."""
+
+    def show(cell) -> str:
+        if isinstance(cell, float):
+            return f"{cell:,.2f}" if cell < 10 else f"{cell:,.0f}"
+        return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+    device = jax.devices()[0]
+    print(f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}, {DTYPE.value}\n")
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(map(show, row)) + " |")

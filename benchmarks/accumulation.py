@@ -1,23 +1,23 @@
 """Gradient accumulation: weights generated once per optimizer step, against once per microbatch.
 
-    python benchmarks/accumulation.py --batch_size=16
+    python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
-Both compute the loss and gradient of the same batch. `once` is `diffeqformer.step.loss_and_gradient`;
-`each` differentiates the whole model for every microbatch and adds up the parameters' gradients, as
-accumulation around a train step does. Memory is XLA's account of temporaries, the gradient included.
+Both compute the loss and gradient of the same batch, without dropout. `once` is
+`diffeqformer.step.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
+up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
+taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
 """
 
 import jax
 import jax.numpy as jnp
 from absl import flags
-from common import BATCH_SIZE, make_config, median_seconds, print_table, random_tokens
+from common import BATCH_SIZE, MODEL_NAMES, make_config, median_seconds, print_table, random_tokens
 
 from diffeqformer import cli
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import split
 from diffeqformer.step import loss_and_gradient, new_model, split_batch
 
-MODEL = flags.DEFINE_string("model", "gpt:diffeqformer", "The model, as FIELD:KIND.")
 MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers of microbatches to try.")
 
 
@@ -25,7 +25,8 @@ def generated_for_each(graph, params, tokens, keys, microbatches: int):
     """`loss_and_gradient` the usual way: a sum over microbatches of whole gradients."""
 
     def add(total, part):
-        return jax.tree.map(jnp.add, total, loss_and_gradient(graph, params, part, None)), None
+        own_params, part = jax.lax.optimization_barrier((params, part))
+        return jax.tree.map(jnp.add, total, loss_and_gradient(graph, own_params, part, None)), None
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), params))
     total, _ = jax.lax.scan(add, zeros, split_batch(tokens, microbatches))
@@ -39,16 +40,22 @@ def benchmark() -> None:
             raise UserError(
                 f"--microbatches: must be numbers that divide the batch size ({BATCH_SIZE.value}), but one is {count}"
             )
-    config, tokens = make_config(MODEL.value), random_tokens()
+    for name in MODEL_NAMES.value:
+        measure(name, counts)
+
+
+def measure(name: str, counts: list[int]) -> None:
+    """Print one model's table."""
+    config, tokens = make_config(name), random_tokens()
     graph, params = split(new_model(config))
     compiled = {}
     for count in counts:
         for way, function in (("once", loss_and_gradient), ("each", generated_for_each)):
             jitted = jax.jit(function, static_argnums=(0, 4))
             compiled[way, count] = jitted.lower(graph, params, tokens, None, count).compile()
-    seconds = median_seconds(
-        {key: lambda program=program: program(params, tokens, None) for key, program in compiled.items()}
-    )
+    seconds = median_seconds({
+        key: lambda program=program: program(params, tokens, None) for key, program in compiled.items()
+    })  # fmt: skip
     memory = {key: program.memory_analysis() for key, program in compiled.items()}
     memory = {key: (m.temp_size_in_bytes + m.output_size_in_bytes) / 2**20 for key, m in memory.items()}
     rows = [
@@ -59,7 +66,7 @@ def benchmark() -> None:
         )
         for count in counts
     ]  # fmt: skip
-    print(f"{MODEL.value}, {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
+    print(f"{name}, {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, batch {BATCH_SIZE.value}")
     print_table(("microbatches", "once ms", "each ms", "time", "once MiB", "each MiB", "memory"), rows)
 
 

@@ -16,6 +16,11 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import FIELDS, MODELS
 
+MODEL_NAMES = flags.DEFINE_list(
+    "models",
+    ["gpt:diffeqformer", "gpt:alternative", "gpt:shared", "gpt:gpt", "llama:diffeqformer", "llama:llama"],
+    "Models to measure, as FIELD:KIND.",
+)
 WIDTH = flags.DEFINE_integer("width", 256, "Model width; the feed-forward is four times as wide.")
 HEADS = flags.DEFINE_integer("heads", 8, "Attention heads.")
 NUM_STEPS = flags.DEFINE_integer("num_steps", 12, "Solver steps or layers.")
@@ -56,6 +61,13 @@ def make_config(name: str, microbatches: int = 1):
     config.data.task, config.sample.length = "python_stdlib", min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())
     return config
+
+
+def ratio(values: dict[str, float], name: str) -> float | str:
+    """A model's value over that of the vanilla model of its flavour; "-" if that one isn't there."""
+    field = name.partition(":")[0]
+    vanilla = values.get(f"{field}:{field}")
+    return values[name] / vanilla if vanilla else "-"
 
 
 def random_tokens() -> np.ndarray:

@@ -13,21 +13,27 @@ import time
 import jax
 import numpy as np
 from absl import flags
-from common import CALLS, ROUNDS, SEQUENCE_LENGTH, VOCAB_SIZE, make_config, print_table
+from common import (
+    CALLS,
+    MODEL_NAMES,
+    ROUNDS,
+    SEQUENCE_LENGTH,
+    VOCAB_SIZE,
+    make_config,
+    median_seconds,
+    print_table,
+    ratio,
+)
+from flax import nnx
 
 from diffeqformer import cli
-from diffeqformer.models.transformer import weights_at
+from diffeqformer.models.transformer import split, weights_at
 from diffeqformer.sampling import Choice, write_tokens
 from diffeqformer.step import new_model
 
-MODEL_NAMES = flags.DEFINE_list(
-    "models",
-    ["gpt:diffeqformer", "gpt:alternative", "gpt:shared", "gpt:gpt", "llama:diffeqformer", "llama:llama"],
-    "Models to time, as FIELD:KIND.",
-)
 SAMPLES = flags.DEFINE_integer("samples", 1, "Texts written at once.")
 PROMPT = flags.DEFINE_integer("prompt_length", 32, "Tokens of the prompt.")
-TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens to write.")
+TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens to write.", lower_bound=2)
 
 
 def write(model) -> tuple[float, float]:
@@ -47,15 +53,10 @@ def write(model) -> tuple[float, float]:
 
 def uncached_seconds(model) -> float:
     """Seconds of one forward pass over the whole window."""
-    tokens = np.zeros((SAMPLES.value, SEQUENCE_LENGTH.value), np.int32)
-    weights = weights_at(model)
-    forward = jax.jit(lambda weights, tokens: model(tokens, weights)[:, -1])
-    times = []
-    for _ in range(CALLS.value + 1):
-        start = time.perf_counter()
-        forward(weights, tokens).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[1:]))
+    graph, params = split(model)
+    tokens, weights = np.zeros((SAMPLES.value, SEQUENCE_LENGTH.value), np.int32), weights_at(model)
+    forward = jax.jit(lambda params, weights, tokens: nnx.merge(graph, params)(tokens, weights)[:, -1])
+    return median_seconds({"forward": lambda: forward(params, weights, tokens)})["forward"]
 
 
 def benchmark() -> None:
@@ -68,20 +69,13 @@ def benchmark() -> None:
                 if round:
                     times[name].append(both)
     first, later = ({name: float(np.median([both[n] for both in times[name]])) for name in models} for n in (0, 1))
-    rows = []
-    for name, model in models.items():
-        partner = f"{name.partition(':')[0]}:{name.partition(':')[0]}"
-        ratio = later[name] / later[partner] if partner in models else "-"
-        rows.append(
-            (
-                name,
-                1e3 * first[name],
-                1e3 * later[name],
-                SAMPLES.value / later[name],
-                ratio,
-                1e3 * uncached_seconds(model),
-            )
+    rows = [
+        (
+            name, 1e3 * first[name], 1e3 * later[name], SAMPLES.value / later[name], ratio(later, name),
+            1e3 * uncached_seconds(model),
         )
+        for name, model in models.items()
+    ]  # fmt: skip
     print_table(("model", "first ms", "then ms/token", "tokens/s", "ratio", "uncached ms/token"), rows)
 
 

@@ -11,19 +11,12 @@ their place) and temporaries. Ratios are to the vanilla model of the same flavou
 import time
 
 import jax
-from absl import flags
-from common import make_config, mebibytes, median_seconds, print_table, random_tokens
+from common import MODEL_NAMES, make_config, mebibytes, median_seconds, print_table, random_tokens, ratio
 from flax import nnx
 
 from diffeqformer import cli
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import make_program, token_losses
-
-MODEL_NAMES = flags.DEFINE_list(
-    "models",
-    ["gpt:diffeqformer", "gpt:alternative", "gpt:shared", "gpt:gpt", "llama:diffeqformer", "llama:llama"],
-    "Models to time, as FIELD:KIND.",
-)
 
 
 class Run:
@@ -56,15 +49,14 @@ def benchmark() -> None:
         name: lambda run=run: run.forward(run.state["params"], run.tokens) for name, run in runs.items()
     })  # fmt: skip
     memory = {name: mebibytes(run.train_step) for name, run in runs.items()}
-    rows = []
-    for name, run in runs.items():
-        partner = 2 * [name.partition(":")[0]]
-        partner = ":".join(partner)
-        ratio = lambda of: of(name) / of(partner) if partner in runs else "-"  # noqa: B023, E731
-        rows.append((
+    peaks = {name: sum(both) for name, both in memory.items()}
+    rows = [
+        (
             name, run.parameters, run.compile_seconds, 1e3 * steps[name], 1e3 * forwards[name], *memory[name],
-            ratio(steps.get), ratio(forwards.get), ratio(lambda name: sum(memory[name])),
-        ))  # fmt: skip
+            ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
+        )
+        for name, run in runs.items()
+    ]  # fmt: skip
     columns = "model, parameters, compile s, step ms, forward ms, arguments MiB, temporaries MiB, step, forward, memory"
     print_table(tuple(columns.split(", ")), rows)
 

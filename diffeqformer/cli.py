@@ -46,14 +46,11 @@ def run(
         logging.set_verbosity(verbosity)
         try:
             command()
-            sys.stdout.flush()
         except UserError as error:
             sys.exit(f"diffeqformer: {error}")
         except KeyboardInterrupt:
             print(f"diffeqformer: {interrupted}", file=sys.stderr)
             sys.stdout.flush()
             os._exit(130)  # a normal exit would crash in compiler threads that are still at work
-        except BrokenPipeError:  # whoever read the output has seen enough
-            os._exit(0)
 
     app.run(main, flags_parser=parse_or_exit)

@@ -17,15 +17,12 @@ from diffeqformer.models.transformer import FIELDS, MODELS
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
-    """Every field with its default: GPT-small's shape, to be changed by the files in `configs/`.
+    """Every field with its default, GPT-small's shape, to be changed by the files in `configs/`; none can be added.
 
     Args:
         name: the config's name, by which its runs are called.
         model: the kind of model, a key of `diffeqformer.models.transformer.MODELS`.
         field: the vector field, gpt or llama, for a kind that has no field of its own.
-
-    Returns:
-        A locked config: its fields can be changed, and a field that doesn't exist can't be set.
     """
     config = ConfigDict()
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
@@ -38,15 +35,14 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model = ConfigDict()
     config.model.kind = model  # diffeqformer, alternative, discretized, shared, gpt or llama
     config.model.field = model if model in FIELDS else field  # what one block does: gpt or llama
-    config.model.norm_of_norm = (
-        True  # a llama field's second norm reads the first's output; the kind llama's never does
-    )
+    # The second norm reads the first one's output, as published; no effect but in a llama field of another kind.
+    config.model.norm_of_norm = True
     config.model.width = 768  # D, of the residual stream
     config.model.heads = 12  # attention heads; must divide the width
     config.model.mlp = 3072  # F, of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
     config.model.vocab_size = 50_257  # at least that of the task's tokenizer
-    config.model.max_length = 1024  # positions: of a gpt field learned, of any the longest text
+    config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
@@ -251,8 +247,18 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
 
 
-CHANGEABLE = ("name", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.dir", "sample.")
-"""Fields (or their beginnings) that may differ when a run is resumed: they don't change what is learnt."""
+CHANGEABLE = (
+    "name",
+    "microbatches",
+    "model.remat",
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "data.dir",
+    "sample.",
+)
+"""Fields (or their beginnings) that may differ when a run is resumed: they change what is learnt by rounding at most."""
 
 
 def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:

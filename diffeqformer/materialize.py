@@ -26,7 +26,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated."""
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype)
-    if MODELS[config.model.kind].weights.startswith("generated"):
+    if MODELS[config.model.kind].weights == "generated":
         config.model.kind = "discretized"
     return config
 
@@ -43,7 +43,7 @@ def _discretized_params(graph, params, num_steps, dtype):
 
 
 def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
-    """The model of `discretized_config` that says the same as `model` in `num_steps` steps.
+    """The model of `discretized_config` that does what `model` does in `num_steps` steps, computed in `dtype`.
 
     Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
 
@@ -54,11 +54,6 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
     params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype))
     target = nnx.eval_shape(lambda: Transformer(discretized_config(config, num_steps, dtype).model, nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(target), params)
-
-
-def folder_size(folder: pathlib.Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def materialize(
@@ -72,7 +67,7 @@ def materialize(
     Args:
         workdir: folder of the run.
         num_steps: steps of depth; None: as trained.
-        dtype: float32 or bfloat16; None: the run's compute type.
+        dtype: float32 or bfloat16, of the weights and of the computation; None: the run's compute type.
         output: folder of the new checkpoint, without one as yet; by default a subfolder of the run's.
 
     Returns:
@@ -86,15 +81,16 @@ def materialize(
     num_steps = opened.config.model.num_steps if num_steps is None else num_steps
     dtype = dtype or opened.config.model.dtype
     output = pathlib.Path(output or pathlib.Path(workdir) / f"materialized-{num_steps}-{dtype}")
-    if (output / "checkpoints").exists() and any((output / "checkpoints").iterdir()):
-        raise UserError(
-            f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
-        )
     _, params = split(discretize(opened.model, opened.config, num_steps, dtype))
     try:
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+        occupied = any((output / "checkpoints").iterdir())
     except OSError as error:
         raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+    if occupied:
+        raise UserError(
+            f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
+        )
     about = {
         **opened.about,
         "config": discretized_config(opened.config, num_steps, dtype).to_dict(),
@@ -109,14 +105,14 @@ def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
     dtype = flags.DEFINE_enum(
-        "dtype", None, ["float32", "bfloat16"], "Of the weights; by default as computed in training."
+        "dtype", None, ["float32", "bfloat16"], "Of weights and computation; by default as in training."
     )
     output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
 
     def command() -> None:
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
-        sizes = [folder_size(pathlib.Path(path) / "checkpoints") for path in (workdir.value, folder)]
-        print(f"{folder}: {sizes[1] / 1e6:,.1f} MB; all checkpoints of {workdir.value}: {sizes[0] / 1e6:,.1f} MB")
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"{folder}: {size / 1e6:,.1f} MB")
 
     cli.run(command, verbosity=logging.ERROR)
 

@@ -21,29 +21,29 @@ def learning_rate_schedule(config, steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(params: dict, decay_everything: bool) -> dict:
-    """Which parameters decay, as in the authors' runs.
+def decay_mask(params: dict, config) -> dict:
+    """Which parameters of a model decay, as in the authors' runs, given the `model` part of its config.
 
     Everything in a DiffEqFormer of the Llama flavour; else embeddings, and the kernels of per-layer and
     shared weights, but nothing of a generator.
     """
+    everything = MODELS[config.kind].weights == "generated" and config.field == "llama"
 
     def decays(path, _):
-        return decay_everything or path[-1].key in ("token_embedding", "position_embedding", "kernel")
+        return everything or path[-1].key in ("token_embedding", "position_embedding", "kernel")
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
     """AdamW over a run of `config.steps` updates, from its `optimizer` part."""
-    generated = MODELS[config.model.kind].weights.startswith("generated")
     adamw = optax.adamw(
         learning_rate_schedule(config.optimizer, config.steps),
         b1=config.optimizer.beta1,
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
-        mask=lambda params: decay_mask(params, generated and config.model.field == "llama"),
+        mask=lambda params: decay_mask(params, config.model),
     )
     clip_norm = config.optimizer.clip_norm
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw

@@ -112,18 +112,23 @@ def llama_feed_forward(w, x, epsilon):
 # ---------------------------------------------------------------- depth
 
 
-def euler(blocks, x, heads):
-    """x_{n+1} = x_n + (attention + feed-forward)(x_n; t_n) / L: the states [L + 1, S, D]."""
+def branches(w, heads, epsilon):
+    """The two branches of the block whose weights these are, each a function of x [S, D]."""
+    if "qkv" in w:
+        return lambda x: gpt_attention(w, x, heads), lambda x: gpt_feed_forward(w, x)
+    return lambda x: llama_attention(w, x, heads, epsilon), lambda x: llama_feed_forward(w, x, epsilon)
+
+
+def euler(blocks, x, heads, norm_of_norm=True):
+    """x_{n+1} = x_n + (attention + feed-forward)(x_n; t_n) / L: the states [L + 1, S, D].
+
+    As published, Llama's second norm reads the first one's output (`norm_of_norm`).
+    """
     states = [x]
     for w in blocks:
-        x = states[-1]
-        if "qkv" in w:
-            dx = gpt_attention(w, x, heads) + gpt_feed_forward(w, x)
-        else:  # as published, the second norm reads the first one's output
-            dx = llama_attention(w, x, heads, 1e-6) + llama_feed_forward(
-                w, rms_norm(w["norm_attention"], x, 1e-6), 1e-6
-            )
-        states.append(x + dx / len(blocks))
+        x, (attention, feed_forward) = states[-1], branches(w, heads, 1e-6)
+        y = rms_norm(w["norm_attention"], x, 1e-6) if norm_of_norm and "qkv" not in w else x
+        states.append(x + (attention(x) + feed_forward(y)) / len(blocks))
     return jnp.stack(states)
 
 
@@ -131,10 +136,9 @@ def lie_trotter(blocks, x, heads):
     """Attention, then feed-forward, each added whole: a vanilla transformer's states [L + 1, S, D]."""
     states = [x]
     for w in blocks:
-        x = states[-1] + (
-            gpt_attention(w, states[-1], heads) if "qkv" in w else llama_attention(w, states[-1], heads, 1e-5)
-        )
-        states.append(x + (gpt_feed_forward(w, x) if "qkv" in w else llama_feed_forward(w, x, 1e-5)))
+        attention, feed_forward = branches(w, heads, 1e-5)
+        x = states[-1] + attention(states[-1])
+        states.append(x + feed_forward(x))
     return jnp.stack(states)
 
 

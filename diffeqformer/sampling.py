@@ -22,7 +22,7 @@ CHUNK = 64  # positions of the prompt that are read at once; the cache's length 
 class Choice(NamedTuple):
     """How the next token is chosen.
 
-    temperature: divides the logits; 0 takes the likeliest token.
+    temperature: divides the logits; 0, and what is as good as 0, takes the likeliest token.
     top_k: keep only so many of the likeliest tokens; 0 keeps all.
     top_p: of these keep the fewest likeliest ones that together have at least this probability; 1 keeps all.
     """
@@ -57,7 +57,7 @@ def choose(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -
       booktitle={International Conference on Learning Representations},
       year={2020}}
     """
-    if choice.temperature == 0:
+    if choice.temperature < 1e-6:
         return jnp.argmax(logits, axis=-1)
     logits = logits / choice.temperature
     if 0 < choice.top_k < logits.shape[-1]:
@@ -161,25 +161,24 @@ def write_tokens(
             f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
             f"at most the model's {model.max_length} positions"
         )
-    weights = weights_at(model, num_steps)
-    return _write_tokens(model, weights, prompt, count, key, vocab_size, choice, samples)
-
-
-def _write_tokens(model, weights, prompt, count, key, vocab_size, choice, samples):
-    graph, params = split(model)
+    weights, (graph, params) = weights_at(model, num_steps), split(model)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
     tokens = np.zeros((1, -(-model.max_length // CHUNK) * CHUNK), np.int32)
     tokens[0, : len(prompt)] = prompt
-    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
-    logits = jnp.repeat(logits, samples, axis=0)
-    cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=1), cache)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
-    token = choose_next(logits, keys, len(prompt), choice, vocab_size)
-    for position in range(len(prompt), len(prompt) + count - 1):
-        logits, cache = read_token(graph, params, weights, cache, token, position)
-        following = choose_next(logits, keys, position + 1, choice, vocab_size)
+
+    def write():  # so that the checks above come at once, and not with the first token
+        logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
+        logits = jnp.repeat(logits, samples, axis=0)
+        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=1), cache)
+        token = choose_next(logits, keys, len(prompt), choice, vocab_size)
+        for position in range(len(prompt), len(prompt) + count - 1):
+            logits, cache = read_token(graph, params, weights, cache, token, position)
+            following = choose_next(logits, keys, position + 1, choice, vocab_size)
+            yield np.asarray(token)
+            token = following
         yield np.asarray(token)
-        token = following
-    yield np.asarray(token)
+
+    return write()
 
 
 class Samples:
@@ -206,17 +205,45 @@ class Samples:
         return self.tokenizer.decode(self.ids[sample])
 
 
-def generate(model: Transformer, tokenizer, prompt: str, *, tokens: int, samples: int = 1, **options) -> list[str]:
+def encode_prompt(tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt; of an empty one the end of another text, after which texts begin.
+
+    Raises:
+        UserError: if it can't be encoded.
+    """
+    try:
+        return list(tokenizer.encode(prompt)) or [tokenizer.end_of_text]
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"prompt: it must be valid text, but its character {error.start} is {error.object[error.start]!r}"
+        ) from None
+
+
+def generate(
+    model: Transformer,
+    tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    key: Key[Array, ""],
+    choice: Choice = Choice(),
+    samples: int = 1,
+    num_steps: int | None = None,
+) -> list[str]:
     """What a model writes after a prompt: a text for each sample, of up to `tokens` tokens or until its end of text.
 
     Args:
         model: any model of the family.
         tokenizer: of `diffeqformer.data.tokenizers`.
-        options: key, choice and num_steps of `write_tokens`, which also says what can be wrong.
+        prompt: may be empty.
+
+    For the other arguments and for what can be wrong see `write_tokens`.
     """
     written = Samples(tokenizer, samples)
-    options.update(count=tokens, samples=samples, vocab_size=tokenizer.vocab_size)
-    for step in write_tokens(model, tokenizer.encode(prompt), **options):
+    for step in write_tokens(
+        model, encode_prompt(tokenizer, prompt), count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
+        samples=samples, num_steps=num_steps,
+    ):  # fmt: skip
         written.add(step)
         if written.finished():
             break

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, Shaped
 
+from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
 from diffeqformer.sharding import sharding
@@ -67,22 +68,32 @@ def abstract_model(config) -> Transformer:
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
-    """The microbatches of a batch: the m-th has rows m, m + parts, ..., so that every device has its share of each."""
+    """The microbatches of a batch: the m-th has rows m, m + parts, ..., so that every device has its share of each.
+
+    Raises:
+        UserError: if they don't divide the batch.
+    """
+    if len(array) % parts:
+        raise UserError(f"microbatches: must divide the batch ({len(array)} examples), but it is {parts}")
     return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
 
 
 def loss_and_gradient(
     graph: nnx.GraphDef, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
 ) -> tuple[Float[Array, ""], dict]:
-    """The mean next-token loss of a batch in nats, and its gradient, an fp32 tree like `params`.
+    """The mean next-token loss of a batch in nats, and its gradient, a tree like `params`.
 
     The depth weights are generated once. Each microbatch is differentiated with respect to these weights
     and to the other parameters; their cotangents add up in fp32, and the generator is pulled back once.
+    Over several devices, each microbatch still reduces the cotangents of the weights.
 
     Args:
         params: of the model whose structure is `graph`.
         keys: one dropout key per example, or None.
-        microbatches: parts of the batch, which they must divide, taken one after the other.
+        microbatches: parts of the batch taken one after the other.
+
+    Raises:
+        UserError: if the microbatches don't divide the batch.
     """
     times = nnx.merge(graph, params).times()
     others = {name: value for name, value in params.items() if name != "depth"}
@@ -103,9 +114,11 @@ def loss_and_gradient(
         def add(total, part):
             return jax.tree.map(jnp.add, total, differentiate(others, layers, *part)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), (others, layers)))
+        like = (jnp.float32(0.0), (others, layers))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like)
         total, _ = jax.lax.scan(add, zeros, parts)
-        loss, (d_others, d_layers) = jax.tree.map(lambda leaf: leaf / microbatches, total)
+        mean = jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)
+        loss, (d_others, d_layers) = mean
     return loss, {**d_others, "depth": pull_back(d_layers)[0]}
 
 

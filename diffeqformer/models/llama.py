@@ -62,7 +62,7 @@ class Llama:
 
     @classmethod
     def diffeqformer(cls, width: int, heads: int, mlp: int, positions: int, norm_of_norm: bool) -> "Llama":
-        """The block with norms that depend on time, as published: epsilon 1e-6 and a shift."""
+        """The block as published, with norms made to depend on time: epsilon 1e-6 and a shift."""
         return cls(width, heads, mlp, positions, norm_of_norm, epsilon=1e-6, shift=True)
 
     @classmethod

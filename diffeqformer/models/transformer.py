@@ -30,15 +30,16 @@ from diffeqformer.solvers import KeyValueCache, euler, lie_trotter
 class Kind:
     """One row of the table of models: which depth weights, which solver, how long depth is, which vector field."""
 
-    weights: str  # "generated", "generated_by_one_mlp", "per_layer" or "shared"
+    weights: str  # "generated", "per_layer" or "shared"
     solver: Callable
+    shared_mlp: bool = False  # of generated weights: one MLP of time for all layers
     unit_steps: bool = False  # steps of length 1 instead of 1 / num_steps
     field: str | None = None  # the only vector field of this kind; None: either
 
 
 MODELS = {
     "diffeqformer": Kind("generated", euler),
-    "alternative": Kind("generated_by_one_mlp", euler),  # section D.2, Fig. 17
+    "alternative": Kind("generated", euler, shared_mlp=True),  # section D.2, Fig. 17
     "discretized": Kind("per_layer", euler),  # a diffeqformer's weights at the times of one grid
     "shared": Kind("shared", euler),
     "gpt": Kind("per_layer", lie_trotter, unit_steps=True, field="gpt"),
@@ -59,10 +60,10 @@ def vector_field(config) -> GPT | Llama:
 
 def depth_weights(config, layers: dict, rngs: nnx.Rngs) -> PerLayerWeights | SharedWeights | GeneratedWeights:
     """The depth weights of a config's `model` part, for the layers of its vector field."""
-    kind = MODELS[config.kind].weights
-    if kind == "per_layer":
+    kind = MODELS[config.kind]
+    if kind.weights == "per_layer":
         return PerLayerWeights(layers, config.num_steps, rngs)
-    if kind == "shared":
+    if kind.weights == "shared":
         return SharedWeights(layers, rngs)
     return GeneratedWeights(
         layers,
@@ -70,7 +71,7 @@ def depth_weights(config, layers: dict, rngs: nnx.Rngs) -> PerLayerWeights | Sha
         sinusoidal_dim=config.sinusoidal_dim,
         time_frequency=config.time_frequency,
         start=config.generator_start,
-        shared_mlp=kind == "generated_by_one_mlp",
+        shared_mlp=kind.shared_mlp,
         rngs=rngs,
     )
 
@@ -136,19 +137,27 @@ class Transformer(nnx.Module):
             dropout_keys: one random key per example; None turns dropout off.
 
         Raises:
-            ValueError: if S exceeds `max_length`.
+            UserError: if S exceeds `max_length`.
         """
-        if tokens.shape[1] > self.max_length:
-            raise ValueError(f"tokens: {tokens.shape[1]} positions, but this model has {self.max_length}")
+        self._check_length(tokens)
         context = Context(dropout_keys, self.dropout)
         x = self.solver(self.field, weights, self.embed(tokens, context), context, remat=self.remat)
         return self.head(x)
 
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
-        """The state at time 0 and after every step, T + 1 in all, without dropout."""
+        """The state at time 0 and after every step, T + 1 in all, without dropout.
+
+        Raises:
+            UserError: if S exceeds `max_length`.
+        """
+        self._check_length(tokens)
         x = self.embed(tokens, Context())
         states = self.solver(self.field, weights, x, Context(), trajectory=True)
         return jnp.concatenate([x[None], states])
+
+    def _check_length(self, tokens) -> None:
+        if tokens.shape[1] > self.max_length:
+            raise UserError(f"tokens: {tokens.shape[1]} positions, but this model has {self.max_length}")
 
     def extend(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, ""]
@@ -192,7 +201,7 @@ def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:
 def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
     """`model.weights` for the grid of `num_steps` steps (None: as trained), in one compiled program.
 
-    So weights in a small compute type never exist in fp32 all at once.
+    So weights in a small compute type need not exist in fp32 all at once.
 
     Raises:
         UserError: if this model can't take that number of steps.

@@ -2,10 +2,10 @@
 
     python -m diffeqformer.main --config=configs/llama_1b.py         # :llama is the baseline
 
-Meant for 8 GPUs with more than 107 GB: each device holds a whole copy of parameters, gradients and Adam
-moments, 106 GB here (the baseline: 19 GB), and the activations of its part of the batch; the authors
-used eight H100 with 80 GB. Microbatches make the latter smaller: --config.microbatches=8. The
-hyperparameters are those of the paper. What to expect: not run here; the authors report a validation
+Meant for 8 GPUs with 140 GB: each device holds a whole copy of parameters, gradients and Adam moments,
+106 GB here (the baseline: 19 GB), the generated weights with their cotangents, and the activations
+of its part of the batch, which --config.microbatches=8 makes smaller. The authors used eight H100 with
+80 GB. The hyperparameters are those of the paper. What to expect: not run here; the authors report a validation
 perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
 

@@ -11,7 +11,7 @@ steps a sixth shorter, and 2.11 after 6,000.
 
 from diffeqformer.config import base_config
 
-LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best of those tried, see the README
+LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best of those tried; others take 3e-3
 
 
 def get_config(model: str = "diffeqformer"):

@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 
 import jax
+import numpy as np
 from flax import nnx
 
 import authors
@@ -15,6 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b")
 FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
 NO_DROPOUT = Context()
+ONE_DEVICE = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
 
 
 def load_config(name: str, model: str = "diffeqformer"):

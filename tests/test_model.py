@@ -208,8 +208,9 @@ def test_impossible_depths_and_lengths_are_refused():
         model.weights(model.times(9))
     with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
         model.times(0)
-    with pytest.raises(ValueError, match="tokens: 17 positions, but this model has 16"):
-        model(jnp.zeros((1, 17), jnp.int32), model.weights())
+    for use in (model, model.trajectory):
+        with pytest.raises(UserError, match="^tokens: 17 positions, but this model has 16"):
+            use(jnp.zeros((1, 17), jnp.int32), model.weights())
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)

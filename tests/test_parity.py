@@ -1,6 +1,7 @@
 """Our models against the authors' numbers, and against the float64 reference."""
 
 import dataclasses
+import functools
 
 import huggingface
 import jax
@@ -15,6 +16,7 @@ from diffeqformer.models.depth_weights import step_sizes
 from diffeqformer.models.layers import Context, rms_norm
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import loss_and_gradient, token_losses
+from helpers import FAMILY
 
 MODELS = list(authors.MODELS)
 
@@ -128,17 +130,22 @@ def parameters(kind, field):
         mlp = layers["attention_out"]["mlp"]
         layers = {name: {k: v for k, v in layer.items() if k != "mlp"} for name, layer in layers.items()}
         return {**params, "depth": {"mlp": mlp, "layers": layers}}
-    params = authors.load("gpt", "gpt")[1]
-    if kind == "shared":  # one layer of the authors' GPT
-        return {**params, "depth": jax.tree.map(lambda leaf: leaf[2], params["depth"])}
-    return params
+    params = authors.load(field, field)[1]
+    layers = params["depth"]["layers"]
+    if field == "llama":  # a DiffEqFormer's norms have shifts
+        norms = {
+            name: {**layers[name], "shift": 0.3 * layers[name]["scale"]} for name in ("norm_attention", "norm_mlp")
+        }
+        layers = {**layers, **norms}
+    if kind == "shared":  # one layer of the authors' model
+        layers = jax.tree.map(lambda leaf: leaf[2], layers)
+    return {**params, "depth": {"layers": layers}}
 
 
-ALL_MODELS = [*MODELS, ("alternative", "gpt"), ("alternative", "llama"), ("shared", "gpt"), ("discretized", "gpt")]
-
-
-@pytest.mark.parametrize("kind, field", ALL_MODELS)
-def test_models_agree_with_the_float64_reference(kind, field):
+@pytest.mark.parametrize(
+    "kind, field, norm_of_norm", [*((*model, True) for model in FAMILY), ("diffeqformer", "llama", False)]
+)
+def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
     params = parameters(kind, field)
     tokens = authors.load("gpt", "gpt")[0]["input_ids"]
     with jax.enable_x64(True):
@@ -146,12 +153,14 @@ def test_models_agree_with_the_float64_reference(kind, field):
 
         def loss_of(params):
             blocks, solver = reference_blocks(kind, params)
+            if not norm_of_norm:
+                solver = functools.partial(solver, norm_of_norm=False)
             logits = jnp.stack([reference.forward(params, blocks, solver, row, heads=4)[0] for row in tokens])
             return reference.loss(logits, tokens), logits
 
         (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
         assert logits.dtype == jnp.float64
-    model = build(authors.model_config(kind, field), params)
+    model = build(authors.model_config(kind, field, norm_of_norm=norm_of_norm), params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
     _, ours = loss_and_gradient(nnx.graphdef(model), jax.tree.map(jnp.asarray, params), jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):

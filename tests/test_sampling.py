@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,17 @@ import pytest
 from flax import nnx
 
 from diffeqformer import checkpoint
+from diffeqformer import generate as generate_command
+from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.materialize import materialize
-from diffeqformer.models.transformer import split
+from diffeqformer.models.transformer import MODELS, split, weights_at
 from diffeqformer.sampling import CHUNK, Choice, Samples, choose, generate, read_prompt, read_token, write_tokens
 from diffeqformer.solvers.walk import walk
-from diffeqformer.step import new_model, random_key
-from helpers import FAMILY, ROOT, build_model, lively_model, toy_config
+from diffeqformer.step import make_program, new_model, random_key
+from diffeqformer.train import evaluate
+from helpers import FAMILY, ONE_DEVICE, ROOT, build_model, lively_model, toy_config
 
 BYTES = ByteTokenizer()
 LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
@@ -33,7 +37,7 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field):
     """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
     model = lively_model(kind, field, max_length=LENGTH, num_steps=3)
     graph, params = split(model)
-    weights = model.weights() if "per_layer" in str(type(model.depth)) else model.weights(model.times(3))
+    weights = weights_at(model, 3 if MODELS[kind].weights == "per_layer" else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
     expected = jax.jit(lambda ids: model(ids, weights)[0])(ids[None])
     scale = float(jnp.abs(expected).max())
@@ -61,9 +65,10 @@ def test_a_prompt_is_read_whatever_stands_behind_it():
 def test_greedy_text_is_the_argmax_of_every_prefix_at_any_depth():
     model = lively_model("diffeqformer", vocab_size=300, max_length=32)
     for num_steps in (None, 2):
-        weights, ids = model.weights(model.times(num_steps)), BYTES.encode("ab")
+        weights, ids = weights_at(model, num_steps), BYTES.encode("ab")
+        forward = jax.jit(lambda ids, weights=weights: model(ids, weights)[0])
         while len(ids) < 12:
-            ids.append(int(jnp.argmax(model(jnp.array([ids]), weights)[0, -1, :257])))
+            ids.append(int(jnp.argmax(forward(padded(ids, 12))[len(ids) - 1, :257])))
         options = dict(count=10, key=jax.random.key(0), vocab_size=257, num_steps=num_steps)
         for choice in (
             Choice(temperature=0.0),
@@ -95,6 +100,8 @@ def test_choices_have_their_distributions():
     check(Choice(1.0, top_p=0.69), probabilities * [0, 1, 0, 1, 0])  # 0.4 + 0.3 reach it
     check(Choice(1.0, top_p=0.71), probabilities * [0, 1, 0, 1, 1])  # and 0.15 is needed
     check(Choice(1.0, top_k=3, top_p=0.8), probabilities * [0, 1, 0, 1, 0])  # of 0.4, 0.3, 0.15 the first two have 0.82
+    check(Choice(1e-5), probabilities * [0, 1, 0, 0, 0])
+    check(Choice(1e-38), probabilities * [0, 1, 0, 0, 0])
     check(Choice(2.0, top_p=0.5), np.sqrt(probabilities) * [0, 1, 0, 1, 0])  # the temperature comes first
 
 
@@ -177,8 +184,8 @@ def run(tmp_path_factory):
 
 def command(module: str, *arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", f"diffeqformer.{module}", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True, **options,
+        [sys.executable, "-m", f"diffeqformer.{module}", *(a if isinstance(a, bytes) else str(a) for a in arguments)],
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8"}, capture_output=True, text=True, **options,
     )  # fmt: skip
 
 
@@ -203,9 +210,37 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path)
     assert both.stdout == "".join(f"--- sample {n + 1} of 2 ---\ndef é{text}\n" for n, text in enumerate(texts)), (
         both.stderr
     )
-    for source in (["--prompt_file", tmp_path / "prompt"], ["--prompt_file=-"], []):
+    for source in (["--prompt_file", tmp_path / "prompt"], []):
         assert command("generate", *options, *source, input="def é").stdout == f"def é{texts[0]}\n"
-    assert both.stderr.startswith("\ntoy, step 12: 20 tokens x 2, the first after ") and "Traceback" not in both.stderr
+    assert both.stderr.startswith("\ntoy, step 12: 40 tokens, the first after ") and "Traceback" not in both.stderr
+
+
+def test_reading_stops_without_a_word(run):
+    generating = subprocess.Popen(
+        [sys.executable, "-m", "diffeqformer.generate", "--workdir", run, "--prompt=a"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    generating.stdout.close()
+    assert "Traceback" not in generating.stderr.read() and generating.wait() == 0
+
+
+def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path, capsys, monkeypatch):
+    """Tokens that are parts of characters, then an end of text; a file's line ends stay."""
+    bytes_written = "é€ж".encode() + b"\xff!"
+    monkeypatch.setattr(
+        generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in [*bytes_written, 256, 65])
+    )
+    shown = []
+    monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
+    (tmp_path / "prompt").write_bytes(b"a\r\n")
+    options = dict(workdir=run, prompt=None, prompt_file=tmp_path / "prompt", tokens=None, samples=1, temperature=1.0)
+    generate_command.write(types.SimpleNamespace(**options, top_k=0, top_p=1.0, seed=0, num_steps=None))
+    assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
+
+
+def test_the_commands_can_be_imported_together():
+    script = "import diffeqformer.generate, diffeqformer.materialize, diffeqformer.main"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +252,8 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path)
         (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
         (["--prompt=a", "--tokens=64"], "prompt: it has 1 tokens"),
         (["--prompt=a", "--top_q=1"], "top_q"),
+        (["--prompt=a", "--seed=-1"], "--seed"),
+        ([b"--prompt=a\xff"], "prompt: it must be valid text, but its character 1 is '\\udcff'"),
         (["--prompt=a", "nonsense"], "nonsense: this argument has no meaning here"),
     ],
 )
@@ -243,7 +280,15 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     np.testing.assert_allclose(logits, expected, atol=tolerance * float(jnp.abs(expected).max()))
     states = opened.model.trajectory(tokens, opened.model.weights())
     assert states.shape == (10, 2, 16, 32) and states.dtype == jnp.float32
-    assert len(generate(opened.model, BYTES, "a", tokens=3, key=jax.random.key(0))) == 1
+    assert len(generate(opened.model, BYTES, "", tokens=3, key=jax.random.key(0))) == 1
+
+    split_ = Split(np.arange(300, dtype=np.uint16) % 257, text_bytes=300, sha256="")
+    losses = []
+    for which, num_steps in ((original, 9), (opened, None)):
+        config = which.config
+        program = make_program(config, ONE_DEVICE)
+        losses.append(evaluate(program, split(which.model)[1], split_, config, num_steps)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0] > 1
 
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param)))
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out" / "checkpoints" / "12" / "params").rglob("*"))

@@ -1,0 +1,80 @@
+"""Gradients added up over microbatches: those of the whole batch, with weights generated once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import split
+from diffeqformer.step import dropout_keys, loss_and_gradient
+from helpers import lively_model
+
+compute = jax.jit(loss_and_gradient, static_argnums=(0, 4))
+
+
+def random_tokens(examples: int):
+    return jax.random.randint(jax.random.key(1), (examples, 16), 0, 64)
+
+
+@pytest.mark.parametrize(
+    "kind, field", [("diffeqformer", "gpt"), ("alternative", "llama"), ("shared", "gpt"), ("llama", "llama")]
+)
+def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field):
+    graph, params = split(lively_model(kind, field, dropout=0.2))
+    tokens, keys = random_tokens(8), dropout_keys(0, jnp.int32(0), 8)
+    loss, whole = compute(graph, params, tokens, keys, 1)
+    same, parts = compute(graph, params, tokens, keys, 4)
+    np.testing.assert_allclose(same, loss, rtol=1e-6)
+    for mine, exact in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        assert np.linalg.norm(mine - exact) <= 1e-5 * np.linalg.norm(exact)
+    assert abs(loss - compute(graph, params, tokens, keys[::-1], 4)[0]) > 1e-3  # the keys belong to their examples
+
+
+def contractions(jaxpr, sizes: set[int]) -> int:
+    """Matrix products with an operand or a result of one of these sizes, none of which may stand in a loop."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            count += any(v.aval.size in sizes for v in [*equation.invars, *equation.outvars])
+        for inner in jaxprs_in_params(equation.params):
+            assert equation.primitive.name not in ("scan", "while") or contractions(inner, sizes) == 0
+            count += contractions(inner, sizes)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["diffeqformer", "alternative"])
+@pytest.mark.parametrize("field, layers", [("gpt", 4), ("llama", 7)])
+def test_weights_are_generated_and_pulled_back_once(kind, field, layers):
+    graph, params = split(lively_model(kind, field))
+    sizes = {layer["projection"].size for layer in params["depth"]["layers"].values() if "projection" in layer}
+    jaxpr = jax.make_jaxpr(lambda params, tokens: loss_and_gradient(graph, params, tokens, None, 4))(
+        params, random_tokens(8)
+    )
+    assert contractions(jaxpr.jaxpr, sizes) == 3 * layers  # forward, dP and dh of each kernel
+
+
+@pytest.mark.parametrize("kind", ["diffeqformer", "discretized"])
+def test_cotangents_add_up_in_float32(kind):
+    """With bf16 compute, and with bf16 parameters as well: many small parts lose no more than the whole batch does."""
+
+    def gradient(microbatches, dtype, param_dtype="float32"):
+        graph, params = split(lively_model(kind, dtype=dtype))
+        params = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype(param_dtype), params)
+        return compute(graph, params, random_tokens(64), None, microbatches)[1]["depth"]
+
+    def error(ours):
+        pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
+        return np.mean([np.linalg.norm(np.float32(mine) - true) / np.linalg.norm(true) for mine, true in pairs])
+
+    exact = gradient(1, "float32")
+    assert error(gradient(64, "bfloat16")) < 1.2 * error(gradient(1, "bfloat16"))
+    if kind == "discretized":
+        assert error(gradient(64, "bfloat16", "bfloat16")) < 1.2 * error(gradient(1, "bfloat16", "bfloat16"))
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_refused():
+    graph, params = split(lively_model("gpt"))
+    with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(8 examples\), but it is 3"):
+        loss_and_gradient(graph, params, random_tokens(8), None, 3)

@@ -21,7 +21,7 @@ from diffeqformer.progress import Progress
 from diffeqformer.sampling import printable
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import dropout_keys, make_program
-from helpers import FAMILY, ROOT, toy_config
+from helpers import FAMILY, ONE_DEVICE, ROOT, toy_config
 
 TINY = [
     "--config=configs/tiny.py", "--config.steps=24", "--config.checkpoint_every=5", "--config.log_every=3",

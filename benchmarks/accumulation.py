@@ -10,8 +10,9 @@ taking the generation out of its loop). Memory is XLA's account of temporaries, 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
-from common import BATCH_SIZE, MODEL_NAMES, make_config, median_seconds, print_table, random_tokens
+from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table, random_tokens, seconds
 
 from diffeqformer import cli
 from diffeqformer.errors import UserError
@@ -48,20 +49,18 @@ def measure(name: str, counts: list[int]) -> None:
     """Print one model's table."""
     config, tokens = make_config(name), random_tokens()
     graph, params = split(new_model(config))
-    compiled = {}
+    compiled = {}  # programs that are compared stand side by side
     for count in counts:
         for way, function in (("once", loss_and_gradient), ("each", generated_for_each)):
             jitted = jax.jit(function, static_argnums=(0, 4))
             compiled[way, count] = jitted.lower(graph, params, tokens, None, count).compile()
-    seconds = median_seconds({
-        key: lambda program=program: program(params, tokens, None) for key, program in compiled.items()
-    })  # fmt: skip
+    times = alternate(lambda program: seconds(lambda: program(params, tokens, None)), compiled)
     memory = {key: program.memory_analysis() for key, program in compiled.items()}
     memory = {key: (m.temp_size_in_bytes + m.output_size_in_bytes) / 2**20 for key, m in memory.items()}
     rows = [
         (
-            str(count), 1e3 * seconds["once", count], 1e3 * seconds["each", count],
-            seconds["once", count] / seconds["each", count], memory["once", count], memory["each", count],
+            str(count), 1e3 * np.median(times["once", count]), 1e3 * np.median(times["each", count]),
+            float(np.median(times["once", count] / times["each", count])), memory["once", count], memory["each", count],
             memory["once", count] / memory["each", count],
         )
         for count in counts

@@ -1,10 +1,10 @@
 """What the benchmarks share: the model's shape as flags, alternating rounds, a table.
 
 Rounds of calls alternate between what is compared, so that whatever else the machine is doing falls on
-all alike; a time is the median over all timed calls.
+all alike. A time is the median over all timed calls, a ratio of times the median over pairs of calls that
+were made in the same round.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -63,11 +63,11 @@ def make_config(name: str, microbatches: int = 1):
     return config
 
 
-def ratio(values: dict[str, float], name: str) -> float | str:
-    """A model's value over that of the vanilla model of its flavour; "-" if that one isn't there."""
+def ratio(values: dict[str, np.ndarray], name: str) -> float | str:
+    """A model's values over those of the vanilla model of its flavour, call by call; "-" if that one isn't there."""
     field = name.partition(":")[0]
     vanilla = values.get(f"{field}:{field}")
-    return values[name] / vanilla if vanilla else "-"
+    return "-" if vanilla is None else float(np.median(values[name] / vanilla))
 
 
 def random_tokens() -> np.ndarray:
@@ -75,17 +75,23 @@ def random_tokens() -> np.ndarray:
     return np.random.RandomState(0).randint(VOCAB_SIZE.value, size=(BATCH_SIZE.value, SEQUENCE_LENGTH.value))
 
 
-def median_seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Each call's median time until its result is there, after one that isn't timed."""
-    seconds = {name: [] for name in calls}
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes until its result is there."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def alternate(measure: Callable[[object], object], subjects: dict) -> dict[str, np.ndarray]:
+    """What `measure` says of each subject, call by call, after one call that doesn't count."""
+    results = {name: [] for name in subjects}
     for round in range(ROUNDS.value + 1):
-        for name, call in calls.items():
+        for name, subject in subjects.items():
             for _ in range(CALLS.value if round else 1):
-                start = time.perf_counter()
-                jax.block_until_ready(call())
+                result = measure(subject)
                 if round:
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+                    results[name].append(result)
+    return {name: np.array(values) for name, values in results.items()}
 
 
 def mebibytes(compiled) -> tuple[float, float]:

@@ -4,8 +4,8 @@
     python benchmarks/generation.py --samples=8 --width=768 --heads=12 --sequence_length=1024 --vocab_size=50304
 
 `first` is the time to the first token of a compiled program: weights generated for all depths, then the
-prompt read. `uncached` is what a token costs if the whole window is computed anew. Ratios are times per
-token to that of the vanilla model of the same flavour: above 1 is slower.
+prompt read. `uncached` is what a token costs if the whole window is computed anew. The ratio is that of times
+per token to those of the vanilla model of the same flavour: above 1 is slower.
 """
 
 import time
@@ -13,17 +13,7 @@ import time
 import jax
 import numpy as np
 from absl import flags
-from common import (
-    CALLS,
-    MODEL_NAMES,
-    ROUNDS,
-    SEQUENCE_LENGTH,
-    VOCAB_SIZE,
-    make_config,
-    median_seconds,
-    print_table,
-    ratio,
-)
+from common import MODEL_NAMES, SEQUENCE_LENGTH, VOCAB_SIZE, alternate, make_config, print_table, ratio, seconds
 from flax import nnx
 
 from diffeqformer import cli
@@ -51,31 +41,23 @@ def write(model) -> tuple[float, float]:
     return first - start, (time.perf_counter() - first) / (TOKENS.value - 1)
 
 
-def uncached_seconds(model) -> float:
-    """Seconds of one forward pass over the whole window."""
+def uncached(model):
+    """One forward pass over the whole window, compiled."""
     graph, params = split(model)
     tokens, weights = np.zeros((SAMPLES.value, SEQUENCE_LENGTH.value), np.int32), weights_at(model)
     forward = jax.jit(lambda params, weights, tokens: nnx.merge(graph, params)(tokens, weights)[:, -1])
-    return median_seconds({"forward": lambda: forward(params, weights, tokens)})["forward"]
+    return lambda: forward(params, weights, tokens)
 
 
 def benchmark() -> None:
     models = {name: new_model(make_config(name)) for name in MODEL_NAMES.value}
-    times = {name: [] for name in models}
-    for round in range(ROUNDS.value + 1):
-        for name, model in models.items():
-            for _ in range(CALLS.value if round else 1):
-                both = write(model)
-                if round:
-                    times[name].append(both)
-    first, later = ({name: float(np.median([both[n] for both in times[name]])) for name in models} for n in (0, 1))
-    rows = [
-        (
-            name, 1e3 * first[name], 1e3 * later[name], SAMPLES.value / later[name], ratio(later, name),
-            1e3 * uncached_seconds(model),
-        )
-        for name, model in models.items()
-    ]  # fmt: skip
+    times = alternate(write, models)
+    plain = alternate(seconds, {name: uncached(model) for name, model in models.items()})
+    later = {name: both[:, 1] for name, both in times.items()}
+    rows = []
+    for name in models:
+        first, token, window = (1e3 * np.median(values) for values in (times[name][:, 0], later[name], plain[name]))
+        rows.append((name, first, token, 1e3 * SAMPLES.value / token, ratio(later, name), window))
     print_table(("model", "first ms", "then ms/token", "tokens/s", "ratio", "uncached ms/token"), rows)
 
 

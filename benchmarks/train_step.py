@@ -11,7 +11,8 @@ their place) and temporaries. Ratios are to the vanilla model of the same flavou
 import time
 
 import jax
-from common import MODEL_NAMES, make_config, mebibytes, median_seconds, print_table, random_tokens, ratio
+import numpy as np
+from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, random_tokens, ratio, seconds
 from flax import nnx
 
 from diffeqformer import cli
@@ -44,15 +45,13 @@ class Run:
 def benchmark() -> None:
     configs = {name: make_config(name) for name in MODEL_NAMES.value}
     runs = {name: Run(config) for name, config in configs.items()}
-    steps = median_seconds({name: run.step for name, run in runs.items()})
-    forwards = median_seconds({
-        name: lambda run=run: run.forward(run.state["params"], run.tokens) for name, run in runs.items()
-    })  # fmt: skip
+    steps = alternate(lambda run: seconds(run.step), runs)
+    forwards = alternate(lambda run: seconds(lambda: run.forward(run.state["params"], run.tokens)), runs)
     memory = {name: mebibytes(run.train_step) for name, run in runs.items()}
-    peaks = {name: sum(both) for name, both in memory.items()}
+    peaks = {name: np.array(sum(both)) for name, both in memory.items()}
     rows = [
         (
-            name, run.parameters, run.compile_seconds, 1e3 * steps[name], 1e3 * forwards[name], *memory[name],
+            name, run.parameters, run.compile_seconds, 1e3 * np.median(steps[name]), 1e3 * np.median(forwards[name]), *memory[name],
             ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
         )
         for name, run in runs.items()

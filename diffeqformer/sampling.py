@@ -86,17 +86,13 @@ def read_prompt(
     )
 
     def read_chunk(chunk, carry):
-        cache, last = carry
         position = chunk * CHUNK
-        states, cache = model.extend(
-            jax.lax.dynamic_slice_in_dim(tokens, position, CHUNK, axis=1), weights, cache, position
-        )
-        inside = (count - 1 >= position) & (count - 1 < position + CHUNK)
-        state = jax.lax.dynamic_index_in_dim(states, (count - 1) % CHUNK, axis=1)
-        return cache, jnp.where(inside, state, last)
+        here = jax.lax.dynamic_slice_in_dim(tokens, position, CHUNK, axis=1)
+        return model.extend(here, weights, carry[1], position)
 
-    last = jnp.zeros((1, 1, field.width), jnp.float32)
-    cache, last = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (cache, last))
+    states = jnp.zeros((1, CHUNK, field.width), jnp.float32)
+    states, cache = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (states, cache))
+    last = jax.lax.dynamic_slice_in_dim(states, (count - 1) % CHUNK, 1, axis=1)  # of the last chunk
     return model.head(last)[:, 0], cache
 
 
@@ -161,7 +157,9 @@ def write_tokens(
             f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
             f"at most the model's {model.max_length} positions"
         )
-    weights, (graph, params) = weights_at(model, num_steps), split(model)
+    weights, reader = weights_at(model, num_steps), nnx.merge(*split(model))
+    del reader.depth  # its many arrays have done their part: a token takes fewer arguments
+    graph, params = split(reader)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
     tokens = np.zeros((1, -(-model.max_length // CHUNK) * CHUNK), np.int32)
     tokens[0, : len(prompt)] = prompt

@@ -173,9 +173,10 @@ class GeneratedWeights(nnx.Module):
             self.mlp = new_mlp()
         kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
+            mlp = None if shared_mlp else new_mlp()
             self.layers[name] = kinds[type(layer)](layer, time_embed_dim, STARTS[start], rngs)
-            if not shared_mlp:
-                self.layers[name].mlp = new_mlp()
+            if mlp is not None:
+                self.layers[name].mlp = mlp
 
     def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
         """The weights at `times`, which are host numbers and not traced."""

@@ -12,6 +12,7 @@ import pathlib
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -97,10 +98,14 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
     workdir = pathlib.Path(workdir)
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(
-        (workdir / "checkpoints").absolute(), options=options, item_handlers=handlers()
-    ) as manager:
+    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
+    try:
+        manager = ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_handlers=handlers())
+    finally:
+        logging.set_verbosity(verbosity)
+    with manager:
         step = manager.latest_step()
         if step is None:
             raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")

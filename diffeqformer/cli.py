@@ -28,7 +28,7 @@ def run(
     interrupted: str = "interrupted",
     verbosity: int = logging.WARNING,
 ) -> None:
-    """Parse the flags, run the command, and exit: 1 after a UserError, 130 after Ctrl-C, with one sentence each.
+    """Parse the flags, run the command, and exit with one sentence after a UserError, too little memory (both 1) and Ctrl-C (130).
 
     Args:
         parse: of the command line; may raise UserError or flags.Error.
@@ -48,6 +48,12 @@ def run(
             command()
         except UserError as error:
             sys.exit(f"diffeqformer: {error}")
+        except RuntimeError as error:  # of which JAX's own is one
+            if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+                raise
+            sys.exit(
+                "diffeqformer: there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
+            )
         except KeyboardInterrupt:
             print(f"diffeqformer: {interrupted}", file=sys.stderr)
             sys.stdout.flush()

@@ -46,7 +46,8 @@ def prompt_text(options) -> str:
     except OSError as error:
         raise UserError(f"--prompt_file: {options.prompt_file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt_file: the text must be UTF-8, but byte {error.start} is not") from None
+        source = "standard input" if options.prompt_file in (None, "-") else f"--prompt_file: {options.prompt_file}"
+        raise UserError(f"{source}: the text must be UTF-8, but byte {error.start} is not") from None
 
 
 def write(options) -> None:
@@ -86,10 +87,9 @@ def write(options) -> None:
     sys.stdout.flush()
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
-    print(
-        f"\n{opened.config.name}, step {opened.step:,}: {written:,} tokens, the first after {first - started:.1f} s{rate}",
-        file=sys.stderr,
-    )
+    trained, steps = opened.config.model, options.num_steps or opened.config.model.num_steps
+    what = f"{opened.config.name} ({trained.kind}, {steps} steps, {trained.dtype}) at step {opened.step:,}"
+    print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
 
 
 def main() -> None:

@@ -82,6 +82,7 @@ def materialize(
     dtype = dtype or opened.config.model.dtype
     output = pathlib.Path(output or pathlib.Path(workdir) / f"materialized-{num_steps}-{dtype}")
     _, params = split(discretize(opened.model, opened.config, num_steps, dtype))
+    jax.block_until_ready(params)  # what goes wrong does so before there is a folder
     try:
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)
         occupied = any((output / "checkpoints").iterdir())
@@ -112,7 +113,7 @@ def main() -> None:
     def command() -> None:
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        print(f"{folder}: {size / 1e6:,.1f} MB")
+        print(f"{folder}: {size / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     cli.run(command, verbosity=logging.ERROR)
 

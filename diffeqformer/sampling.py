@@ -152,11 +152,14 @@ def write_tokens(
     for name, value in (("samples", samples), ("tokens", count)):
         if value < 1:
             raise UserError(f"{name}: must be at least 1, but it is {value}")
-    if not 1 <= len(prompt) <= model.max_length - count:
+    room = model.max_length - len(prompt)
+    if not prompt or room < 1:
         raise UserError(
-            f"prompt: it has {len(prompt)} tokens, but there must be at least 1, and with the {count} to be written "
-            f"at most the model's {model.max_length} positions"
+            f"prompt: must have at least 1 token and fewer than the model's {model.max_length} positions, "
+            f"but it has {len(prompt)}"
         )
+    if count > room:
+        raise UserError(f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}")
     weights, reader = weights_at(model, num_steps), nnx.merge(*split(model))
     del reader.depth  # its many arrays have done their part: a token takes fewer arguments
     graph, params = split(reader)

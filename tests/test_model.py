@@ -204,7 +204,9 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
 
 def test_impossible_depths_and_lengths_are_refused():
     model = build_model("gpt")
-    with pytest.raises(UserError, match="^num_steps: a model with 6 layers has as many steps, but it is 9"):
+    with pytest.raises(
+        UserError, match="^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
+    ):
         model.weights(model.times(9))
     with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
         model.times(0)

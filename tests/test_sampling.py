@@ -142,15 +142,16 @@ def test_each_sample_ends_by_itself():
 @pytest.mark.parametrize(
     "prompt, options, sentence",
     [
-        ([], {}, "prompt: it has 0 tokens"),
-        (12 * [1], {}, "prompt: it has 12 tokens, .* with the 5 to be written at most the model's 16 positions"),
+        ([], {}, "prompt: must have at least 1 token .* but it has 0"),
+        (16 * [1], {}, "prompt: must have .* fewer than the model's 16 positions, but it has 16"),
+        (12 * [1], {}, "tokens: after a prompt of 12 there is room for 4, but it is 5"),
         ([1], {"samples": 0}, "samples: must be at least 1, but it is 0"),
         ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
         ([1], {"choice": Choice(float("nan"))}, "temperature: must be"),
         ([1], {"choice": Choice(1.0, -2)}, "top_k: must be at least 0, but it is -2"),
         ([1], {"choice": Choice(1.0, 0, 0.0)}, "top_p: must be above 0 and at most 1, but it is 0.0"),
-        ([1], {"num_steps": 7}, "num_steps: a model with 6 layers"),
+        ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
     ],
 )
 def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
@@ -212,7 +213,10 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path)
     )
     for source in (["--prompt_file", tmp_path / "prompt"], []):
         assert command("generate", *options, *source, input="def é").stdout == f"def é{texts[0]}\n"
-    assert both.stderr.startswith("\ntoy, step 12: 40 tokens, the first after ") and "Traceback" not in both.stderr
+    assert (
+        both.stderr.startswith("\ntoy (diffeqformer, 3 steps, float32) at step 12: 40 tokens, the first after ")
+        and "Traceback" not in both.stderr
+    )
 
 
 def test_reading_stops_without_a_word(run):
@@ -250,7 +254,7 @@ def test_the_commands_can_be_imported_together():
         (["--prompt=a", "--prompt_file=b"], "--prompt_file: a prompt was given as well"),
         (["--prompt_file=absent"], "--prompt_file: absent: No such file"),
         (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
-        (["--prompt=a", "--tokens=64"], "prompt: it has 1 tokens"),
+        (["--prompt=a", "--tokens=64"], "tokens: after a prompt of 1 there is room for 63, but it is 64"),
         (["--prompt=a", "--top_q=1"], "top_q"),
         (["--prompt=a", "--seed=-1"], "--seed"),
         ([b"--prompt=a\xff"], "prompt: it must be valid text, but its character 1 is '\\udcff'"),
@@ -316,7 +320,7 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
         ((run, 3, "float32", tmp_path / "out"), "--output: .*out holds a checkpoint already"),
         ((run, 3, "float32", run), "--output: .* holds a checkpoint already"),
         ((run, 0, "float32", tmp_path / "other"), "num_steps: must be at least 1, but it is 0"),
-        ((tmp_path / "out", 3), "num_steps: a model with 2 layers has as many steps, but it is 3"),
+        ((tmp_path / "out", 3), "num_steps: this model has weights for 2 steps and for no other number, but it is 3"),
         ((tmp_path / "absent",), "there is no checkpoint here"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -99,6 +99,6 @@ class PerLayerWeights(PlainWeights):
         """
         if len(times) != self.num_layers:
             raise UserError(
-                f"num_steps: a model with {self.num_layers} layers has as many steps, but it is {len(times)}"
+                f"num_steps: this model has weights for {self.num_layers} steps and for no other number, but it is {len(times)}"
             )
         return super().__call__(times)

@@ -203,7 +203,7 @@ def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
 
 def test_resuming_with_another_config_is_refused_but_logging_may_change():
     config, saved = toy_config(), toy_config()
-    config.log_every, config.sample.prompt = 7, "class "
+    config.log_every, config.sample.prompt, config.microbatches = 7, "class ", 2
     check_resumable(config, saved, pathlib.Path("runs/toy"))
     config.optimizer.learning_rate = 1.0
     with pytest.raises(UserError, match=r"runs/toy: .*config\.optimizer\.learning_rate \(there 0\.0006, now 1\.0\)"):

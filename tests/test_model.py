@@ -9,6 +9,7 @@ from flax import nnx
 from diffeqformer.errors import UserError
 from diffeqformer.models.generated import project, time_features
 from diffeqformer.models.layers import Context, dropout
+from diffeqformer.models.llama import rotary_table
 from diffeqformer.sharding import RULES
 from diffeqformer.solvers import euler
 from diffeqformer.step import abstract_model, dropout_keys
@@ -158,6 +159,8 @@ def test_llama_positions_matter_only_by_their_distance():
     product = lambda i, j: jnp.sum(field.rotate(query, jnp.int32(i)) * field.rotate(key, jnp.int32(j)), -1)  # noqa: E731
     np.testing.assert_allclose(product(3, 1), product(12, 10), atol=1e-5)
     assert not np.allclose(product(3, 1), product(3, 2), atol=1e-2)
+    sine = np.sin(4095 * 10_000.0 ** (-2 / 8))  # off by 1e-4 if the angle were fp32
+    np.testing.assert_allclose(rotary_table(4096, 8)[1][4095, 1], sine, atol=1e-7)
     rows = field.rotate(jnp.repeat(query, 16, axis=1), 0)
     for position in range(16):
         np.testing.assert_array_equal(rows[:, position : position + 1], field.rotate(query, jnp.int32(position)))
@@ -196,7 +199,9 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
     assert model.trajectory(tokens, weights).dtype == jnp.float32
     assert model(tokens, weights).dtype == jnp.float32
     block = weights.layers if weights.constant else jax.tree.map(lambda leaf: leaf[0], weights.layers)
-    assert model.field(block, model.embed(tokens, NO_DROPOUT), NO_DROPOUT).dtype == jnp.float32  # branches add up in it
+    x = jax.random.normal(jax.random.key(0), (2, 16, 32))
+    branches = [np.float32(f(block, x, NO_DROPOUT)) for f in (model.field.attention, model.field.feed_forward)]
+    np.testing.assert_array_equal(model.field(block, x, NO_DROPOUT), branches[0] + branches[1])  # added up in float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     exact = build_model(kind, field).weights().layers["mlp_up"]["kernel"]  # rounded once, from fp32 h(t)
     np.testing.assert_array_equal(weights.layers["mlp_up"]["kernel"], exact.astype(jnp.bfloat16))

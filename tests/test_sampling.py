@@ -1,5 +1,6 @@
 """Writing text: the cached path against the plain one, choices, samples, and the command."""
 
+import io
 import os
 import subprocess
 import sys
@@ -18,7 +19,18 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.materialize import materialize
 from diffeqformer.models.transformer import MODELS, split, weights_at
-from diffeqformer.sampling import CHUNK, Choice, Samples, choose, generate, read_prompt, read_token, write_tokens
+from diffeqformer.sampling import (
+    CHUNK,
+    Choice,
+    Samples,
+    choose,
+    encode_prompt,
+    generate,
+    printable,
+    read_prompt,
+    read_token,
+    write_tokens,
+)
 from diffeqformer.solvers.walk import walk
 from diffeqformer.step import make_program, new_model, random_key
 from diffeqformer.train import evaluate
@@ -58,7 +70,9 @@ def test_a_prompt_is_read_whatever_stands_behind_it():
     weights, ids = model.weights(), np.random.RandomState(0).randint(64, size=LENGTH)
     for other in (padded(ids), padded(ids[:30])):
         logits, cache = read_prompt(graph, params, weights, other, 30)
+        old = cache
         logits, _ = read_token(graph, params, weights, cache, np.array([5], np.int32), 30)
+        assert all(leaf.is_deleted() for leaf in old)  # donated
         np.testing.assert_allclose(logits[0], model(jnp.array([[*ids[:30], 5]]), weights)[0, -1], atol=1e-4)
 
 
@@ -103,6 +117,26 @@ def test_choices_have_their_distributions():
     check(Choice(1e-5), probabilities * [0, 1, 0, 0, 0])
     check(Choice(1e-38), probabilities * [0, 1, 0, 0, 0])
     check(Choice(2.0, top_p=0.5), np.sqrt(probabilities) * [0, 1, 0, 1, 0])  # the temperature comes first
+
+
+def test_every_position_has_random_choices_of_its_own():
+    model = lively_model("diffeqformer", vocab_size=64)
+    model.token_embedding[...] = jnp.zeros_like(model.token_embedding[...])  # all tokens are as likely
+    written = write_tokens(model, [1], count=3, key=jax.random.key(0), vocab_size=64, choice=Choice(1.0), samples=32)
+    first, second, third = written
+    assert (first == second).mean() < 0.2 and (second == third).mean() < 0.2
+
+
+def test_prompts_may_end_in_the_last_chunk():
+    model = lively_model("diffeqformer", max_length=CHUNK + 20)
+    ids = [*range(60), *range(10)]
+    first = next(write_tokens(model, ids, count=3, key=jax.random.key(0), vocab_size=64, choice=Choice(0.0)))
+    assert first[0] == jnp.argmax(model(jnp.array([ids]), model.weights())[0, -1])
+
+
+def test_what_is_shown_and_what_an_empty_prompt_means():
+    assert printable("a\x1b[2J\n\té") == "a\ufffd[2J\n\té"
+    assert encode_prompt(BYTES, "") == [256] and encode_prompt(BYTES, "a") == [97]
 
 
 def test_samples_differ_and_each_is_the_same_in_any_company():
@@ -150,6 +184,8 @@ def test_each_sample_ends_by_itself():
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
         ([1], {"choice": Choice(float("nan"))}, "temperature: must be"),
         ([1], {"choice": Choice(1.0, -2)}, "top_k: must be at least 0, but it is -2"),
+        ([1], {"choice": Choice(float("inf"))}, "temperature: must be"),
+        ([1], {"choice": Choice(1.0, 0, 1.5)}, "top_p: must be above 0 and at most 1, but it is 1.5"),
         ([1], {"choice": Choice(1.0, 0, 0.0)}, "top_p: must be above 0 and at most 1, but it is 0.0"),
         ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
     ],
@@ -242,6 +278,19 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
     assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
 
 
+def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
+    read = lambda file=None: generate_command.prompt_text(types.SimpleNamespace(prompt=None, prompt_file=file))  # noqa: E731
+    for file in (None, "-"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\r\n")))
+        assert read(file) == "a\r\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
+        read()
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="^--prompt: a text to go on from is needed"):
+        read()
+
+
 def test_the_commands_can_be_imported_together():
     script = "import diffeqformer.generate, diffeqformer.materialize, diffeqformer.main"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
@@ -302,15 +351,19 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
 
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_model_can_be_materialized(kind, field, tmp_path):
-    config = toy_config(kind, field)
+    config = toy_config(kind, field, model__dtype="bfloat16")
     model = new_model(config)
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         params = split(model)[1]
         checkpoint.save(manager, 1, {"params": params, "step": jnp.int32(1)}, about)
-    opened = checkpoint.load(materialize(tmp_path / "run"))
+    folder = materialize(tmp_path / "run")
+    opened = checkpoint.load(folder)
+    assert folder == tmp_path / "run" / "materialized-6-bfloat16" and opened.config.model.dtype == "bfloat16"
     tokens = jnp.arange(16)[None]
-    np.testing.assert_allclose(opened.model(tokens, opened.model.weights()), model(tokens, model.weights()), atol=1e-5)
+    np.testing.assert_allclose(
+        opened.model(tokens, opened.model.weights()), model(tokens, model.weights()), rtol=0.1, atol=0.01
+    )
 
 
 def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):

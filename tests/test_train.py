@@ -112,8 +112,10 @@ def test_decay_follows_the_published_masks():
     assert decaying("gpt")[0] == decaying("shared")[0] == decaying("discretized")[0] == embeddings | kernels
     names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down")
     assert decaying("llama")[0] == {"token_embedding", *(f"depth/layers/{name}/kernel" for name in names)}
-    every, count = decaying("diffeqformer", "llama")
-    assert len(every) == count
+    assert decaying("shared", "llama")[0] == decaying("discretized", "llama")[0] == decaying("llama")[0]
+    for kind in ("diffeqformer", "alternative"):
+        every, count = decaying(kind, "llama")
+        assert len(every) == count
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():

@@ -28,16 +28,15 @@ TIME_EMBED_DIM = flags.DEFINE_integer("time_embed_dim", 48, "E of the hypernetwo
 SINUSOIDAL_DIM = flags.DEFINE_integer("sinusoidal_dim", 64, "K of the time features.")
 VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 512, "Vocabulary.")
 SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per sequence; positions of the model.")
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step.")
-DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate.")
-CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step (training).")
+DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate (training).")
 DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
-REMAT = flags.DEFINE_boolean("remat", True, "Recompute each step in the backward pass.")
+REMAT = flags.DEFINE_boolean("remat", True, "Recompute each step in the backward pass (training).")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternating rounds.")
 CALLS = flags.DEFINE_integer("calls", 3, "Timed calls in each round.")
 
 
-def make_config(name: str, microbatches: int = 1):
+def make_config(name: str):
     """The benchmark's config of one model, FIELD:KIND, from the flags.
 
     Raises:
@@ -49,15 +48,12 @@ def make_config(name: str, microbatches: int = 1):
             f"--models: {name!r} is not a model; join a field and a kind that fit, for example gpt:diffeqformer"
         )
     config = base_config("benchmark", kind, field)
-    config.update(
-        steps=1000, batch_size=BATCH_SIZE.value, sequence_length=SEQUENCE_LENGTH.value, microbatches=microbatches
-    )
+    config.update(steps=1000, batch_size=BATCH_SIZE.value, sequence_length=SEQUENCE_LENGTH.value)
     config.model.update(
         width=WIDTH.value, heads=HEADS.value, mlp=4 * WIDTH.value, num_steps=NUM_STEPS.value,
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
         sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=REMAT.value,
     )  # fmt: skip
-    config.optimizer.clip_norm = CLIP_NORM.value
     config.data.task, config.sample.length = "python_stdlib", min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())
     return config

@@ -12,18 +12,24 @@ import time
 
 import jax
 import numpy as np
+from absl import flags
 from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, random_tokens, ratio, seconds
 from flax import nnx
 
 from diffeqformer import cli
+from diffeqformer.config import check_config
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import make_program, token_losses
+
+CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
 
 
 class Run:
     """One model's state and compiled functions."""
 
     def __init__(self, config):
+        config.optimizer.clip_norm = CLIP_NORM.value
+        check_config(config, jax.device_count())
         program = make_program(config, make_mesh())
         self.tokens, self.state = random_tokens(), program.init()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))

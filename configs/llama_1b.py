@@ -5,8 +5,8 @@
 Meant for 8 GPUs with 140 GB: each device holds a whole copy of parameters, gradients and Adam moments,
 106 GB here (the baseline: 19 GB), the generated weights with their cotangents, and the activations
 of its part of the batch, which --config.microbatches=8 makes smaller. The authors used eight H100 with
-80 GB. The hyperparameters are those of the paper. What to expect: not run here; the authors report a validation
-perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
+80 GB. The hyperparameters are those of the paper. What to expect: not run here; the authors report a
+validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
 
     python -m diffeqformer.main --config=configs/llama_1b.py --config.data.task=python_stdlib

@@ -9,6 +9,7 @@ and opens wherever a run does.
 import functools
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,6 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
     Raises:
         UserError: if the model can't take that number of steps.
     """
-    model.times(num_steps)
     params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype))
     target = nnx.eval_shape(lambda: Transformer(discretized_config(config, num_steps, dtype).model, nnx.Rngs(0)))
     return nnx.merge(nnx.graphdef(target), params)
@@ -97,8 +97,12 @@ def materialize(
         "config": discretized_config(opened.config, num_steps, dtype).to_dict(),
         "materialized_from": {"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
     }
-    with checkpoint.open_checkpoints(output, kept=1) as manager:
-        checkpoint.save(manager, opened.step, {"params": params}, about)
+    try:
+        with checkpoint.open_checkpoints(output, kept=1) as manager:
+            checkpoint.save(manager, opened.step, {"params": params}, about)
+    except BaseException:
+        shutil.rmtree(output / "checkpoints", ignore_errors=True)  # it was empty: this is what has just been begun
+        raise
     return output
 
 

@@ -206,7 +206,6 @@ def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeigh
     Raises:
         UserError: if this model can't take that number of steps.
     """
-    model.times(num_steps)
     return _weights_at(*split(model), num_steps)
 
 

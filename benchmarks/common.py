@@ -54,7 +54,7 @@ def make_config(name: str):
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
         sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=REMAT.value,
     )  # fmt: skip
-    config.data.task, config.sample.length = "python_stdlib", min(256, SEQUENCE_LENGTH.value)
+    config.sample.length = min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())
     return config
 

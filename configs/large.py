@@ -6,9 +6,8 @@ Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each devic
 parameters, gradients and Adam moments, 32 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the paper: C.4 lowers beta2 to 0.95 for this size. It also found
 E = 144 best (D.1): --config.model.time_embed_dim=144. What to expect: not run.
-OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
-
-    python -m diffeqformer.main --config=configs/large.py --config.data.task=python_stdlib
+The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
+same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config
@@ -18,6 +17,6 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("large", model)
     config.steps = 40_001
     config.batch_size = 256
-    config.model.update(width=1280, heads=20, mlp=5120, num_steps=36, time_embed_dim=96)
+    config.model.update(width=1280, heads=20, mlp=5120, num_steps=36, time_embed_dim=96, vocab_multiple=128)
     config.optimizer.update(learning_rate=3e-4, epsilon=1e-6, beta2=0.95)
     return config

@@ -7,9 +7,12 @@ Meant for 8 GPUs with 140 GB: each device holds a whole copy of parameters, grad
 of its part of the batch, which --config.microbatches=8 makes smaller. The authors used eight H100 with
 80 GB. The hyperparameters are those of the paper. What to expect: not run here; the authors report a
 validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
-OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
+The 32,000 entries of its vocabulary are those of a SentencePiece model, whose file you name:
 
-    python -m diffeqformer.main --config=configs/llama_1b.py --config.data.task=python_stdlib
+    python -m diffeqformer.main --config=configs/llama_1b.py --config.data.tokenizer_file=tokenizer.model
+
+The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
+same options does that beforehand.
 """
 
 from diffeqformer.config import base_config
@@ -31,5 +34,6 @@ def get_config(model: str = "diffeqformer"):
         sinusoidal_dim=256,
         dropout=0.0,
     )
+    config.data.tokenizer = "sentencepiece"
     config.optimizer.update(learning_rate=3e-4, weight_decay=1e-5, beta2=0.95)
     return config

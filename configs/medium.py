@@ -5,9 +5,8 @@
 Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each device holds a whole copy of
 parameters, gradients and Adam moments, 20 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the authors' published configuration. What to expect: not run.
-OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
-
-    python -m diffeqformer.main --config=configs/medium.py --config.data.task=python_stdlib
+The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
+same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config
@@ -17,6 +16,6 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("medium", model)
     config.steps = 40_001
     config.batch_size = 256
-    config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=96)
+    config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=96, vocab_multiple=128)
     config.optimizer.learning_rate = 3e-4
     return config

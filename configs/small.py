@@ -6,13 +6,14 @@ Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each devic
 parameters, gradients and Adam moments, 3 GB here, and the activations of its part of the batch. The
 hyperparameters are those of the authors' published configuration. What to expect: not run, but for
 single steps at batch 1 on a CPU.
-OpenWebText isn't among the tasks yet, so the command above stops; the embedded text takes its place:
-
-    python -m diffeqformer.main --config=configs/small.py --config.data.task=python_stdlib
+The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
+same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config
 
 
 def get_config(model: str = "diffeqformer"):
-    return base_config("small", model)  # its defaults are this configuration
+    config = base_config("small", model)  # its defaults are this configuration
+    config.model.vocab_multiple = 128
+    return config

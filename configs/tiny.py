@@ -37,6 +37,7 @@ def get_config(model: str = "diffeqformer"):
     config.optimizer.beta2 = 0.95
     config.optimizer.warmup_fraction = 0.05
     config.data.task = "python_stdlib"
+    config.data.tokenizer = "bytes"
     config.log_every = 100
     config.eval_every = 1000
     config.checkpoint_every = 500

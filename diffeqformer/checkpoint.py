@@ -2,8 +2,8 @@
 
     <workdir>/checkpoints/<step>/{params, optimizer, about}
 
-A checkpoint appears under its step only when it is complete. `about` holds the config, the tokenizer's
-name and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
+A checkpoint appears under its step only when it is complete. `about` holds the config, the tokenizer
+and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
 a materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
@@ -17,7 +17,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer.config import saved_config
-from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import abstract_model
@@ -48,8 +48,8 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) ->
 
     Args:
         state: see `diffeqformer.step`; of a model that won't be trained further, the parameters alone.
-        about: config (a dict), tokenizer (its name) and data_sha256 (of the training split); of a
-            materialized model also materialized_from.
+        about: config (a dict), tokenizer (its name), tokenizer_data (what its `save` gave) and data_sha256 (of
+            the training split); of a materialized model also materialized_from.
     """
     items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about)}
     rest = {name: value for name, value in state.items() if name != "params"}
@@ -59,7 +59,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) ->
 
 
 def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
-    """What a checkpoint says of itself: config (a dict), tokenizer, data_sha256."""
+    """What a checkpoint says of itself; see `save`."""
     return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
 
@@ -82,7 +82,7 @@ class Checkpoint:
     step: int
     config: ConfigDict
     model: Transformer
-    tokenizer: object
+    tokenizer: Tokenizer
     about: dict
 
 
@@ -119,4 +119,5 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
             manager.item_metadata(step)["params"].tree,
         )
         restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
-    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), TOKENIZERS[about["tokenizer"]](), about)
+    tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
+    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), tokenizer, about)

@@ -1,12 +1,22 @@
 """What the commands share: whatever the user can put right ends them with one sentence."""
 
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
+from diffeqformer.config import check_overrides
 from diffeqformer.errors import UserError
+
+
+def define_config() -> flags.FlagHolder:
+    """The option --config, for the commands that take a config file."""
+    return config_flags.DEFINE_config_file(
+        "config", None, "A file of configs/, with the model after a colon: configs/tiny.py:gpt"
+    )
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
@@ -19,6 +29,29 @@ def parse_flags(arguments: list[str]) -> list[str]:
     if len(rest) > 1:
         raise UserError(f"{rest[1]}: this argument has no meaning here; options begin with --")
     return rest
+
+
+def parse_config(arguments: list[str]) -> list[str]:
+    """Parse the command line and load the config file that it names.
+
+    Raises:
+        UserError, flags.Error: for what is wrong with either.
+    """
+    check_overrides(arguments)
+    try:
+        rest = parse_flags(arguments)
+        if flags.FLAGS.config is None:
+            raise UserError("--config: a config file is needed, for example --config=configs/tiny.py")
+        path = flags.FLAGS["config"].config_filename.partition(":")[0]
+        if not pathlib.Path(path).is_file():
+            raise UserError(f"--config: there is no file {path}; see the folder configs/")
+        flags.FLAGS.config.to_dict()  # a file that fails to load says so here
+        return rest
+    except (UserError, flags.Error):
+        raise
+    except Exception as error:  # whatever a config file of the user's raises
+        reason = str(error).strip().splitlines() or [""]
+        raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
 
 
 def run(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from diffeqformer.data import TASK_TOKENIZERS
-from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.data import CORPORA
+from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.generated import STARTS
 from diffeqformer.models.transformer import FIELDS, MODELS
@@ -41,7 +41,10 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.heads = 12  # attention heads; must divide the width
     config.model.mlp = 3072  # F, of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
-    config.model.vocab_size = 50_257  # at least that of the task's tokenizer
+    config.model.vocab_size = 50_257  # at least that of the tokenizer
+    config.model.vocab_multiple = (
+        1  # embeddings have rows up to a multiple of this, for sharding; they never get probability
+    )
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
@@ -62,8 +65,19 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.final_fraction = 0.1  # of the peak rate, where the cosine ends
 
     config.data = ConfigDict()
-    config.data.task = "openwebtext"  # a task of diffeqformer.data.tasks
-    config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task
+    config.data.task = "openwebtext"  # a corpus of diffeqformer.data.CORPORA, or one that data.module adds
+    config.data.module = ""  # a Python module of yours that calls diffeqformer.data.tasks.add_corpus
+    # Local files in the task's place: patterns of .txt, .jsonl or .parquet files, with commas between them.
+    config.data.train_files = ""
+    config.data.validation_files = ""
+    config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
+    config.data.tokenizer_file = ""  # the SentencePiece model; or a folder with GPT-2's files, if not to be downloaded
+    config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer
+    config.data.remote = (
+        ""  # URL of a folder of token stores, such as gs://bucket/stores, copied to data.dir before use
+    )
+    config.data.tfds_dir = ""  # where corpora are downloaded to; by default TensorFlow Datasets' own folder
+    config.data.processes = 0  # that prepare a store; 0 takes one for each core
 
     config.log_every = 20  # steps between progress lines
     config.eval_every = 500  # steps between evaluations over the whole validation split
@@ -80,6 +94,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 def saved_config(fields: dict) -> ConfigDict:
     """The config of a checkpoint; a field that didn't exist yet when it was saved has the default that says the same."""
     config = base_config(fields["name"], fields["model"]["kind"])
+    config.data.tokenizer = "bytes"  # there was no other
     with config.unlocked():
         config.update(fields)
     return config
@@ -100,13 +115,9 @@ def _every(fields: str, holds: Callable[[Any, ConfigDict, int], bool], says: str
     return [Rule(field, holds, says) for field in fields.split()]
 
 
-def _tokenizer(config: ConfigDict):
-    return TOKENIZERS[TASK_TOKENIZERS[config.data.task]]()
-
-
 RULES = [
     *_every(
-        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size model.max_length "
+        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size model.vocab_multiple model.max_length "
         "model.time_embed_dim model.sinusoidal_dim log_every eval_every checkpoint_every checkpoints_kept",
         lambda v, c, n: v >= 1,
         "must be at least 1",
@@ -138,7 +149,29 @@ RULES = [
     ),
     Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
     Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
-    Rule("data.task", lambda v, c, n: v in TASK_TOKENIZERS, f"must be one of {', '.join(TASK_TOKENIZERS)}"),
+    Rule(
+        "data.task",
+        lambda v, c, n: v in CORPORA or c.data.module,
+        f"must be one of {', '.join(CORPORA)}, or one that config.data.module adds",
+    ),
+    *_every(
+        "data.train_files data.validation_files",
+        lambda v, c, n: bool(c.data.train_files) == bool(c.data.validation_files),
+        "must be given for both training and validation, or for neither",
+    ),
+    Rule("data.tokenizer", lambda v, c, n: v in TOKENIZERS, f"must be one of {', '.join(TOKENIZERS)}"),
+    Rule(
+        "data.tokenizer_file",
+        lambda v, c, n: v or c.data.tokenizer != "sentencepiece",
+        "must name the file of a SentencePiece model",
+    ),
+    Rule(
+        "data.tokenizer_file",
+        lambda v, c, n: not v or c.data.tokenizer != "bytes",
+        "must be empty for the tokenizer bytes, which needs none",
+    ),
+    Rule("data.remote", lambda v, c, n: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
+    Rule("data.processes", lambda v, c, n: v >= 0, "must not be negative"),
     Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
     Rule(
         "model.heads",
@@ -154,16 +187,6 @@ RULES = [
         "sequence_length sample.length",
         lambda v, c, n: v <= c.model.max_length,
         "must not exceed the number of positions, model.max_length ({c.model.max_length})",
-    ),
-    Rule(
-        "model.vocab_size",
-        lambda v, c, n: v >= _tokenizer(c).vocab_size,
-        "must not be below the vocabulary of the tokenizer of data.task ({c.data.task})",
-    ),
-    Rule(
-        "sample.prompt",
-        lambda v, c, n: 1 <= len(_tokenizer(c).encode(v)) < c.sample.length,
-        "must have at least one token and fewer than sample.length ({c.sample.length})",
     ),
 ]
 """Every requirement on a config, in the order in which they are checked."""
@@ -221,6 +244,24 @@ def check_config(config: ConfigDict, num_devices: int) -> None:
             raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
 
 
+def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
+    """Check what can be checked only once the config's tokenizer has been opened.
+
+    Raises:
+        UserError: if the model's vocabulary is too small for it, or the sample's prompt too long or empty.
+    """
+    if config.model.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"config.model.vocab_size: must not be below the {tokenizer.vocab_size:,} ids of the tokenizer "
+            f"{tokenizer.name}, but it is {config.model.vocab_size}"
+        )
+    if not 1 <= len(tokenizer.encode(config.sample.prompt)) < config.sample.length:
+        raise UserError(
+            f"config.sample.prompt: must have at least one token and fewer than sample.length "
+            f"({config.sample.length}), but it is {config.sample.prompt!r}"
+        )
+
+
 def check_overrides(arguments: list[str]) -> None:
     """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type.
 
@@ -255,10 +296,18 @@ CHANGEABLE = (
     "eval_every",
     "checkpoint_every",
     "checkpoints_kept",
+    "data.module",
+    "data.train_files",
+    "data.validation_files",
+    "data.tokenizer_file",
     "data.dir",
+    "data.remote",
+    "data.tfds_dir",
+    "data.processes",
     "sample.",
 )
-"""Fields (or their beginnings) that may differ when a run is resumed: they change what is learnt by rounding at most."""
+"""Fields (or their beginnings) that may differ when a run is resumed: they change what is learnt by rounding at most.
+The text itself is known by the SHA-256 of its ids."""
 
 
 def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:

@@ -70,7 +70,7 @@ def write(options) -> None:
     )
     show = printable if sys.stdout.isatty() else str
     heading = lambda n: f"--- sample {n + 1} of {count} ---\n" if count > 1 else ""  # noqa: E731
-    samples, shown, first = Samples(tokenizer, count), prompt, 0.0
+    samples, shown, first = Samples(tokenizer, ids, count), prompt, 0.0
     print(heading(0) + show(prompt), end="", flush=True)
     for tokens in tokens_of_samples:
         first = first or time.monotonic()

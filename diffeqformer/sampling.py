@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import StackedWeights
 from diffeqformer.models.layers import fold_in
@@ -164,29 +165,54 @@ def write_tokens(
     del reader.depth  # its many arrays have done their part: a token takes fewer arguments
     graph, params = split(reader)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
-    tokens = np.zeros((1, -(-model.max_length // CHUNK) * CHUNK), np.int32)
+    return continue_prompt(
+        graph, params, weights, model.max_length, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
+    )
+
+
+def continue_prompt(
+    graph: nnx.GraphDef,
+    params: dict,
+    weights: StackedWeights,
+    max_length: int,
+    prompt: list[int],
+    *,
+    count: int,
+    keys: Key[Array, "B"],
+    vocab_size: int,
+    choice: Choice,
+) -> Iterator[np.ndarray]:
+    """`write_tokens` without its checks, for whoever has split the model and made its weights already.
+
+    Args:
+        graph, params: of a model of `max_length` positions; its `depth` isn't used.
+        prompt: ids, at least one; with `count` at most `max_length` of them.
+        keys: a random key for each sample.
+    """
+    tokens = np.zeros((1, -(-max_length // CHUNK) * CHUNK), np.int32)
     tokens[0, : len(prompt)] = prompt
-
-    def write():  # so that the checks above come at once, and not with the first token
-        logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
-        logits = jnp.repeat(logits, samples, axis=0)
-        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, samples, axis=1), cache)
-        token = choose_next(logits, keys, len(prompt), choice, vocab_size)
-        for position in range(len(prompt), len(prompt) + count - 1):
-            logits, cache = read_token(graph, params, weights, cache, token, position)
-            following = choose_next(logits, keys, position + 1, choice, vocab_size)
-            yield np.asarray(token)
-            token = following
+    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
+    logits = jnp.repeat(logits, len(keys), axis=0)
+    cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(keys), axis=1), cache)
+    token = choose_next(logits, keys, len(prompt), choice, vocab_size)
+    for position in range(len(prompt), len(prompt) + count - 1):
+        logits, cache = read_token(graph, params, weights, cache, token, position)
+        following = choose_next(logits, keys, position + 1, choice, vocab_size)
         yield np.asarray(token)
-
-    return write()
+        token = following
+    yield np.asarray(token)
 
 
 class Samples:
-    """The samples of one prompt while they are being written."""
+    """The samples of one prompt while they are being written.
 
-    def __init__(self, tokenizer, count: int):
-        self.tokenizer = tokenizer
+    Args:
+        prompt: its ids. Some tokenizers write an id differently at the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int):
+        self.tokenizer, self.prompt = tokenizer, prompt
+        self.before = len(tokenizer.decode(prompt))
         self.ids = [[] for _ in range(count)]
         self.ended = [False] * count
 
@@ -203,10 +229,10 @@ class Samples:
 
     def text(self, sample: int) -> str:
         """What has been written of a sample."""
-        return self.tokenizer.decode(self.ids[sample])
+        return self.tokenizer.decode(self.prompt + self.ids[sample])[self.before :]
 
 
-def encode_prompt(tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of a prompt; of an empty one the end of another text, after which texts begin.
 
     Raises:
@@ -222,7 +248,7 @@ def encode_prompt(tokenizer, prompt: str) -> list[int]:
 
 def generate(
     model: Transformer,
-    tokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     *,
     tokens: int,
@@ -240,9 +266,10 @@ def generate(
 
     For the other arguments and for what can be wrong see `write_tokens`.
     """
-    written = Samples(tokenizer, samples)
+    ids = encode_prompt(tokenizer, prompt)
+    written = Samples(tokenizer, ids, samples)
     for step in write_tokens(
-        model, encode_prompt(tokenizer, prompt), count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
+        model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
         samples=samples, num_steps=num_steps,
     ):  # fmt: skip
         written.add(step)

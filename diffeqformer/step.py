@@ -45,7 +45,7 @@ class Program(NamedTuple):
     init() -> state
     train_step(state, tokens [B, S]) -> (state, metrics); the state that goes in is donated
     weights(params, num_steps) -> the stacked weights of the grid of so many steps; None: of the trained one
-    evaluate(params, weights, tokens [B, S], valid [B, S]) -> clu Average of the loss over valid targets
+    evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
     """
 
     graph: nnx.GraphDef
@@ -158,7 +158,8 @@ def make_program(config, mesh: Mesh) -> Program:
 
     def evaluate(params, weights, tokens, valid):
         losses = token_losses(nnx.merge(graph, params)(tokens, weights), tokens)
-        return metrics.Average.from_model_output(losses[:, :-1], mask=valid[:, 1:])
+        targets = losses[:, :-1]
+        return metrics.Average.from_model_output(targets, mask=jnp.broadcast_to(valid, targets.shape))
 
     return Program(
         graph,

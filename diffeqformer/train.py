@@ -5,7 +5,6 @@ import math
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import time
 
@@ -15,10 +14,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_resumable, saved_config
-from diffeqformer.data import TASK_TOKENIZERS
-from diffeqformer.data.store import Split, open_store
-from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.config import check_config, check_resumable, check_tokenizer, saved_config
+from diffeqformer.data.prepare import open_prepared
+from diffeqformer.data.store import Split
+from diffeqformer.data.tokenizers import open_tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS, Transformer
 from diffeqformer.progress import Progress
@@ -43,10 +42,16 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
     """
     started = time.monotonic() if started is None else started
     check_config(config, jax.device_count())
-    splits = open_data(config)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
+    check_tokenizer(config, tokenizer)
+    splits = open_prepared(config.data, tokenizer, config.sequence_length)
     workdir = make_folder(workdir)
-    tokenizer = TOKENIZERS[TASK_TOKENIZERS[config.data.task]]()
-    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "data_sha256": splits["train"].sha256}
+    about = {
+        "config": config.to_dict(),
+        "tokenizer": tokenizer.name,
+        "tokenizer_data": tokenizer.save(),
+        "data_sha256": splits["train"].sha256,
+    }
     program = make_program(config, make_mesh())
     with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
         state = start_or_resume(config, workdir, program, checkpoints, about)
@@ -69,23 +74,6 @@ def sample(config: ConfigDict, model: Transformer, tokenizer) -> str:
     tokens = config.sample.length - len(tokenizer.encode(prompt))
     [text] = generate(model, tokenizer, prompt, tokens=tokens, key=key, choice=Choice(config.sample.temperature))
     return prompt + text
-
-
-def open_data(config: ConfigDict) -> dict[str, Split]:
-    """The splits of the config's task; a store that is missing is prepared first, in a process of its own.
-
-    Raises:
-        UserError: if the store can't be prepared or used.
-    """
-    folder = pathlib.Path(config.data.dir) / config.data.task
-    if not folder.exists():
-        arguments = ["-m", "diffeqformer.data.prepare", f"--task={config.data.task}", f"--dir={config.data.dir}"]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # TensorFlow would take the GPU's memory
-        done = subprocess.run([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1]
-            raise UserError(f"config.data: preparing the token store failed: {reason} (python {' '.join(arguments)})")
-    return open_store(folder, TASK_TOKENIZERS[config.data.task], config.sequence_length)
 
 
 def make_folder(workdir: str | os.PathLike) -> pathlib.Path:
@@ -144,7 +132,7 @@ def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Spl
     print(
         f"{config.name}: {config.model.kind}, {count:,} parameters, {depth}, on {len(devices)} x {devices[0].device_kind}"
     )
-    print(f"data: {config.data.task}, {len(split.tokens):,} training tokens, sha256 {split.sha256[:12]}")
+    print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {workdir}")
@@ -195,8 +183,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
 
-    Windows are disjoint, as in training, and each window's first token isn't scored. Bits per byte are
-    the loss in bits times the split's tokens per byte of text.
+    Windows are disjoint, as in training; each window's first token isn't scored, nor is the text's end that
+    fills no window. Bits per byte are the loss in bits times the split's tokens per byte of text.
     """
     weights = program.weights(params, num_steps)  # once, for all batches
     total = metrics.Average.empty()
@@ -207,7 +195,7 @@ def evaluate(
         )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
     loss = float(total.compute())
-    bits_per_byte = loss / math.log(2) * len(split.tokens) / split.text_bytes
+    bits_per_byte = loss / math.log(2) * split.size / split.text_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 

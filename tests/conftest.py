@@ -19,8 +19,8 @@ jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
 @pytest.fixture(scope="session")
 def stdlib_stores(tmp_path_factory) -> pathlib.Path:
-    """A folder with the token store of the embedded text."""
+    """A folder with the token store of the standard library in bytes."""
     folder = tmp_path_factory.mktemp("token_stores")
-    command = [sys.executable, "-m", "diffeqformer.data.prepare", "--task=python_stdlib", f"--dir={folder}"]
+    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", f"--config.data.dir={folder}"]
     subprocess.run(command, check=True, capture_output=True, cwd=pathlib.Path(__file__).parent.parent)
     return folder

@@ -13,7 +13,7 @@ from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
-CONFIGS = ("tiny", "small", "medium", "large", "llama_1b")
+CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
 FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
 NO_DROPOUT = Context()
 ONE_DEVICE = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -46,7 +46,7 @@ def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
     config = base_config("toy", kind, field)
     config.update(steps=6, batch_size=8, sequence_length=16, log_every=1, eval_every=100, checkpoint_every=100)
     config.model.update(authors.model_config(kind, config.model.field, vocab_size=257, generator_start="varying"))
-    config.data.task = "python_stdlib"
+    config.data.update(task="python_stdlib", tokenizer="bytes")
     config.sample.update(prompt="def ", length=16)
     for name, value in changes.items():
         section, _, field = name.rpartition("__")

@@ -13,10 +13,12 @@ from diffeqformer.config import (
     check_config,
     check_overrides,
     check_resumable,
+    check_tokenizer,
     field_names,
     get_field,
     saved_config,
 )
+from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS
 from diffeqformer.sharding import make_mesh
@@ -28,7 +30,7 @@ from helpers import CONFIGS, ROOT, load_config, toy_config
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_sound_and_its_state_has_shapes(name, model):
     config = load_config(name, model)
-    config.data.task = "python_stdlib"
+    config.data.tokenizer_file = "a_model" if config.data.tokenizer == "sentencepiece" else ""
     check_config(config, num_devices=8)
     program = make_program(config, make_mesh())
     state = jax.eval_shape(program.init)
@@ -52,7 +54,8 @@ WRONG = {
     "model.heads": 5,
     "model.mlp": 0,
     "model.num_steps": 0,
-    "model.vocab_size": 256,
+    "model.vocab_size": 0,
+    "model.vocab_multiple": 0,
     "model.max_length": 0,
     "model.time_embed_dim": 0,
     "model.sinusoidal_dim": -3,
@@ -69,11 +72,16 @@ WRONG = {
     "optimizer.warmup_fraction": 1.5,
     "optimizer.final_fraction": -0.1,
     "data.task": "no_such_task",
+    "data.train_files": "train.txt",
+    "data.validation_files": "validation.txt",
+    "data.tokenizer": "words",
+    "data.tokenizer_file": "spm.model",
+    "data.remote": "bucket/stores",
+    "data.processes": -1,
     "log_every": 0,
     "eval_every": 0,
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
-    "sample.prompt": "",
     "sample.length": 17,
     "sample.temperature": -1.0,
 }
@@ -105,6 +113,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"model__field": "gpt"},
             "model.field: must be that of model.kind, llama, but it is 'gpt'",
         ),
+        (
+            ("gpt", "gpt"),
+            {"data__tokenizer": "sentencepiece"},
+            "data.tokenizer_file: must name the file of a SentencePiece model, but it is ''",
+        ),
     ],
 )
 def test_an_impossible_combination_is_refused(model, changes, sentence):
@@ -114,14 +127,29 @@ def test_an_impossible_combination_is_refused(model, changes, sentence):
 
 def test_a_config_saved_before_a_field_existed_has_its_default():
     fields = toy_config("gpt").to_dict()
-    del fields["model"]["field"], fields["microbatches"]
+    del fields["model"]["field"], fields["model"]["vocab_multiple"], fields["microbatches"], fields["data"]["tokenizer"]
     config = saved_config(fields)
     check_config(config, num_devices=8)
     assert config.to_dict() == toy_config("gpt").to_dict()
 
 
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"model__vocab_size": 256}, "model.vocab_size: must not be below the 257 ids of the tokenizer bytes, but it is 256"),
+        ({"sample__prompt": ""}, "sample.prompt: must have at least one token .*, but it is ''"),
+        ({"sample__prompt": "x" * 16}, r"sample.prompt: .* fewer than sample.length \(16\)"),
+    ],
+)
+def test_what_the_tokenizer_refuses(changes, sentence):
+    check_tokenizer(toy_config(), ByteTokenizer())
+    with pytest.raises(UserError, match=rf"^config\.{sentence}"):
+        check_tokenizer(toy_config(**changes), ByteTokenizer())
+
+
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
-    free = {"name", "model.remat", "model.norm_of_norm", "data.dir"}  # any value of their type will do
+    free = {"name", "model.remat", "model.norm_of_norm", "data.dir", "data.module", "data.tfds_dir"}  # any value will do
+    free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert {rule.field for rule in RULES} == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
 
 

@@ -166,7 +166,7 @@ def test_text_stops_at_its_end_and_never_leaves_the_vocabulary():
 
 
 def test_each_sample_ends_by_itself():
-    samples = Samples(BYTES, 2)
+    samples = Samples(BYTES, BYTES.encode("x"), 2)
     for tokens in ([97, 98], [256, 99], [100, 256]):
         assert not samples.finished()
         samples.add(np.array(tokens))
@@ -335,7 +335,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert states.shape == (10, 2, 16, 32) and states.dtype == jnp.float32
     assert len(generate(opened.model, BYTES, "", tokens=3, key=jax.random.key(0))) == 1
 
-    split_ = Split(np.arange(300, dtype=np.uint16) % 257, text_bytes=300, sha256="")
+    split_ = Split((np.arange(300, dtype=np.uint16) % 257,), text_bytes=300, sha256="")
     losses = []
     for which, num_steps in ((original, 9), (opened, None)):
         config = which.config

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.data.store import Split
+from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.progress import Progress
 from diffeqformer.sampling import printable
@@ -152,13 +153,13 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     program = make_program(config, ONE_DEVICE)
     params = jax.tree.map(np.zeros_like, program.init()["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
-    scores = train.evaluate(program, params, Split(ids, text_bytes=len(ids) // 2, sha256=""), config)
+    scores = train.evaluate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
     assert scores["perplexity"] == pytest.approx(257, rel=1e-5)
     assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
     weights = program.weights(params, None)
     total = sum(
-        float(program.evaluate(params, weights, *batch).count) for batch in Split(ids, 1, "").evaluation_batches(8, 16)
+        float(program.evaluate(params, weights, *batch).count) for batch in Split((ids,), 1, "").evaluation_batches(8, 16)
     )
     assert total == 11 * 15 + 4
 
@@ -205,7 +206,7 @@ def test_the_sample_comes_from_parameters_on_all_devices():
     for mesh in (ONE_DEVICE, make_mesh()):
         program = make_program(config, mesh)
         model = nnx.merge(program.graph, program.init()["params"])
-        samples.append(train.sample(config, model, train.TOKENIZERS["bytes"]()))
+        samples.append(train.sample(config, model, ByteTokenizer()))
     assert samples[0] == samples[1] and len(samples[0]) > 4
 
 
@@ -355,7 +356,7 @@ from diffeqformer.step import make_program
 from helpers import load_config
 config = load_config("small")
 config.update(batch_size=1, sequence_length=64, steps=2)
-config.data.task = "python_stdlib"
+config.data.tokenizer = "bytes"
 check_config(config, num_devices=1)
 program = make_program(config, make_mesh())
 state = program.init()

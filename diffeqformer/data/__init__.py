@@ -1,8 +1,8 @@
-"""Data: SeqIO task -> token store on disk -> `batch(step)`.
+"""Data: SeqIO task -> token store -> `batch(step)`.
 
-`tasks` and `prepare` need TensorFlow and run in a process of their own; `tokenizers` and `store` are
-all that training imports.
+`tasks`, `builders` and `worker` need TensorFlow and run in processes of their own; `tokenizers` and
+`store` are all that training imports.
 """
 
-TASK_TOKENIZERS = {"python_stdlib": "bytes"}
-"""The tasks of `diffeqformer.data.tasks` and the tokenizer of each: known without importing TensorFlow."""
+CORPORA = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")
+"""The corpora of `diffeqformer.data.tasks`: known without importing TensorFlow."""

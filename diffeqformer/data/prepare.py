@@ -1,60 +1,287 @@
-"""Materialise a task into its token store, once.
+"""Turn a task into its token store: in parallel, shard by shard, so that a kill loses unfinished shards alone.
 
-    python -m diffeqformer.data.prepare --task=python_stdlib --dir=token_stores
-
-This process imports TensorFlow; `diffeqformer.main` starts it when a store is missing.
+Processes of their own (`diffeqformer.data.worker`) read and tokenize, so this one imports no TensorFlow.
+Everything goes into `<store>.partial`, which takes its name when all of it has been verified.
 """
 
-import argparse
+import contextlib
+import glob
+import hashlib
+import json
 import os
 import pathlib
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
-from diffeqformer.data import TASK_TOKENIZERS
-from diffeqformer.data.store import write_store
-from diffeqformer.data.tokenizers import TOKENIZERS
+from ml_collections import ConfigDict
 
-
-def documents(task, split: str):
-    """The documents of a split as (ids, bytes of text), with a progress line on the way."""
-    start, tokens, shown = time.monotonic(), 0, 0.0
-    for example in task.get_dataset(split=split, sequence_length=None, shuffle=False).as_numpy_iterator():
-        tokens += len(example["targets"])
-        if time.monotonic() - shown > 1:
-            shown = time.monotonic()
-            print(f"  {split}: {tokens:,} tokens, {tokens / (shown - start + 1e-9):,.0f} tokens/s", flush=True)
-        yield example["targets"], len(example["targets_pretokenized"])
-    print(f"  {split}: {tokens:,} tokens in {time.monotonic() - start:.1f} s", flush=True)
+from diffeqformer.data.lock import only_process
+from diffeqformer.data.remote import stage
+from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.progress import duration
 
 
-def prepare(task_name: str, folder: pathlib.Path) -> None:
-    """Write the token store of a registered task into `folder`."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import seqio
-
-    from diffeqformer.data import tasks
-
-    task = seqio.TaskRegistry.get(task_name)
-    tokenizer = TOKENIZERS[TASK_TOKENIZERS[task_name]]()
-    source = tasks.ORIGINS[task_name]
-    print(f"Preparing {task_name} ({source}) into {folder}", flush=True)
-    write_store(folder, task_name, tokenizer, source, {split: documents(task, split) for split in task.splits})
+def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
+    """Where the store of a config's `data` part lives."""
+    return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", required=True, choices=sorted(TASK_TOKENIZERS))
-    parser.add_argument("--dir", required=True, type=pathlib.Path, help="folder of the token stores")
-    arguments = parser.parse_args()
-    folder = arguments.dir / arguments.task
-    if folder.exists():
-        sys.exit(f"{folder}: already there; delete it to prepare it anew")
-    try:
-        prepare(arguments.task, folder)
-    except OSError as error:
-        sys.exit(f"{error.filename or folder}: {error.strerror or error}; choose another --dir, or make room there")
+def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
+    """The local files of each split that take the task's place, if any, in the order of their paths.
+
+    Raises:
+        UserError: if a pattern matches none.
+    """
+    if not data.train_files:
+        return None
+    return {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
 
 
-if __name__ == "__main__":
-    main()
+def matching_files(patterns: str, option: str) -> list[str]:
+    """The files that patterns, with commas between them, match; those of one pattern in the order of their paths.
+
+    Raises:
+        UserError: if one matches none.
+    """
+    files = []
+    for pattern in map(str.strip, patterns.split(",")):
+        found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        if not found:
+            raise UserError(f"{option}: no file matches '{pattern}'")
+        files += found
+    return files
+
+
+def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
+    """The splits of a config's store. One that isn't there is copied from `data.remote`, or else prepared.
+
+    Raises:
+        UserError: if it can't be had, or isn't the one that is meant.
+    """
+    folder = store_folder(data, tokenizer)
+    if not folder.exists():
+        if data.remote:
+            stage(data.remote, folder)
+        else:
+            prepare(data, tokenizer)
+    return open_store(folder, tokenizer.name, sequence_length, fingerprint(local_files(data)))
+
+
+def fingerprint(files: dict[str, list[str]] | None) -> str:
+    """A hash of local files' names and sizes; empty for none."""
+    if not files:
+        return ""
+    entries = [[split, [(os.path.basename(path), os.path.getsize(path)) for path in files[split]]] for split in SPLITS]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
+    """Make the token store of a config's `data` part, unless it is there.
+
+    Raises:
+        UserError: if it can't be made; finished shards stay, and the next call goes on from them.
+    """
+    folder, files = store_folder(data, tokenizer), local_files(data)
+    partial = folder.with_name(f"{folder.name}.partial")
+    with only_process(partial), contextlib.ExitStack() as running:
+        if folder.exists():
+            return
+        print(f"Preparing {data.task} into {folder}", flush=True)
+        task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
+        task["tokenizer"] = [tokenizer.name, tokenizer.save()]
+        workers = [running.enter_context(Worker(task))]
+        plan = workers[0].plan()
+        about = dict(
+            format=FORMAT, task=data.task, origin=plan["origin"], files=fingerprint(files), tokenizer=tokenizer.name,
+            vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str, splits=plan["splits"],
+        )  # fmt: skip
+        begin_or_go_on(partial, about)
+        print(f"  from {plan['origin']}", flush=True)
+        shards = [
+            (split, i, plan["splits"][split]["shards"])
+            for split in SPLITS
+            for i in range(plan["splits"][split]["shards"])
+        ]
+        todo = [shard for shard in shards if finished(partial, *shard[:2]) is None]
+        count = min(data.processes or len(os.sched_getaffinity(0)), len(todo))
+        workers += [running.enter_context(Worker(task)) for _ in range(count - 1)]
+        write_shards(workers, partial, ShardProgress(partial, plan["splits"], todo), todo)
+        about["splits"] = {split: account_of(partial, split, plan["splits"][split]["shards"]) for split in SPLITS}
+        finish(partial, folder, about)
+
+
+def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
+    """Write what shall be made into its folder, or check that what was begun there is the same.
+
+    Raises:
+        UserError: if it isn't.
+    """
+    path = partial / "plan.json"
+    plan = json.dumps(about, indent=1)
+    if path.exists() and path.read_text() != plan:
+        raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
+    path.write_text(plan)
+
+
+class Worker:
+    """A process of `diffeqformer.data.worker`.
+
+    Args:
+        task: the first request, which says what text and which tokenizer it is about.
+    """
+
+    def __init__(self, task: dict):
+        self.failure = None  # the sentence with which it ended, if it couldn't do its work
+        command = [sys.executable, "-m", "diffeqformer.data.worker"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask(task)
+
+    def ask(self, request: dict) -> None:
+        """Send a request; after a failure `answers` says why."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def answers(self) -> Iterator[dict]:
+        """Its answers until it ends; then `failure` says whether and why it failed. What else it prints is shown."""
+        for line in self.process.stdout:
+            answer = json.loads(line) if line.startswith("{") else print(f"  {line.rstrip()}", flush=True)
+            if answer and "error" in answer:
+                self.failure = answer["error"]
+            elif answer:
+                yield answer
+        if self.process.wait() and not self.failure:
+            self.failure = f"a process that prepares the store ended with status {self.process.returncode}"
+
+    def plan(self) -> dict:
+        """Let it fetch the corpus, and say what there is to do.
+
+        Raises:
+            UserError: if it can't be fetched.
+        """
+        self.ask({"plan": True})
+        for answer in self.answers():
+            if "origin" in answer:
+                return answer
+        raise UserError(self.failure)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
+    """The account of a shard that is done, or None."""
+    path = partial / f"{split}-{index:05d}.bin.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardProgress", todo: list) -> None:
+    """Let the workers write the shards `todo`, each the next one as soon as it is free, and show how it goes.
+
+    Raises:
+        UserError: if one of them fails; what is finished stays.
+    """
+    remaining = iter(todo)  # taking the next one is atomic
+
+    def give(worker: Worker) -> None:
+        shard = next(remaining, None)
+        if shard:
+            worker.ask({"folder": str(partial), "shard": shard})
+
+    def follow(worker: Worker) -> None:
+        for answer in worker.answers():
+            if "split" in answer:
+                progress.note(answer)
+            if answer.get("done", True):  # or it has just begun
+                give(worker)
+
+    give(workers[0])  # which has told the plan
+    for worker in workers:
+        threading.Thread(target=follow, args=(worker,), daemon=True).start()
+    while progress.complete < len(todo):
+        time.sleep(0.05)
+        progress.show()
+        failures = [worker.failure for worker in workers if worker.failure]
+        if failures:
+            raise UserError(
+                f"{failures[0]} ({progress.complete} of {len(todo)} shards were finished now and stay; the same command "
+                "goes on from them)"
+            )
+    progress.show(last=True)
+
+
+class ShardProgress:
+    """The progress line of the processes that write shards."""
+
+    def __init__(self, partial: pathlib.Path, splits: dict, todo: list[tuple[str, int, int]]):
+        self.start = self.shown = time.monotonic()
+        self.shards = sum(split["shards"] for split in splits.values())
+        self.before = self.shards - len(todo)
+        counts = [split["documents"] for split in splits.values()]
+        done = [finished(partial, split, i) for split in splits for i in range(splits[split]["shards"])]
+        self.documents_before = sum(account["documents"] for account in done if account)
+        self.documents = sum(counts) - self.documents_before if None not in counts else None
+        self.tokens, self.counts, self.complete = {}, {}, 0
+
+    def note(self, told: dict) -> None:
+        """What a worker says of its shard."""
+        key = told["split"], told["shard"]
+        self.tokens[key], self.counts[key] = told["tokens"], told["documents"]
+        self.complete += told["done"]
+
+    def show(self, last: bool = False) -> None:
+        """Print the line, at most every two seconds unless it is the last one."""
+        now = time.monotonic()
+        if now - self.shown < 2 and not last or not self.tokens:
+            return
+        self.shown, seconds = now, now - self.start
+        tokens, documents = sum(list(self.tokens.values())), sum(list(self.counts.values()))
+        part = documents / self.documents if self.documents else self.complete / max(1, self.shards - self.before)
+        left = f"  {duration(seconds / part - seconds)} left" if 0 < part <= 1 and not last else ""
+        print(
+            f"  shard {self.before + self.complete:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
+            f"{tokens / seconds:,.0f} tokens/s{left}",
+            flush=True,
+        )
+
+
+def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
+    """The sums over a split's shards, and the shards."""
+    accounts = [finished(partial, split, index) for index in range(shards)]
+    sums = {name: sum(account[name] for account in accounts) for name in ("tokens", "documents", "bytes")}
+    return {**sums, "shards": accounts}
+
+
+def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
+    """Verify every shard, write `store.json`, and give the folder its name.
+
+    Raises:
+        UserError: if a split has no text, or a shard isn't what was written.
+    """
+    for split, entry in about["splits"].items():
+        if not entry["documents"]:
+            raise UserError(f"config.data: the {split} split of {about['task']} has no text in it ({about['origin']})")
+    start = time.monotonic()
+    verify(partial, about)
+    (partial / "store.json").write_text(json.dumps(about, indent=1))
+    read_about(partial)
+    for path in partial.iterdir():
+        if path.name == "plan.json" or path.name.endswith(".bin.json"):
+            path.unlink()
+    partial.rename(folder)
+    (folder / "lock").unlink()
+    for split, entry in about["splits"].items():
+        empty = sum(shard["empty"] for shard in entry["shards"])
+        left_out = f"; {empty:,} without any text left out" if empty else ""
+        what = f"{entry['tokens']:,} tokens of {entry['documents']:,} documents{left_out}"
+        print(f"  {split}: {what}, sha256 {entry['sha256'][:12]}")
+    print(f"  verified in {time.monotonic() - start:.1f} s", flush=True)

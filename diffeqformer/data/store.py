@@ -1,8 +1,9 @@
-"""The token store: a task's ids on disk, and `batch(step)` as a pure function.
+"""The token store: a corpus's ids on disk, and `batch(step)` as a pure function.
 
-A store is a folder with `<split>.bin` (the ids of all documents one after another, little-endian,
-16 bits wide if the vocabulary allows it, else 32) and `store.json` (task, tokenizer, and of each split
-the tokens, documents, bytes of text and SHA-256). It appears under its name only when it is complete.
+A store is a folder with `<split>-<number>.bin` (the ids of documents one after another, end-of-text after
+each, little-endian, 16 bits wide if the vocabulary allows it, else 32) and `store.json` (task, tokenizer,
+origin, and of each split the tokens, documents, bytes of text, SHA-256, and the shards with theirs). It
+appears under its name only when it is complete. `diffeqformer.data.prepare` makes it.
 """
 
 import dataclasses
@@ -11,84 +12,57 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Int, Integer
 
 from diffeqformer.errors import UserError
 
-FORMAT = 1
-
-
-def write_store(
-    folder: pathlib.Path, task: str, tokenizer, source: str, splits: dict[str, Iterable[tuple[np.ndarray, int]]]
-) -> None:
-    """Write a store from, for each split, its documents as (ids with end-of-text, bytes of text).
-
-    Everything goes into a temporary folder beside `folder`, which takes its name at the end.
-
-    Args:
-        folder: where the store shall be; if another process makes it meanwhile, that one stays.
-        source: where the text comes from, for people.
-
-    Raises:
-        OSError: if the disk is full or the folder can't be written; nothing is left behind.
-    """
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    about = {
-        "format": FORMAT,
-        "task": task,
-        "source": source,
-        "tokenizer": tokenizer.name,
-        "dtype": dtype.str,
-        "splits": {},
-    }
-    try:
-        for split, documents in splits.items():
-            digest, tokens, count, text_bytes = hashlib.sha256(), 0, 0, 0
-            with open(partial / f"{split}.bin", "wb") as file:
-                for ids, size in documents:
-                    data = ids.astype(dtype).tobytes()
-                    file.write(data)
-                    digest.update(data)
-                    tokens, count, text_bytes = tokens + len(ids), count + 1, text_bytes + size
-                file.flush()
-                os.fsync(file.fileno())
-            about["splits"][split] = {
-                "tokens": tokens,
-                "documents": count,
-                "bytes": text_bytes,
-                "sha256": digest.hexdigest(),
-            }
-        (partial / "store.json").write_text(json.dumps(about, indent=1))
-        if folder.exists():  # another process was faster, with the same content
-            return
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+FORMAT = 2
+SPLITS = ("train", "validation")
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The windows of one split: window i holds the ids [i S, (i + 1) S) of the whole text.
+    """The ids of one split, and their windows: window i of length S holds the ids [i S, (i + 1) S) of the whole text.
 
-    tokens: all ids, memory-mapped.
+    shards: the ids, memory-mapped; none of them is empty.
     text_bytes: bytes of the text they came from, end-of-text ids not counted.
     sha256: hash of the ids.
     """
 
-    tokens: Integer[np.ndarray, "N"]
+    shards: tuple[Integer[np.ndarray, "_"], ...]
     text_bytes: int
     sha256: str
 
+    @functools.cached_property
+    def ends(self) -> Integer[np.ndarray, "shards"]:
+        """The number of ids up to the end of each shard."""
+        return np.cumsum([len(shard) for shard in self.shards])
+
+    @property
+    def size(self) -> int:
+        """The number of ids."""
+        return int(self.ends[-1])
+
+    def ids(self, start: int, stop: int) -> Int[np.ndarray, "_"]:
+        """The ids at [start, stop), or as many of them as there are, as int32."""
+        stop, parts = min(stop, self.size), []
+        shard = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop:
+            end = int(self.ends[shard])
+            offset = start - (end - len(self.shards[shard]))
+            parts.append(self.shards[shard][offset : offset + min(stop, end) - start])
+            start, shard = min(stop, end), shard + 1
+        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
     def windows(self, indices: Integer[np.ndarray, "B"], sequence_length: int) -> Int[np.ndarray, "B S"]:
         """Whole windows by their index, as int32."""
-        starts = np.asarray(indices, np.int64)[:, None] * sequence_length
-        return self.tokens[starts + np.arange(sequence_length)].astype(np.int32)
+        batch = np.empty((len(indices), sequence_length), np.int32)
+        for row, start in zip(batch, np.asarray(indices, np.int64) * sequence_length):
+            row[:] = self.ids(start, start + sequence_length)
+        return batch
 
     def batch(
         self, step: int, batch_size: int, sequence_length: int, seed: int, rows: slice = slice(None)
@@ -97,7 +71,7 @@ class Split:
 
         Every epoch goes through all whole windows once, in an order of its own; a batch may span two epochs.
         """
-        count = len(self.tokens) // sequence_length
+        count = self.size // sequence_length
         examples = step * batch_size + np.arange(batch_size)[rows]
         epochs, positions = np.divmod(examples, count)
         indices = np.empty_like(positions)
@@ -106,17 +80,14 @@ class Split:
             indices[here] = _order(seed, int(epoch), count)[positions[here]]
         return self.windows(indices, sequence_length)
 
-    def evaluation_batches(self, batch_size: int, sequence_length: int):
-        """All windows in order, the last incomplete one included, as (tokens [B, S], valid [B, S] bool) pairs.
-
-        What fills up the last window and the last batch is not valid.
-        """
-        per_batch = batch_size * sequence_length
-        for start in range(0, len(self.tokens), per_batch):
-            ids = self.tokens[start : start + per_batch].astype(np.int32)
-            valid = np.arange(per_batch) < len(ids)
-            ids = np.pad(ids, (0, per_batch - len(ids)))
-            yield ids.reshape(batch_size, sequence_length), valid.reshape(batch_size, sequence_length)
+    def evaluation_batches(
+        self, batch_size: int, sequence_length: int
+    ) -> Iterator[tuple[Int[np.ndarray, "B S"], np.ndarray]]:
+        """All whole windows in order, as (tokens [B, S], whether each window counts [B, 1] bool); others fill up the last batch."""
+        count = self.size // sequence_length
+        for start in range(0, count, batch_size):
+            indices = np.arange(start, start + batch_size)
+            yield self.windows(np.minimum(indices, count - 1), sequence_length), (indices < count)[:, None]
 
 
 @functools.lru_cache(maxsize=2)
@@ -125,40 +96,96 @@ def _order(seed: int, epoch: int, count: int) -> Integer[np.ndarray, "N"]:
     return np.random.RandomState([seed, epoch]).permutation(count)
 
 
-def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int) -> dict[str, Split]:
-    """The training and validation splits of the store in `folder`, after checking that it is whole and meant for `tokenizer`.
+def token_type(vocab_size: int) -> np.dtype:
+    """The type of ids on disk."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+REMEDY = "delete the folder and start again to prepare it anew"
+
+
+def read_about(folder: pathlib.Path) -> dict:
+    """What a store says of itself, after checking that it is one and that its files have their sizes.
 
     Raises:
-        UserError: if the store is missing, incomplete, of another tokenizer, or shorter than one window.
+        UserError: if it isn't whole.
+    """
+    path = folder / "store.json"
+    try:
+        about = json.loads(path.read_text())
+        if about["format"] != FORMAT:
+            raise UserError(
+                f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}"
+            )
+        width = np.dtype(about["dtype"]).itemsize
+        shards = [(shard["file"], shard["tokens"]) for split in SPLITS for shard in about["splits"][split]["shards"]]
+        about["task"], about["tokenizer"], about["origin"], about["files"]
+    except FileNotFoundError:
+        raise UserError(f"{folder}: there is no whole token store here; {REMEDY}") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: this file of the token store can't be read; {REMEDY}") from None
+    for file, tokens in shards:
+        size = (folder / file).stat().st_size if (folder / file).exists() else 0
+        if size != tokens * width:
+            raise UserError(
+                f"{folder / file}: this file of the token store has {size:,} bytes instead of {tokens * width:,}; {REMEDY}"
+            )
+    return about
+
+
+def verify(folder: pathlib.Path, about: dict) -> None:
+    """Read a store's shards again and compare them with what `about` says: bytes, and SHA-256 of each and of each split.
+
+    Raises:
+        UserError: for the first file that differs.
+    """
+    for split in about["splits"].values():
+        whole = hashlib.sha256()
+        for shard in split["shards"]:
+            digest = hashlib.sha256()
+            with open(folder / shard["file"], "rb") as file:
+                while data := file.read(1 << 24):
+                    digest.update(data)
+                    whole.update(data)
+            if digest.hexdigest() != shard["sha256"]:
+                raise UserError(
+                    f"{folder / shard['file']}: its content isn't what was written, by its SHA-256; {REMEDY}"
+                )
+        if whole.hexdigest() != split.setdefault("sha256", whole.hexdigest()):
+            raise UserError(f"{folder}: its shards aren't in their order, by their SHA-256; {REMEDY}")
+
+
+def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str = "") -> dict[str, Split]:
+    """The training and validation splits of the store in `folder`, after checking that it is whole and the one that is meant.
+
+    Args:
+        tokenizer: name of the tokenizer.
+        files: fingerprint of the local files that take the task's place (`diffeqformer.data.prepare.fingerprint`).
+
+    Raises:
+        UserError: if the store is missing, incomplete, of another tokenizer or text, or shorter than one window.
     """
     folder = pathlib.Path(folder)
-    remedy = "delete the folder and start again to prepare it anew"
-    try:
-        about = json.loads((folder / "store.json").read_text())
-        found, dtype, made_with = about["format"], np.dtype(about["dtype"]), about["tokenizer"]
-        entries = {split: about["splits"][split] for split in ("train", "validation")}
-        sizes = {split: (entry["tokens"], entry["bytes"], entry["sha256"]) for split, entry in entries.items()}
-    except FileNotFoundError:
-        raise UserError(f"{folder}: there is no whole token store here; {remedy}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder / 'store.json'}: this file of the token store can't be read; {remedy}") from None
-    if found != FORMAT:
-        raise UserError(f"{folder}: this token store has format {found}, but {FORMAT} is needed; {remedy}")
-    if made_with != tokenizer:
+    about = read_about(folder)
+    if about["tokenizer"] != tokenizer:
         raise UserError(
-            f"{folder}: this token store was made with tokenizer '{made_with}', but '{tokenizer}' is needed; {remedy}"
+            f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; {REMEDY}"
+        )
+    if about["files"] != files:
+        raise UserError(
+            f"{folder}: this token store was made from other text ({about['origin']}); choose another config.data.dir, "
+            "or delete the folder"
         )
     splits = {}
-    for split, (tokens, text_bytes, sha256) in sizes.items():
-        path = folder / f"{split}.bin"
-        size = path.stat().st_size if path.exists() else 0
-        if size != tokens * dtype.itemsize:
+    for name in SPLITS:
+        entry, dtype = about["splits"][name], np.dtype(about["dtype"])
+        if entry["tokens"] < sequence_length:
             raise UserError(
-                f"{path}: this file of the token store has {size:,} bytes instead of {tokens * dtype.itemsize:,}; {remedy}"
+                f"config.sequence_length: {sequence_length} is longer than the {entry['tokens']:,} tokens of the {name} "
+                f"split in {folder}; choose a shorter one"
             )
-        if tokens < sequence_length:
-            raise UserError(
-                f"config.sequence_length: {sequence_length} is longer than the {tokens:,} tokens of {path}; choose a shorter one"
-            )
-        splits[split] = Split(np.memmap(path, dtype, "r"), text_bytes, sha256)
+        shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in entry["shards"] if shard["tokens"]]
+        splits[name] = Split(tuple(shards), entry["bytes"], entry["sha256"])
     return splits

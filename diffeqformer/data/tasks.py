@@ -1,29 +1,40 @@
-"""SeqIO tasks. Import this module only where TensorFlow may be imported.
+"""Corpora and their SeqIO tasks. Import this module only where TensorFlow may be imported.
 
-A task's documents have one feature, `targets`: the ids of a whole document, end-of-text last. Its
-name and tokenizer also stand in `diffeqformer.data.TASK_TOKENIZERS`.
+    import seqio
+    from diffeqformer.data import tasks
+    tasks.add_task("wikitext103", open_tokenizer("gpt2"))
+    seqio.get_mixture_or_task("wikitext103_gpt2")
+
+A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`,
+their text. A module of yours adds a corpus with `add_corpus`; name it in `config.data.module`.
 """
 
 import hashlib
+import importlib
 import pathlib
 import platform
+import re
 import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data import TASK_TOKENIZERS
-from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.data import builders  # noqa: F401 (registers the TFDS builders)
+from diffeqformer.data.files import read_texts
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.data.wikitext import articles, detokenize
+from diffeqformer.errors import UserError
 
-ORIGINS: dict[str, str] = {}
 VALIDATION_PART = 50  # one file of the standard library in so many
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
     """One of our tokenizers as SeqIO wants it. No id is special but end-of-text."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         super().__init__()
         self.tokenizer = tokenizer
 
@@ -51,15 +62,142 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     def _encode_tf(self, s):
         def encode(text):  # bytes within a pipeline, an array of no dimensions outside
-            return np.array(self.tokenizer.encode(np.asarray(text).item()), np.int32)
+            return np.array(self.tokenizer.encode(np.asarray(text).item().decode("utf-8")), np.int32)
 
         return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32, stateful=False), [None])
 
     def _decode_tf(self, ids):
-        return tf.numpy_function(lambda i: self.tokenizer.decode(i), [ids], tf.string, stateful=False)
+        return tf.numpy_function(lambda i: self.tokenizer.decode(i.tolist()), [ids], tf.string, stateful=False)
 
     def __eq__(self, other):
         return isinstance(other, TokenizerVocabulary) and self.tokenizer.name == other.tokenizer.name
+
+
+class LocalFiles(seqio.DataSource):
+    """Documents in local files, one shard for each file: text (a file is a document), JSON lines or Parquet.
+
+    Args:
+        files: paths of each split.
+        cut: makes the documents of a text file out of its content.
+    """
+
+    def __init__(
+        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
+    ):
+        super().__init__(splits=files, caching_permitted=False)
+        self.files, self.cut = files, cut
+
+    @property
+    def supports_arbitrary_sharding(self):
+        return False
+
+    def list_shards(self, split: str):
+        return self.files[split]
+
+    def get_dataset(self, split, shuffle=False, seed=None, shard_info=None, **_):
+        index, count = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
+
+        def texts():
+            for path in self.files[split][index::count]:
+                for text in read_texts(path):
+                    for document in self.cut(text) if is_text(path) else [text]:
+                        yield {"text": document}
+
+        return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
+
+
+def is_text(path: str) -> bool:
+    """Whether a file is plain text, and not lines or rows of documents."""
+    return not {".jsonl", ".json", ".parquet"} & set(pathlib.Path(path).suffixes)
+
+
+class Corpus(NamedTuple):
+    """Where documents come from.
+
+    source: of examples with the feature `text`.
+    origin: the same for people; written into the token store.
+    cut: how a local text file in the corpus's place becomes documents.
+    """
+
+    source: seqio.DataSource
+    origin: str
+    cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
+
+
+CORPORA: dict[str, Corpus] = {}
+
+
+def configure(module: str, tfds_dir: str) -> None:
+    """Take what a config says: a module that adds corpora, and the folder of TensorFlow Datasets (empty: as they are).
+
+    Raises:
+        UserError: if the module can't be imported.
+    """
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"config.data.module: {module} can't be imported: {error}") from None
+    if tfds_dir:
+        seqio.set_tfds_data_dir_override(tfds_dir)
+
+
+def fetch(task: seqio.Task) -> None:
+    """Download a task's corpus and write it as a TensorFlow data set, if it has to be and isn't there.
+
+    Raises:
+        UserError: if it can't be had.
+    """
+    if isinstance(task.source, seqio.TfdsDataSource):
+        task.source.tfds_dataset.builder.download_and_prepare()
+
+
+def one_sentence(error: Exception) -> str:
+    """What an error says: a UserError that TensorFlow wrapped comes out again."""
+    wrapped = re.search(r"UserError: (.*)", str(error))
+    return wrapped.group(1).strip() if wrapped else str(error)
+
+
+def add_corpus(name: str, source: seqio.DataSource, origin: str, **how) -> None:
+    """Add a corpus; see `Corpus`."""
+    CORPORA[name] = Corpus(source, origin, **how)
+
+
+def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The text under SeqIO's name for what is to be tokenized."""
+    return dataset.map(lambda example: {"targets": example["text"]})
+
+
+def add_task(
+    corpus: str, tokenizer: Tokenizer, files: dict[str, Sequence[str]] | None = None, suffix: str = "", **more
+) -> seqio.Task:
+    """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, anew if it is there.
+
+    Args:
+        files: local files of each split in the corpus's place.
+        more: other arguments of `seqio.TaskRegistry.add`; `preprocessors` come after the tokenization.
+
+    Raises:
+        UserError: if there is no such corpus.
+    """
+    if corpus not in CORPORA:
+        raise UserError(f"config.data.task: must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
+    source, _, cut = CORPORA[corpus]
+    name = f"{corpus}_{tokenizer.name}{suffix}".replace("-", "_")
+    if name in seqio.TaskRegistry.names():
+        seqio.TaskRegistry.remove(name)
+    return seqio.TaskRegistry.add(
+        name,
+        source=LocalFiles(files, cut) if files else source,
+        preprocessors=[
+            rekey,
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos,
+            *more.pop("preprocessors", ()),
+        ],
+        output_features={"targets": seqio.Feature(TokenizerVocabulary(tokenizer), add_eos=True, dtype=tf.int32)},
+        **more,
+    )
 
 
 def stdlib_files(split: str) -> list[pathlib.Path]:
@@ -94,27 +232,25 @@ def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None =
     return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
-def add_task(name: str, source: seqio.DataSource, origin: str) -> seqio.Task:
-    """Register a task whose source yields `text`, with the tokenizer that `TASK_TOKENIZERS` names.
-
-    `origin` says where the text comes from, for people: it is written into the token store.
-    """
-    ORIGINS[name] = origin
-    vocabulary = TokenizerVocabulary(TOKENIZERS[TASK_TOKENIZERS[name]]())
-    return seqio.TaskRegistry.add(
-        name,
-        source=source,
-        preprocessors=[
-            lambda dataset: seqio.preprocessors.rekey(dataset, {"targets": "text"}),
-            seqio.preprocessors.tokenize,
-            seqio.preprocessors.append_eos,
-        ],
-        output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
-    )
-
-
-add_task(
+add_corpus(
     "python_stdlib",
     seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")),
-    origin=f"standard library of Python {platform.python_version()}",
+    f"standard library of Python {platform.python_version()}",
+)
+add_corpus(
+    "wikitext103",
+    seqio.TfdsDataSource("wikitext103/detokenized:1.0.0"),
+    "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub",
+    cut=lambda text: map(detokenize, articles(text)),
+)
+add_corpus(
+    "wikitext103_raw",
+    seqio.TfdsDataSource("wikitext103/raw:1.0.0"),
+    "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub",
+    cut=articles,
+)
+add_corpus(
+    "openwebtext",
+    seqio.TfdsDataSource("openwebtext:1.0.0"),
+    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub",
 )

@@ -1,6 +1,17 @@
-"""Tokenizers: plain objects with `encode` and `decode`, no TensorFlow."""
+"""Tokenizers: plain objects with `encode` and `decode`, no TensorFlow.
 
+Each has a `name` (two tokenizers with the same name give the same ids), `vocab_size`, and the id
+`end_of_text` that ends a document and never comes out of `encode`: a text that spells a special token is
+text. `save` gives what a checkpoint keeps, so that it can be opened where the tokenizer's file isn't.
+"""
+
+import base64
+import hashlib
+import pathlib
+import zlib
 from collections.abc import Iterable
+
+from diffeqformer.errors import UserError
 
 
 class ByteTokenizer:
@@ -10,13 +21,181 @@ class ByteTokenizer:
     end_of_text = 256
     vocab_size = 257
 
-    def encode(self, text: str | bytes) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id."""
-        return list(text.encode("utf-8") if isinstance(text, str) else text)
+        return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def save(self) -> str:
+        """Nothing beyond its name."""
+        return ""
 
-TOKENIZERS = {"bytes": ByteTokenizer}
+
+GPT2_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+"""GPT-2's vocabulary as OpenAI published it: names and SHA-256."""
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+
+
+class GPT2Tokenizer:
+    """Byte-level byte-pair encoding with GPT-2's way of cutting a text into words, by `tiktoken`.
+
+    Args:
+        ranks: the id of every piece, from 0 in the order in which pieces are merged; end-of-text comes after them.
+    """
+
+    name = "gpt2"
+
+    def __init__(self, ranks: dict[bytes, int]):
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        self.ranks, self.end_of_text, self.vocab_size = ranks, len(ranks), len(ranks) + 1
+        self._encoding = tiktoken.Encoding(
+            self.name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.end_of_text}
+        )
+
+    @classmethod
+    def open(cls, folder: str = "") -> "GPT2Tokenizer":
+        """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, else from tiktoken's cache, else by download.
+
+        Raises:
+            UserError: if they can't be had, or aren't GPT-2's by their SHA-256.
+        """
+        import requests
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+        source = str(pathlib.Path(folder)) if folder else GPT2_URL
+        remedy = "name a folder that holds GPT-2's vocab.bpe and encoder.json in config.data.tokenizer_file"
+        try:
+            for name in GPT2_FILES if folder else ():  # tiktoken would fetch a damaged file again
+                data = (pathlib.Path(folder) / name).read_bytes()
+                if hashlib.sha256(data).hexdigest() != GPT2_FILES[name]:
+                    raise UserError(f"{folder}/{name}: isn't GPT-2's by its SHA-256; {remedy}")
+            return cls(
+                data_gym_to_mergeable_bpe_ranks(
+                    f"{source}/vocab.bpe",
+                    f"{source}/encoder.json",
+                    GPT2_FILES["vocab.bpe"],
+                    GPT2_FILES["encoder.json"],
+                )
+            )
+        except requests.RequestException as error:
+            reason = type(error).__name__
+            raise UserError(f"{source}: GPT-2's vocabulary can't be downloaded ({reason}); {remedy}") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without the end-of-text id."""
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
+        return self._encoding.decode([i for i in ids if i < self.end_of_text], errors="replace")
+
+    def save(self) -> str:
+        """All pieces, in the order of their ids."""
+        pieces = sorted(self.ranks, key=self.ranks.get)
+        return _pack(b"\n".join(base64.b64encode(piece) for piece in pieces))
+
+    @classmethod
+    def restore(cls, saved: str) -> "GPT2Tokenizer":
+        """The tokenizer that gave `saved`."""
+        return cls({base64.b64decode(line): i for i, line in enumerate(_unpack(saved).split(b"\n"))})
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, whose end-of-sentence id ends a document. Its name holds the model's SHA-256.
+
+    Args:
+        model: content of the model file.
+
+    Raises:
+        UserError: if it isn't one, or has no end-of-sentence id.
+    """
+
+    def __init__(self, model: bytes):
+        import sentencepiece
+
+        self._model = model
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError:
+            raise UserError("config.data.tokenizer_file: this file isn't a SentencePiece model") from None
+        self.end_of_text, self.vocab_size = self._processor.eos_id(), self._processor.vocab_size()
+        if self.end_of_text < 0:
+            raise UserError(
+                "config.data.tokenizer_file: this SentencePiece model has no end-of-sentence id; train one with it"
+            )
+        self.name = f"sentencepiece-{hashlib.sha256(model).hexdigest()[:12]}"
+
+    @classmethod
+    def open(cls, path: str) -> "SentencePieceTokenizer":
+        """The model in a file.
+
+        Raises:
+            UserError: if it can't be read or used.
+        """
+        try:
+            return cls(pathlib.Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"config.data.tokenizer_file: {path}: {error.strerror}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without the end-of-text id. Some models normalise the text first."""
+        return self._processor.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids: end-of-text and other control ids are left out."""
+        return self._processor.decode([int(i) for i in ids])
+
+    def save(self) -> str:
+        """The model file."""
+        return _pack(self._model)
+
+    @classmethod
+    def restore(cls, saved: str) -> "SentencePieceTokenizer":
+        """The tokenizer that gave `saved`."""
+        return cls(_unpack(saved))
+
+
+Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer
+
+TOKENIZERS = ("bytes", "gpt2", "sentencepiece")
+"""What `config.data.tokenizer` may name."""
+
+
+def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
+    """The tokenizer that a config names, a key of `TOKENIZERS` and its file.
+
+    Raises:
+        UserError: if there is none, or its file is missing or wrong.
+    """
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer.open(file)
+    if kind == "gpt2":
+        return GPT2Tokenizer.open(file)
+    return ByteTokenizer()
+
+
+def restore_tokenizer(name: str, saved: str) -> Tokenizer:
+    """The tokenizer of a checkpoint, from its name and what its `save` gave."""
+    if name == "bytes":
+        return ByteTokenizer()
+    return (GPT2Tokenizer if name == "gpt2" else SentencePieceTokenizer).restore(saved)
+
+
+def _pack(data: bytes) -> str:
+    return base64.b85encode(zlib.compress(data, 9)).decode()
+
+
+def _unpack(saved: str) -> bytes:
+    return zlib.decompress(base64.b85decode(saved))

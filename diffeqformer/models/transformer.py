@@ -91,9 +91,10 @@ class Transformer(nnx.Module):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps, self.solver = config.num_steps, kind.unit_steps, kind.solver
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
-        self.max_length = config.max_length
+        self.max_length, self.vocab_size = config.max_length, config.vocab_size
         self.field = field = vector_field(config)
-        table, width = (config.vocab_size, config.width), config.width
+        rows, width = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple, config.width
+        table = (rows, width)
         self.token_embedding = parameter(rngs, table, ("vocab", "embed"), stddev=field.embedding_stddev)
         if field.learned_positions:
             self.position_embedding = parameter(rngs, (config.max_length, width), ("sequence", "embed"), stddev=0.01)
@@ -184,12 +185,19 @@ class Transformer(nnx.Module):
         return dropout(x, context.at_step(0), site=0)
 
     def head(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Logits of the final state: norm, then the transposed token embedding or a matrix of its own."""
+        """Logits of the final state: norm, then the transposed token embedding or a matrix of its own.
+
+        The rows that fill up the vocabulary to a multiple have the logit -inf, so no probability and no gradient.
+        """
         x = self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
         if self.field.tied_head:
             embedding = self.token_embedding[...].astype(self.dtype)
-            return jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32)
-        return jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)
+        if logits.shape[-1] == self.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:

@@ -1,0 +1,21 @@
+"""GPT-medium's shape on WikiText-103: 1024 wide, 24 steps, E = 48 (670 M parameters; GPT 355 M).
+
+    python -m diffeqformer.main --config=configs/wikitext103_medium.py    # :gpt and :shared are the baselines
+
+Meant for 8 GPUs with 80 GB. Each device holds a whole copy of parameters, gradients and Adam moments, 11 GB
+here, and the activations of its part of the batch. The corpus, about 0.5 GB of detokenized text, is
+downloaded at the first start. The hyperparameters are those of the authors' published configuration.
+What to expect: not run; the authors saw GPT overfit at this size.
+"""
+
+from diffeqformer.config import base_config
+
+
+def get_config(model: str = "diffeqformer"):
+    config = base_config("wikitext103_medium", model)
+    config.steps = 10_001
+    config.batch_size = 256
+    config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=48, vocab_multiple=128)
+    config.optimizer.learning_rate = 3e-4
+    config.data.task = "wikitext103"
+    return config

@@ -1,0 +1,20 @@
+"""GPT-small's shape on WikiText-103: 768 wide, 12 steps, E = 20 (188 M parameters; GPT 124 M).
+
+    python -m diffeqformer.main --config=configs/wikitext103_small.py     # :gpt and :shared are the baselines
+
+Meant for 8 GPUs or TPU chips. Each device holds a whole copy of parameters, gradients and Adam moments, 3 GB
+here, and the activations of its part of the batch. The corpus, about 0.5 GB of detokenized text, is
+downloaded at the first start. The hyperparameters are those of the authors' published configuration.
+What to expect: not run.
+"""
+
+from diffeqformer.config import base_config
+
+
+def get_config(model: str = "diffeqformer"):
+    config = base_config("wikitext103_small", model)
+    config.steps = 10_001
+    config.batch_size = 256
+    config.model.vocab_multiple = 128
+    config.data.task = "wikitext103"
+    return config

@@ -1,0 +1,169 @@
+"""Texts from files: .txt (also .tokens and .raw), .jsonl (also .json) and .parquet; .gz around the first two."""
+
+import gzip
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from diffeqformer.errors import UserError
+
+PLAIN = (".txt", ".tokens", ".raw")
+JSON_LINES = (".jsonl", ".json")
+PARQUET = (".parquet",)
+ROWS_AT_ONCE = 1000
+
+
+def kind(path: str | os.PathLike) -> str:
+    """The suffix that tells a file's format, `.gz` aside.
+
+    Raises:
+        UserError: if no reader has this suffix.
+    """
+    suffixes = pathlib.Path(path).suffixes
+    compressed = suffixes[-1:] == [".gz"]
+    suffix = (suffixes[:-1] if compressed else suffixes)[-1:]
+    if not suffix or suffix[0] not in PLAIN + JSON_LINES + (() if compressed else PARQUET):
+        raise UserError(f"{path}: texts can't be read from a file of this kind; use .txt, .jsonl or .parquet")
+    return suffix[0]
+
+
+def read_texts(path: str | os.PathLike) -> Iterator[str]:
+    """The documents of a file: a whole plain file, the `text` of each JSON line, or of each Parquet row.
+
+    A document of a .jsonl or .parquet file may be empty.
+
+    Raises:
+        UserError: if the file is missing, empty, broken, without the field, or not UTF-8.
+    """
+    if kind(path) in PARQUET:
+        yield from _parquet_texts(path)
+    elif kind(path) in JSON_LINES:
+        number = 0
+        for number, line in enumerate(read_lines(path), start=1):
+            yield _json_text(path, number, line)
+    else:
+        yield "".join(read_lines(path))
+
+
+def read_lines(path: str | os.PathLike) -> Iterator[str]:
+    """The lines of a plain or JSON-lines file, with their line feeds; nothing but a line feed ends a line.
+
+    Raises:
+        UserError: if the file is missing, empty, or not UTF-8.
+    """
+    offset = 0
+    try:
+        with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
+            for line in file:
+                try:
+                    yield line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path}: byte {offset + error.start:,} isn't UTF-8; convert the file to UTF-8"
+                    ) from None
+                offset += len(line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; put a readable file there") from None
+    if not offset:
+        raise UserError(f"{path}: the file is empty; put one with text there")
+
+
+def _json_text(path: str | os.PathLike, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+        text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but no text
+        return text
+    except json.JSONDecodeError:
+        found = "isn't a JSON object"
+    except UnicodeEncodeError:
+        found = "holds half of a surrogate pair"
+    except (KeyError, TypeError, AttributeError):
+        found = "has no string 'text'"
+    raise UserError(f'{path}: line {number:,} {found}; write one {{"text": "..."}} a line')
+
+
+def _open_parquet(path: str | os.PathLike):
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; put a readable file there") from None
+    except pyarrow.ArrowInvalid:
+        raise UserError(f"{path}: this isn't a whole Parquet file; get it again") from None
+    names = file.schema_arrow.names
+    if "text" not in names:
+        raise UserError(f"{path}: there is no column 'text' among {names}; rename the one with the text")
+    if not pyarrow.types.is_string(column := file.schema_arrow.field("text").type) and column != pyarrow.large_string():
+        raise UserError(f"{path}: column 'text' holds {column} instead of strings; convert it")
+    if not file.metadata.num_rows:
+        raise UserError(f"{path}: the file has no rows; put one with text there")
+    return file
+
+
+def _strings(path: str | os.PathLike, column, first_row: int) -> list[str]:
+    """A pyarrow column as Python strings; Parquet files can hold nulls and bytes that aren't UTF-8."""
+    try:
+        texts = column.to_pylist()
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: a text after row {first_row:,} isn't UTF-8; convert the file to UTF-8") from None
+    if None in texts:
+        raise UserError(f"{path}: row {first_row + texts.index(None):,} has no text (null); leave it out")
+    return texts
+
+
+def _parquet_texts(path: str | os.PathLike) -> Iterator[str]:
+    import pyarrow
+
+    row = 0
+    with _open_parquet(path) as file:
+        try:
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=["text"]):
+                yield from _strings(path, batch.column(0), row)
+                row += batch.num_rows
+        except (OSError, pyarrow.ArrowInvalid):
+            raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
+
+
+def count_texts(path: str | os.PathLike) -> int:
+    """How many documents `read_texts` finds; a Parquet file's rows aren't read for it.
+
+    Raises:
+        UserError: as `read_texts`.
+    """
+    if kind(path) in PARQUET:
+        with _open_parquet(path) as file:
+            return file.metadata.num_rows
+    return sum(1 for _ in (read_lines if kind(path) in JSON_LINES else read_texts)(path))
+
+
+def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
+    """Some of the documents of `read_texts`, by their row. Of a Parquet file only row groups with wanted rows are read.
+
+    Raises:
+        UserError: as `read_texts`.
+    """
+    wanted = np.array(sorted(rows), np.int64)
+    if kind(path) not in PARQUET:
+        chosen = set(wanted.tolist())
+        return {row: text for row, text in enumerate(read_texts(path)) if row in chosen}
+    import pyarrow
+
+    texts, start = {}, 0
+    with _open_parquet(path) as file:
+        for group in range(file.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            here = wanted[(wanted >= start) & (wanted < end)]
+            if len(here):
+                try:
+                    column = file.read_row_group(group, columns=["text"]).column(0).take(pyarrow.array(here - start))
+                except (OSError, pyarrow.ArrowInvalid):
+                    raise UserError(f"{path}: this Parquet file is damaged after row {start:,}; get it again") from None
+                texts.update(zip(here.tolist(), _strings(path, column, start)))
+            start = end
+    return texts

@@ -1,0 +1,193 @@
+"""Perplexities as SeqIO metrics, and the evaluation that computes them. Imports TensorFlow.
+
+docs/evaluation.md defines them. Two tasks score the same text: one its disjoint windows, as the paper
+does, and one its documents, every token of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import flax
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from diffeqformer.data import tasks
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.scoring import Scorer, Stretch, sliding_windows
+
+LARGEST = 700.0  # exponents beyond this overflow
+
+
+@flax.struct.dataclass
+class WindowPerplexity(seqio.metrics.Metric):
+    """The paper's: of all tokens but the first in disjoint windows."""
+
+    model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
+    log_likelihood: float = 0.0
+    tokens: int = 0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features, target_field_name="targets", mask=None, indices_2d=None):
+        tokens = sum(len(example[target_field_name]) - 1 for example in inputs)
+        return cls(log_likelihood=float(np.sum(model_output, dtype=np.float64)), tokens=tokens)
+
+    def compute(self):
+        loss = -self.log_likelihood / self.tokens
+        return {"paper_perplexity": math.exp(min(loss, LARGEST)), "paper_loss": loss, "paper_tokens": self.tokens}
+
+
+@flax.struct.dataclass
+class TextPerplexity(seqio.metrics.Metric):
+    """The full one: of every token of every document; and by word and by byte of the text they came from."""
+
+    model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
+    log_likelihood: float = 0.0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+    documents: int = 0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features, target_field_name="targets", mask=None, indices_2d=None):
+        tokens, words, size, documents = 0, 0, 0, 0
+        for example in inputs:
+            text = example[f"{target_field_name}_pretokenized"]
+            tokens += len(example[target_field_name]) - 1  # all but end-of-text
+            words, size, documents = words + len(text.decode("utf-8").split()), size + len(text), documents + 1
+        return cls(
+            log_likelihood=float(np.sum(model_output, dtype=np.float64)), tokens=tokens, words=words, bytes=size,
+            documents=documents,
+        )  # fmt: skip
+
+    def compute(self):
+        loss = -self.log_likelihood / self.tokens
+        return {
+            "perplexity": math.exp(min(loss, LARGEST)),
+            "word_perplexity": math.exp(min(-self.log_likelihood / self.words, LARGEST)),
+            "bits_per_byte": -self.log_likelihood / math.log(2) / self.bytes,
+            "loss": loss,
+            "tokens": self.tokens,
+            "words": self.words,
+            "bytes": self.bytes,
+            "documents": self.documents,
+        }
+
+
+class AsTheyAre(seqio.FeatureConverter):
+    """Hands a model the ids as they are, without padding: so no id can be taken for padding and lose its score."""
+
+    TASK_FEATURES = {"targets": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)}
+    MODEL_FEATURES = {"targets": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)}
+
+    def _convert_features(self, ds, task_feature_lengths):
+        return ds.map(lambda example: {"targets": example["targets"]})
+
+    def get_model_feature_lengths(self, task_feature_lengths):
+        return task_feature_lengths
+
+
+def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The documents that have any text, as in a token store."""
+    return dataset.filter(lambda example: tf.strings.length(tf.strings.strip(example["targets_pretokenized"])) > 0)
+
+
+def disjoint(window: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+    """Makes documents, one after another, into windows of that many ids; what fills none is dropped."""
+
+    def windows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        dataset = dataset.map(lambda example: {"targets": example["targets"]})
+        return dataset.rebatch(window, drop_remainder=True)
+
+    return windows
+
+
+class Evaluation:
+    """The text of one split of a corpus, read and tokenized once, to be scored by one or more models.
+
+    Args:
+        corpus: name of the corpus.
+        files: local files of the split in the corpus's place, if any.
+        window: tokens of a window.
+        stride: tokens by which the full perplexity's windows move on.
+
+    Raises:
+        UserError: if there is no such split, or less text in it than one window.
+    """
+
+    def __init__(
+        self,
+        corpus: str,
+        split: str,
+        tokenizer: Tokenizer,
+        window: int,
+        stride: int,
+        files: Sequence[str] | None = None,
+    ):
+        self.window, self.stride, self.end_of_text = window, stride, tokenizer.end_of_text
+        local = {split: files} if files else None
+        windows = tasks.add_task(
+            corpus, tokenizer, local, f"_windows_{window}",
+            preprocessors=[with_text, disjoint(window)], metric_objs=[WindowPerplexity],
+        )  # fmt: skip
+        documents = tasks.add_task(
+            corpus, tokenizer, local, "_documents", preprocessors=[with_text], metric_objs=[TextPerplexity]
+        )
+        tasks.fetch(documents)
+        if split not in documents.splits:
+            raise UserError(f"--split: {corpus} has {', '.join(documents.splits)}, but it is '{split}'")
+        try:
+            self.documents, self.windows = (
+                seqio.Evaluator(
+                    task.name, AsTheyAre(pack=False, apply_length_check=False), split, async_compute_metrics=False
+                )
+                for task in (documents, windows)
+            )
+        except tf.errors.OpError as error:
+            raise UserError(tasks.one_sentence(error)) from None
+        ids = [len(example["targets"]) for example in self._examples(self.documents)]
+        if sum(ids) < window:
+            raise UserError(
+                f"{corpus}: the {split} split has {sum(ids):,} tokens, fewer than one window of {window}; choose a "
+                "smaller --window"
+            )
+
+    def _examples(self, evaluator: seqio.Evaluator):
+        [dataset] = evaluator.cached_model_datasets.values()
+        return [example for _, example in dataset.as_numpy_iterator()]
+
+    def warm_up(self, scorer: Scorer) -> None:
+        """Compile what `paper` runs."""
+        scorer([Stretch(self._examples(self.windows)[0]["targets"].tolist(), 1)])
+
+    def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
+        """The paper's perplexity; `show` is told how many tokens of how many have been scored."""
+        return self._evaluate(self.windows, scorer, show, lambda ids: [Stretch(ids, 1)])
+
+    def full(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
+        """The full perplexity, by token, word and byte."""
+        return self._evaluate(
+            self.documents, scorer, show,
+            lambda ids: list(sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text)),
+        )  # fmt: skip
+
+    def _evaluate(self, evaluator, scorer, show, stretches_of) -> dict[str, float]:
+        def log_likelihoods(dataset: tf.data.Dataset) -> list[tuple[int, float]]:
+            examples = [
+                (int(i), stretches_of(example["targets"].tolist())) for i, example in dataset.as_numpy_iterator()
+            ]
+            stretches = [stretch for _, part in examples for stretch in part]
+            total, done = sum(len(stretch.ids) - stretch.first for stretch in stretches), 0
+
+            def count(tokens: int) -> None:
+                nonlocal done
+                done += tokens
+                show(done, total)
+
+            sums = iter([float(np.sum(scores.log_probs, dtype=np.float64)) for scores in scorer(stretches, count)])
+            return [(i, sum(next(sums) for _ in part)) for i, part in examples]
+
+        metrics, _ = evaluator.evaluate(compute_metrics=True, score_fn=log_likelihoods)
+        [result] = metrics.result().values()
+        return result

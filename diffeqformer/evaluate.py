@@ -1,0 +1,233 @@
+"""Score a checkpoint: `python -m diffeqformer.evaluate --workdir=runs/tiny [--task=wikitext103] [--num_steps=4,6,8]`.
+
+The perplexities are defined in docs/evaluation.md.
+"""
+
+import json
+import pathlib
+import time
+
+import jax
+import tensorboardX
+from absl import flags
+from flax import nnx
+
+from diffeqformer import checkpoint, cli
+from diffeqformer.data.prepare import matching_files
+from diffeqformer.errors import UserError
+from diffeqformer.progress import duration
+from diffeqformer.scoring import Scorer
+
+COLUMNS = {
+    "num_steps": "steps",
+    "paper_perplexity": "paper's perplexity",
+    "perplexity": "perplexity",
+    "word_perplexity": "word perplexity",
+    "bits_per_byte": "bits/byte",
+    "milliseconds_per_window": "ms/window",
+}
+
+
+def define_flags() -> None:
+    """The options of the command."""
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    flags.DEFINE_string("task", None, "The corpus; by default the one of the training.")
+    flags.DEFINE_string("split", "validation", "Its split: validation, or test where there is one.")
+    flags.DEFINE_string("files", None, "Local files in its place: patterns of .txt, .jsonl or .parquet, with commas.")
+    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
+    flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
+    flags.DEFINE_integer(
+        "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
+    )
+    flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
+    flags.DEFINE_string("output", None, "Folder of the results; by default <workdir>/evaluation.")
+
+
+def numbers_of_steps(texts: list[str], trained: int) -> list[int]:
+    """What --num_steps asks for.
+
+    Raises:
+        UserError: for what isn't a number of steps.
+    """
+    for text in texts:
+        if not text.strip().isdigit() or int(text) < 1:
+            raise UserError(f"--num_steps: must be numbers of at least 1 with commas between them, but it has '{text}'")
+    return [int(text) for text in texts] or [trained]
+
+
+def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | None]:
+    """The corpus to be read, and the local files in its place: by default those of the training.
+
+    Raises:
+        UserError: if no file matches.
+    """
+    data = opened.config.data
+    task = options.task or data.task
+    patterns = options.files
+    if patterns is None and task == data.task and options.split in ("train", "validation"):
+        patterns = data[f"{options.split}_files"]
+    return task, matching_files(patterns, "--files") if patterns else None
+
+
+def evaluate(options) -> dict:
+    """Score a checkpoint as the options say, and write and print the results.
+
+    Raises:
+        UserError: for whatever the user can put right.
+    """
+    opened = checkpoint.load(options.workdir)
+    model, config = opened.model, opened.config
+    window = options.window or config.sequence_length
+    stride = options.stride or -(-window // 2)
+    for name, value, least, most in (("window", window, 2, model.max_length), ("stride", stride, 1, window)):
+        if not least <= value <= most:
+            raise UserError(f"--{name}: must be at least {least} and at most {most:,}, but it is {value}")
+    steps = numbers_of_steps(options.num_steps, model.num_steps)
+    scorers = [Scorer(model, num_steps, options.batch_size) for num_steps in steps]  # what can't be is said now
+    task, files = text_of(options, opened)
+    output = pathlib.Path(options.output or pathlib.Path(options.workdir) / "evaluation")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+
+    from diffeqformer.data.quiet import import_tensorflow
+
+    import_tensorflow()
+    from diffeqformer.data import tasks
+    from diffeqformer.data.perplexity import Evaluation
+
+    tasks.configure(config.data.module, config.data.tfds_dir)
+    evaluation = Evaluation(task, options.split, opened.tokenizer, window, stride, files)
+    rows = []
+    for num_steps, scorer in zip(steps, scorers):
+        rows.append({"num_steps": num_steps, **score(evaluation, scorer, f"{num_steps} steps")})
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    results = {
+        "workdir": str(options.workdir),
+        "config": config.name,
+        "kind": config.model.kind,
+        "parameters": count,
+        "checkpoint_step": opened.step,
+        "trained_num_steps": config.model.num_steps,
+        "task": task,
+        "files": files,
+        "split": options.split,
+        "tokenizer": opened.tokenizer.name,
+        "window": window,
+        "stride": stride,
+        "batch_size": options.batch_size,
+        "dtype": config.model.dtype,
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "rows": rows,
+    }
+    write(results, output)
+    return results
+
+
+def score(evaluation, scorer: Scorer, what: str) -> dict[str, float]:
+    """Both perplexities of one model, and how long a window takes it."""
+    evaluation.warm_up(scorer)
+    start = time.monotonic()
+    row = evaluation.paper(scorer, progress_line(f"{what}, disjoint windows"))
+    windows = row["paper_tokens"] / (evaluation.window - 1)
+    row["milliseconds_per_window"] = 1000 * (time.monotonic() - start) / windows
+    return {**row, **evaluation.full(scorer, progress_line(f"{what}, every token"))}
+
+
+def progress_line(what: str):
+    """Prints, every five seconds, how many tokens have been scored, the rate and the time left."""
+    start = shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown > 5 and done:
+            shown, rate = now, done / (now - start)
+            print(
+                f"  {what}: {done:,}/{total:,} tokens  {rate:,.0f} tokens/s  {duration((total - done) / rate)} left",
+                flush=True,
+            )
+
+    return show
+
+
+def table(results: dict) -> str:
+    """The results in Markdown."""
+    first = results["rows"][0]
+    corpus = f"{results['task']} ({', '.join(results['files'])})" if results["files"] else results["task"]
+    lines = [
+        f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
+        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps",
+        f"{corpus}, {results['split']}: {first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} "
+        f"words, {first['tokens']:,} tokens ({results['tokenizer']}); windows of {results['window']}, stride "
+        f"{results['stride']}",
+        "",
+        "| " + " | ".join(COLUMNS.values()) + " |",
+        "|" + "---|" * len(COLUMNS),
+    ]
+    for row in results["rows"]:
+        large = lambda value: f"{value:,.2f}" if value < 1e5 else f"{value:.3e}"  # noqa: E731
+        cells = [str(row["num_steps"]), *(large(row[name]) for name in list(COLUMNS)[1:4])]
+        cells += [f"{row['bits_per_byte']:.4f}", f"{row['milliseconds_per_window']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write(results: dict, output: pathlib.Path) -> None:
+    """Print the table, and write it with JSON, TensorBoard scalars and, for several numbers of steps, a plot."""
+    name = f"{results['task']}-{results['split']}"
+    (output / f"{name}.json").write_text(json.dumps(results, indent=1))
+    (output / f"{name}.md").write_text(table(results) + "\n")
+    with tensorboardX.SummaryWriter(str(output / "tensorboard")) as writer:
+        for row in results["rows"]:
+            for metric in list(COLUMNS)[1:]:
+                tag = f"{name}/{metric}/{row['num_steps']}_steps"
+                writer.add_scalar(tag, row[metric], results["checkpoint_step"])
+    print(table(results))
+    written = [f"{name}.json", f"{name}.md", "tensorboard"]
+    if len(results["rows"]) > 1:
+        plot(results, output / f"{name}.png")
+        written.append(f"{name}.png")
+    print(f"\n{', '.join(written)} are in {output}", flush=True)
+
+
+def plot(results: dict, path: pathlib.Path) -> None:
+    """Draw perplexity against the number of steps, and against the time that a window takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    rows = sorted(results["rows"], key=lambda row: row["num_steps"])
+    steps = [row["num_steps"] for row in rows]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, name in zip(axes, ("num_steps", "milliseconds_per_window")):
+        across = [row[name] for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: across[i])
+        for metric, label in (("paper_perplexity", "the paper's"), ("perplexity", "every token")):
+            axis.plot([across[i] for i in order], [rows[i][metric] for i in order], "o-", label=label)
+        for x, row in zip(across, rows):
+            if name != "num_steps":
+                axis.annotate(
+                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, -14), ha="center"
+                )
+        axis.grid(alpha=0.3)
+    trained = results["trained_num_steps"]
+    if trained in steps:
+        axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
+    axes[0].set(xlabel="steps of depth", ylabel="perplexity", yscale="log", xticks=steps)
+    axes[0].yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes[0].yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
+    axes[0].legend()
+    figure.suptitle(
+        f"{results['config']} at step {results['checkpoint_step']:,} on {results['task']}, {results['split']}"
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(lambda: evaluate(flags.FLAGS))

@@ -1,0 +1,39 @@
+"""Prepare the token store of a config, as training would: `python -m diffeqformer.prepare --config=configs/small.py`."""
+
+from ml_collections import ConfigDict
+
+from diffeqformer import cli
+from diffeqformer.config import check_config, check_tokenizer
+from diffeqformer.data.prepare import fingerprint, local_files, prepare, store_folder
+from diffeqformer.data.remote import upload
+from diffeqformer.data.store import open_store, read_about, verify
+from diffeqformer.data.tokenizers import open_tokenizer
+
+
+def run(config: ConfigDict) -> None:
+    """Prepare the config's store, or verify it if it is there; with `config.data.remote`, put a copy there.
+
+    Raises:
+        UserError: for whatever the user can put right.
+    """
+    check_config(config, num_devices=1)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
+    check_tokenizer(config, tokenizer)
+    folder = store_folder(config.data, tokenizer)
+    if folder.exists():
+        open_store(folder, tokenizer.name, config.sequence_length, fingerprint(local_files(config.data)))
+        verify(folder, read_about(folder))
+        print(f"{folder}: this token store is there already, whole and as it was written")
+    else:
+        prepare(config.data, tokenizer)
+    if config.data.remote:
+        upload(folder, config.data.remote)
+
+
+if __name__ == "__main__":
+    config = cli.define_config()
+    cli.run(
+        lambda: run(config.value),
+        cli.parse_config,
+        interrupted="interrupted; finished shards stay, and the same command goes on from them",
+    )

@@ -1,0 +1,141 @@
+"""Log-probabilities of given ids: what perplexities and multiple-choice scores are made of."""
+
+import collections
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from diffeqformer.errors import UserError
+from diffeqformer.models.depth_weights import StackedWeights
+from diffeqformer.models.transformer import Transformer, split, weights_at
+from diffeqformer.sharding import make_mesh, sharding
+
+SHORTEST = 32  # positions; sequences are filled up to this times a power of two, so that few shapes are compiled
+
+
+class Stretch(NamedTuple):
+    """Ids of which those from `first` on (at least 1) are to be scored, given all ids before each of them."""
+
+    ids: Sequence[int]
+    first: int
+
+
+class Scores(NamedTuple):
+    """Of each scored id its log-probability in nats, and whether it is the likeliest one."""
+
+    log_probs: Float[np.ndarray, "N"]
+    likeliest: Bool[np.ndarray, "N"]
+
+
+def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -> Iterator[Stretch]:
+    """Sequences of at most `window` inputs that score every id of a text once.
+
+    The first scores up to `window` ids, each further one up to `stride` more and sees as many ids before
+    them as the window has room for. With a stride as long as the window, only the last window looks back.
+
+    Args:
+        ids: the text; may be empty.
+        before: the id that stands before its first one, end-of-text.
+    """
+    stream, done = [before, *ids], 0
+    while done < len(ids):
+        end = min(len(ids), done + (stride if done else window))
+        start = max(0, end - window)
+        yield Stretch(stream[start : end + 1], done - start + 1)
+        done = end
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def score(
+    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "B S"], targets: Int[Array, "B S"]
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """The log-probability of each target, in nats, and whether it is the likeliest id."""
+    logits = nnx.merge(graph, params)(tokens, weights)
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, targets), jnp.argmax(logits, axis=-1) == targets
+
+
+class Scorer:
+    """Scores sequences with one model at one number of steps; its weights are generated once.
+
+    Args:
+        model: any model of the family.
+        num_steps: steps of depth; None: as trained.
+        batch_size: sequences at once, over all devices; filled up to a multiple of their number.
+        mesh: the devices that share each batch; by default all.
+
+    Raises:
+        UserError: if the model can't take that number of steps, or the batch size is below 1.
+    """
+
+    def __init__(self, model: Transformer, num_steps: int | None = None, batch_size: int = 8, mesh: Mesh | None = None):
+        if batch_size < 1:
+            raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
+        mesh = make_mesh() if mesh is None else mesh
+        weights, reader = weights_at(model, num_steps), nnx.merge(*split(model))
+        del reader.depth  # its many arrays have done their part: a batch takes fewer arguments
+        self.graph, params = split(reader)
+        self.params, self.weights = jax.device_put((params, weights), sharding(mesh))
+        self.by_example = sharding(mesh, "batch", None)
+        self.max_length = model.max_length
+        self.batch_size = -(-batch_size // mesh.size) * mesh.size
+
+    def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
+        """The scores of each sequence, in their order. Sequences of like length share a batch.
+
+        Args:
+            sequences: whose inputs (all ids but the last) fit into the model's positions.
+            show: called after each batch with the number of ids that have been scored in it.
+
+        Raises:
+            UserError: if one is too long.
+        """
+        results, pending = [None] * len(sequences), collections.deque()
+
+        def read() -> None:
+            indices, (log_probs, likeliest) = pending.popleft()
+            log_probs, likeliest = np.asarray(log_probs), np.asarray(likeliest)
+            for row, i in enumerate(indices):
+                part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
+                results[i] = Scores(log_probs[row, part], likeliest[row, part])
+            show(sum(len(results[i].log_probs) for i in indices))
+
+        lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
+        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # the longest first: it needs most memory
+        while order:
+            length = lengths[order[0]]
+            indices = [i for i in order[: self.batch_size] if lengths[i] == length]
+            order = order[len(indices) :]
+            pending.append((indices, self._score([sequences[i].ids for i in indices], length)))
+            if len(pending) > 1:  # the device works on one batch while this one is read
+                read()
+        while pending:
+            read()
+        return results
+
+    def _positions(self, inputs: int) -> int:
+        """The number of positions to which so many inputs are filled up."""
+        if inputs > self.max_length:
+            raise UserError(f"tokens: {inputs} positions, but this model has {self.max_length}")
+        length = SHORTEST
+        while length < inputs:
+            length *= 2
+        return min(length, self.max_length)
+
+    def _score(self, batch: list[Sequence[int]], length: int):
+        """Fills up with id 0 after the ends, which no scored position sees."""
+        ids = np.zeros((self.batch_size, length + 1), np.int32)
+        for row, sequence in zip(ids, batch):
+            row[: len(sequence)] = sequence
+        tokens, targets = (
+            jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
+            for part in (ids[:, :-1], ids[:, 1:])
+        )
+        return score(self.graph, self.params, self.weights, tokens, targets)

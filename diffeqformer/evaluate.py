@@ -5,6 +5,7 @@ The perplexities are defined in docs/evaluation.md.
 
 import json
 import pathlib
+import statistics
 import time
 
 import jax
@@ -100,8 +101,10 @@ def evaluate(options) -> dict:
     tasks.configure(config.data.module, config.data.tfds_dir)
     evaluation = Evaluation(task, options.split, opened.tokenizer, window, stride, files)
     rows = []
-    for num_steps, scorer in zip(steps, scorers):
-        rows.append({"num_steps": num_steps, **score(evaluation, scorer, f"{num_steps} steps")})
+    for num_steps, scorer, milliseconds in zip(steps, scorers, time_windows(evaluation, scorers)):
+        paper = evaluation.paper(scorer, progress_line(f"{num_steps} steps, disjoint windows"))
+        full = evaluation.full(scorer, progress_line(f"{num_steps} steps, every token"))
+        rows.append({"num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds})
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     results = {
         "workdir": str(options.workdir),
@@ -125,14 +128,16 @@ def evaluate(options) -> dict:
     return results
 
 
-def score(evaluation, scorer: Scorer, what: str) -> dict[str, float]:
-    """Both perplexities of one model, and how long a window takes it."""
-    evaluation.warm_up(scorer)
-    start = time.monotonic()
-    row = evaluation.paper(scorer, progress_line(f"{what}, disjoint windows"))
-    windows = row["paper_tokens"] / (evaluation.window - 1)
-    row["milliseconds_per_window"] = 1000 * (time.monotonic() - start) / windows
-    return {**row, **evaluation.full(scorer, progress_line(f"{what}, every token"))}
+def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[float]:
+    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which each has its turn."""
+    seconds = [[] for _ in scorers]
+    for _ in range(rounds + 1):
+        for scorer, times in zip(scorers, seconds):
+            windows = evaluation.first_windows(scorer.batch_size)
+            start = time.monotonic()
+            scorer(windows)
+            times.append((time.monotonic() - start) / len(windows))
+    return [1000 * statistics.median(times[1:]) for times in seconds]  # the first round compiled
 
 
 def progress_line(what: str):
@@ -210,15 +215,20 @@ def plot(results: dict, path: pathlib.Path) -> None:
         for x, row in zip(across, rows):
             if name != "num_steps":
                 axis.annotate(
-                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, -14), ha="center"
+                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, 7), ha="center"
                 )
         axis.grid(alpha=0.3)
     trained = results["trained_num_steps"]
     if trained in steps:
         axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
-    axes[0].set(xlabel="steps of depth", ylabel="perplexity", yscale="log", xticks=steps)
-    axes[0].yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes[0].yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
+    values = [row[metric] for row in rows for metric in ("paper_perplexity", "perplexity")]
+    if max(values) > 3 * min(values):
+        axes[0].set_yscale("log")
+        axes[0].yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        for level in ("major", "minor"):
+            getattr(axes[0].yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+    axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
     axes[0].legend()
     figure.suptitle(

@@ -157,9 +157,10 @@ class Evaluation:
         [dataset] = evaluator.cached_model_datasets.values()
         return [example for _, example in dataset.as_numpy_iterator()]
 
-    def warm_up(self, scorer: Scorer) -> None:
-        """Compile what `paper` runs."""
-        scorer([Stretch(self._examples(self.windows)[0]["targets"].tolist(), 1)])
+    def first_windows(self, count: int) -> list[Stretch]:
+        """The first disjoint windows, over again if there are fewer."""
+        windows = [Stretch(example["targets"].tolist(), 1) for example in self._examples(self.windows)[:count]]
+        return [windows[i % len(windows)] for i in range(count)]
 
     def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
         """The paper's perplexity; `show` is told how many tokens of how many have been scored."""

@@ -1,0 +1,163 @@
+"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) the TFDS builders."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from diffeqformer.data.files import count_texts, pick_texts, read_texts
+from diffeqformer.data.wikitext import articles, detokenize
+from diffeqformer.errors import UserError
+from helpers import ROOT
+
+FIRST = " = The Old Kettle = \n \n A kettle whistled . \n = Not a Title = \n It whistled twice . \n \n"
+SECOND = " = Foo ( 1 = 2 ) = \n \n = = Section = = \n \n = = = Deeper = = = \n \n = = = \n \n Text\u2028here . \n"
+
+
+def test_articles_begin_at_titles_and_join_to_the_text():
+    assert list(articles(FIRST + SECOND)) == [FIRST, SECOND]
+    assert list(articles(" \n\n" + FIRST + SECOND)) == [FIRST, SECOND]
+    assert list(articles("No title \n \n" + FIRST + SECOND)) == ["No title \n \n", FIRST, SECOND]
+    assert list(articles(FIRST + " = Last = ")) == [FIRST, " = Last = "]
+    assert list(articles(FIRST + " = Followed = \n at once \n")) == [FIRST + " = Followed = \n at once \n"]
+    assert list(articles(FIRST + "A list :\n = Item = \n \n")) == [FIRST + "A list :\n = Item = \n \n"]
+    assert list(articles(FIRST + " = A\u2028B = \n \n c")) == [FIRST, " = A\u2028B = \n \n c"]
+    assert list(articles("")) == list(articles(" \n \n")) == []
+
+
+TOKENS = {
+    "About 1 @,@ 000 well @-@ fed hens ate 2 @.@ 5 kg .": "About 1,000 well-fed hens ate 2.5 kg.",
+    "He said , \" I don 't know ; we 'll see \" ( or not ) .": "He said, \"I don't know; we'll see\" (or not).",
+    "The hen 's eggs , the hens ' nest , O 'Hara": "The hen's eggs, the hens' nest, O'Hara",
+    "Hens ' eggs and foxes ' holes": "Hens' eggs and foxes' holes",
+    "known as ' the red ones ' , since the ' 90s": "known as 'the red ones', since the '90s",
+    "pages 3 – 5 of June 2 , 1955 – June 9 , 1956": "pages 3–5 of June 2, 1955 – June 9, 1956",
+    "from 1 May 1910 – 2 May 1980 at 17 : 45": "from 1 May 1910 – 2 May 1980 at 17:45",
+    "cost $ 5 or £ 7 — 30 % less [ ... ] at 20 ° C , 4 ° 11 ′ N": "cost $5 or £7—30% less [...] at 20 °C, 4°11′ N",
+    "km / h , and / or ; in the pot / And so on": "km/h, and/or; in the pot / And so on",
+    "a <unk> @-@ like <unk> 's R & B": "a <unk>-like <unk>'s R&B",
+    " = = Old hens = = ": "== Old hens ==",
+    " = The Kettle ( 1901 ) = ": "= The Kettle (1901) =",
+    "let ’ s see “ this ” , wait ... what": "let’s see “this”, wait... what",
+    "= = =": "= = =",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_detokenized_text_is_prose_and_has_the_same_characters(tokens):
+    def characters(text):
+        for mark in ("@-@", "@,@", "@.@"):
+            text = text.replace(mark, mark[1])
+        return "".join(text.split())
+
+    text = detokenize(tokens)
+    assert text == TOKENS[tokens] and characters(text) == characters(tokens)
+
+
+def test_detokenization_keeps_lines():
+    text = "\n".join(TOKENS)
+    assert detokenize(text) == "\n".join(TOKENS.values())
+
+
+DOCUMENTS = ["one\ntwo\u2028", "", "  ", "três 🙂"]
+
+
+def write(folder, name, documents=DOCUMENTS, rows_per_group=2):
+    path = folder / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": documents, "id": range(len(documents))}), path, row_group_size=rows_per_group)
+    elif ".jsonl" in name:
+        data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz"])
+def test_documents_of_a_file_come_as_they_are(tmp_path, name):
+    path = write(tmp_path, name)
+    assert list(read_texts(path)) == DOCUMENTS and count_texts(path) == 4
+    assert pick_texts(path, [3, 0]) == {0: DOCUMENTS[0], 3: DOCUMENTS[3]}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "wiki.train.tokens", "wiki.train.raw", "a.txt.gz"])
+def test_a_plain_file_is_one_document(tmp_path, name):
+    data = "a \r\n\n é\u2028x".encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert list(read_texts(tmp_path / name)) == [data.decode()] and count_texts(tmp_path / name) == 1
+
+
+def test_only_row_groups_with_wanted_rows_are_read(tmp_path, monkeypatch):
+    path = write(tmp_path, "a.parquet", [str(i) for i in range(10)])
+    read, original = [], pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda self, i, **kwargs: read.append(i) or original(self, i, **kwargs)
+    )
+    assert pick_texts(path, [9, 2, 3]) == {2: "2", 3: "3", 9: "9"} and read == [1, 4]
+
+
+def parquet(**columns):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
+
+
+@pytest.mark.parametrize(
+    "name, data, sentence",
+    [
+        ("a.txt", None, r"a\.txt: No such file or directory; put"),
+        ("a.txt", b"", r"a\.txt: the file is empty"),
+        ("a.txt", b"ab\ncd\xff", r"a\.txt: byte 5 isn't UTF-8"),
+        ("a.txt.gz", b"plain", r"a\.txt\.gz: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"plain")[:-9], r"a\.txt\.gz: .*end-of-stream"),
+        ("a.csv", b"x", r"a\.csv: texts can't be read from a file of this kind"),
+        ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
+        ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n\n', r"a\.jsonl: line 2 isn't a JSON object"),
+        ("a.jsonl", b'{"words": "a"}\n', r"a\.jsonl: line 1 has no string 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl: line 1 has no string 'text'"),
+        ("a.jsonl", b'["text"]\n', r"a\.jsonl: line 1 has no string 'text'"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 24 isn't UTF-8"),
+        ("a.parquet", None, r"a\.parquet: .*No such file.*; put"),
+        ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
+        ("a.parquet", b"", r"a\.parquet: this isn't a whole Parquet file"),
+        ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
+        ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
+        ("a.parquet", parquet(text=pa.array([], pa.string())), r"a\.parquet: the file has no rows"),
+        ("a.parquet", parquet(text=["a", None]), r"a\.parquet: row 1 has no text \(null\)"),
+        ("a.parquet", parquet(text=NOT_UTF8), r"a\.parquet: a text after row 0 isn't UTF-8"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=sentence) as error:
+        list(read_texts(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_the_builders():
+    """Their tests are in builders_process.py: TensorFlow stays out of this process, and its import hook out of theirs."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "tests/builders_process.py",
+    ]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -17,23 +17,31 @@ setup(
         "absl-py>=2.1",
         "clu>=0.0.12",
         "flax>=0.12,<0.13",
+        "fsspec>=2024.6",
         "importlib_resources>=6",  # tensorflow-datasets needs it and doesn't say so
         "jax>=0.10,<0.12",
         "jaxtyping>=0.3",
+        "matplotlib>=3.9",
         "ml-collections>=1.1",
         "numpy>=2.0",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "pyarrow>=17",
+        "requests>=2.31",
+        "sentencepiece>=0.2",
         "seqio>=0.0.20",
         "tensorboard>=2.18",  # clu needs it and doesn't say so; and it shows the curves
         "tensorboardX>=2.6.4",
         "tensorflow>=2.20",
         "tensorflow-datasets>=4.9.9",
         "tensorflow-text>=2.20",
+        "tiktoken>=0.9",
     ],
     extras_require={
-        "tpu": ["jax[tpu]"],
+        "tpu": ["gcsfs>=2024.6", "jax[tpu]"],
         "cuda": ["jax[cuda12]"],
-        "test": ["beartype>=0.20", "pytest>=8"],
+        "gcs": ["gcsfs>=2024.6"],  # token stores on gs://
+        "eval": ["lm-eval>=0.4.9"],
+        "test": ["beartype>=0.20", "dill>=0.3.8", "lm-eval>=0.4.9", "pytest>=8"],  # TFDS's test case needs dill
     },
 )

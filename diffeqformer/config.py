@@ -154,11 +154,8 @@ RULES = [
         lambda v, c, n: v in CORPORA or c.data.module,
         f"must be one of {', '.join(CORPORA)}, or one that config.data.module adds",
     ),
-    *_every(
-        "data.train_files data.validation_files",
-        lambda v, c, n: bool(c.data.train_files) == bool(c.data.validation_files),
-        "must be given for both training and validation, or for neither",
-    ),
+    Rule("data.train_files", lambda v, c, n: not v or c.data.validation_files, "must come with data.validation_files"),
+    Rule("data.validation_files", lambda v, c, n: not v or c.data.train_files, "must come with data.train_files"),
     Rule("data.tokenizer", lambda v, c, n: v in TOKENIZERS, f"must be one of {', '.join(TOKENIZERS)}"),
     Rule(
         "data.tokenizer_file",

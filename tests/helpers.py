@@ -1,6 +1,8 @@
 """Models and configs that several tests build."""
 
+import hashlib
 import importlib.util
+import json
 import pathlib
 
 import jax
@@ -9,6 +11,7 @@ from flax import nnx
 
 import authors
 from diffeqformer.config import base_config
+from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
 
@@ -39,6 +42,27 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     keys = jax.random.split(jax.random.key(7), len(leaves))
     noise = [0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
     return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
+
+
+def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:
+    """Write a token store as `diffeqformer.data.prepare` would, from the documents of each shard of each split."""
+    folder.mkdir(parents=True)
+    about = {"format": 2, "task": "task", "origin": "made up", "files": "", "tokenizer": tokenizer.name}
+    about |= {"vocab_size": tokenizer.vocab_size, "dtype": "<u2", "splits": {}}
+    for split, shards in splits.items():
+        entries, whole = [], b""
+        for index, documents in enumerate(shards):
+            ids = [i for text in documents for i in [*tokenizer.encode(text), tokenizer.end_of_text]]
+            data = np.array(ids, "<u2").tobytes()
+            (folder / f"{split}-{index:05d}.bin").write_bytes(data)
+            size = sum(len(text.encode()) for text in documents)
+            entry = {"file": f"{split}-{index:05d}.bin", "tokens": len(ids), "documents": len(documents), "empty": 0}
+            entries.append(entry | {"bytes": size, "sha256": hashlib.sha256(data).hexdigest()})
+            whole += data
+        sums = {name: sum(entry[name] for entry in entries) for name in ("tokens", "documents", "bytes")}
+        about["splits"][split] = sums | {"sha256": hashlib.sha256(whole).hexdigest(), "shards": entries}
+    (folder / "store.json").write_text(json.dumps(about))
+    return about
 
 
 def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):

@@ -136,7 +136,10 @@ def test_a_config_saved_before_a_field_existed_has_its_default():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"model__vocab_size": 256}, "model.vocab_size: must not be below the 257 ids of the tokenizer bytes, but it is 256"),
+        (
+            {"model__vocab_size": 256},
+            "model.vocab_size: must not be below the 257 ids of the tokenizer bytes, but it is 256",
+        ),
         ({"sample__prompt": ""}, "sample.prompt: must have at least one token .*, but it is ''"),
         ({"sample__prompt": "x" * 16}, r"sample.prompt: .* fewer than sample.length \(16\)"),
     ],
@@ -148,7 +151,14 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
-    free = {"name", "model.remat", "model.norm_of_norm", "data.dir", "data.module", "data.tfds_dir"}  # any value will do
+    free = {
+        "name",
+        "model.remat",
+        "model.norm_of_norm",
+        "data.dir",
+        "data.module",
+        "data.tfds_dir",
+    }  # any value will do
     free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert {rule.field for rule in RULES} == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
 
@@ -217,7 +227,18 @@ def test_right_overrides_pass():
             "config.stepz: there is no such field; did you mean config.steps?",
         ),
         (["--config=configs/tiny.py", "--verbos"], "verbos"),
-        (["--config=configs/large.py"], "config.data.task: must be one of python_stdlib, but it is 'openwebtext'"),
+        (
+            ["--config=configs/tiny.py", "--config.data.task=pile"],
+            "config.data.task: must be one of python_stdlib, wiki",
+        ),
+        (
+            ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=absent.model"],
+            "config.data.tokenizer_file: absent.model: No such file or directory",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.data.train_files=absent*", "--config.data.validation_files=absent*"],
+            "config.data.train_files: no file matches 'absent*'",
+        ),
         ([], "--config: a config file is needed"),
     ],
 )

@@ -1,40 +1,38 @@
 """Token store: a pure function of seed and step, and refusal of anything broken."""
 
 import json
-import subprocess
-import sys
 
+import fsspec
 import numpy as np
 import pytest
 
-from diffeqformer.data.store import open_store, write_store
+from diffeqformer.data.remote import stage, upload
+from diffeqformer.data.store import open_store, read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import ROOT
+from helpers import make_store
 
 TOKENIZER = ByteTokenizer()
-
-
-def documents(texts):
-    for text in texts:
-        yield np.array([*TOKENIZER.encode(text), TOKENIZER.end_of_text]), len(text.encode())
+TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    texts = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
-    write_store(
-        tmp_path / "task", "task", TOKENIZER, "made up", {"train": documents(texts), "validation": documents(texts[:5])}
-    )
+    """A store of three shards, one of them empty."""
+    make_store(tmp_path / "task", {"train": [TEXTS[:40], [], TEXTS[40:]], "validation": [TEXTS[:5]]})
     return tmp_path / "task"
 
 
-def test_a_store_holds_the_documents_and_nothing_else(folder):
+def test_a_store_holds_the_documents_in_order(folder):
     split = open_store(folder, "bytes", 8)["train"]
-    text = "".join(f"document {i}: " + "x" * (i % 17) for i in range(100))
-    assert TOKENIZER.decode(split.tokens.tolist()) == text and split.text_bytes == len(text)
-    assert np.sum(split.tokens == TOKENIZER.end_of_text) == 100 and split.tokens.dtype == np.uint16
-    assert [path.name for path in folder.parent.iterdir()] == ["task"]
+    ids = [i for text in TEXTS for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
+    assert split.ids(0, 10**9).tolist() == ids and split.size == len(ids) and split.text_bytes == len("".join(TEXTS))
+    seam = int(split.ends[0])
+    for start, stop in ((0, 1), (seam - 3, seam + 3), (seam, seam + 1), (len(ids) - 2, len(ids) + 9), (5, 5)):
+        assert split.ids(start, stop).tolist() == ids[start:stop]
+    windows = split.windows(np.arange(len(ids) // 8), 8)
+    np.testing.assert_array_equal(windows.ravel(), ids[: windows.size])
+    assert windows.dtype == np.int32
 
 
 def test_batches_are_a_function_of_seed_and_step(folder):
@@ -46,7 +44,7 @@ def test_batches_are_a_function_of_seed_and_step(folder):
 
 def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(folder):
     split = open_store(folder, "bytes", 8)["train"]
-    count = len(split.tokens) // 8
+    count = split.size // 8
     windows = [split.batch(step, 1, 8, seed=0)[0].tobytes() for step in range(2 * count)]
     whole = sorted(split.windows(np.arange(count), 8)[i].tobytes() for i in range(count))
     assert sorted(windows[:count]) == sorted(windows[count:]) == whole
@@ -56,18 +54,19 @@ def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(folder):
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_hosts_read_the_parts_of_one_global_batch(folder, hosts):
     split = open_store(folder, "bytes", 8)["train"]
-    last = len(split.tokens) // 8 // 8  # a step whose batch spans two epochs
+    last = split.size // 8 // 8  # a step whose batch spans two epochs
     for step in (0, last):
         parts = [split.batch(step, 8, 8, 0, rows=slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
         np.testing.assert_array_equal(np.concatenate(parts), split.batch(step, 8, 8, 0))
 
 
-def test_evaluation_covers_every_token_once_in_order(folder):
+def test_evaluation_covers_every_whole_window_once_in_order(folder):
     split = open_store(folder, "bytes", 8)["validation"]
     batches = list(split.evaluation_batches(4, 8))
-    assert all(tokens.shape == valid.shape == (4, 8) for tokens, valid in batches)
-    np.testing.assert_array_equal(np.concatenate([tokens[valid] for tokens, valid in batches]), split.tokens)
-    assert len(split.tokens) % 32  # so that there is something to fill up
+    assert all(tokens.shape == (4, 8) and valid.shape == (4, 1) for tokens, valid in batches)
+    windows = np.concatenate([tokens[valid[:, 0]] for tokens, valid in batches])
+    np.testing.assert_array_equal(windows.ravel(), split.ids(0, split.size // 8 * 8))
+    assert split.size % 8 and not batches[-1][1].all()  # so that there is something to leave out
 
 
 def corrupt_json(folder):
@@ -75,12 +74,12 @@ def corrupt_json(folder):
 
 
 def truncate(folder):
-    with open(folder / "train.bin", "r+b") as file:
+    with open(folder / "train-00002.bin", "r+b") as file:
         file.truncate(10)
 
 
 def lose_split(folder):
-    (folder / "validation.bin").unlink()
+    (folder / "validation-00000.bin").unlink()
 
 
 def other_tokenizer(folder):
@@ -104,8 +103,8 @@ def lose_entry(folder):
     [
         (corrupt_json, r"store\.json: .*can't be read"),
         (lose_entry, r"store\.json: .*can't be read"),
-        (truncate, r"train\.bin: .*has 10 bytes instead of "),
-        (lose_split, r"validation\.bin: .*has 0 bytes instead of "),
+        (truncate, r"train-00002\.bin: .*has 10 bytes instead of "),
+        (lose_split, r"validation-00000\.bin: .*has 0 bytes instead of "),
         (other_tokenizer, r"made with tokenizer 'gpt2', but 'bytes' is needed"),
         (other_format, r"has format 99"),
     ],
@@ -124,39 +123,55 @@ def test_missing_and_too_short_stores_are_refused(folder, tmp_path):
         open_store(folder, "bytes", 10_000)
 
 
-def test_an_interrupted_preparation_leaves_nothing(tmp_path):
-    def interrupted():
-        yield from documents(["one"])
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_store(tmp_path / "task", "task", TOKENIZER, "made up", {"train": interrupted()})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tokenizer_round_trip():
-    text = "naïve\n\0 🙂"
-    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-    assert TOKENIZER.decode([104, 105, TOKENIZER.end_of_text]) == "hi" and TOKENIZER.decode([0xFF]) == "\ufffd"
+def test_a_changed_store_is_found_by_its_hashes(folder):
+    verify(folder, read_about(folder))
+    data = bytearray((folder / "train-00002.bin").read_bytes())
+    data[10] ^= 1
+    (folder / "train-00002.bin").write_bytes(data)
+    read_about(folder)  # its size is right
+    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
+        verify(folder, read_about(folder))
+    about = read_about(folder)
+    about["splits"]["train"]["shards"][0]["sha256"] = about["splits"]["train"]["sha256"]
 
 
-def test_the_standard_library_task_agrees_with_its_files(stdlib_stores):
-    """SeqIO's tokens are the bytes of the files, tests left out, split by path. Its own process imports TensorFlow."""
-    script = """
-import numpy as np, seqio
-from diffeqformer.data import tasks
-task = seqio.TaskRegistry.get("python_stdlib")
-train, validation = (tasks.stdlib_files(split) for split in ("train", "validation"))
-assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
-vocabulary = task.output_features["targets"].vocabulary
-first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))
-text = validation[0].read_bytes()
-assert bytes(first["targets"][:-1].astype(np.uint8)) == text and first["targets"][-1] == vocabulary.eos_id == 256
-assert vocabulary.decode_tf(vocabulary.encode_tf("abc")).numpy() == b"abc"
-print(sum(path.stat().st_size for path in validation))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    splits = open_store(stdlib_stores / "python_stdlib", "bytes", 128)
-    assert splits["validation"].text_bytes == int(done.stdout.splitlines()[-1])
-    assert len(splits["train"].tokens) > 5e6
+def test_a_store_of_other_text_is_refused(folder):
+    with pytest.raises(UserError, match=r"was made from other text \(made up\); choose another config.data.dir"):
+        open_store(folder, "bytes", 8, files="fingerprint")
+
+
+def test_a_store_goes_to_a_url_and_comes_back(folder, tmp_path, monkeypatch, capsys):
+    """In memory here; a bucket is another file system of the same library."""
+    remote, memory = "memory://bucket/stores", fsspec.filesystem("memory")
+    here = tmp_path / "elsewhere" / "task"
+    with pytest.raises(UserError, match="config.data.remote: there is no token store task at memory://bucket/stores"):
+        stage(remote, here)
+    upload(folder, remote)
+    memory.rm("/bucket/stores/task/store.json")
+    with pytest.raises(UserError, match="there is no token store"):  # one that isn't whole isn't one
+        stage(remote, here)
+    upload(folder, remote)
+    stage(remote, here)
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in folder.iterdir())
+    assert all((here / path.name).read_bytes() == path.read_bytes() for path in folder.glob("*.bin"))
+    assert list(here.parent.iterdir()) == [here] and "file 4/4" in capsys.readouterr().out
+
+    damaged = tmp_path / "damaged" / "task"
+    with memory.open("/bucket/stores/task/train-00002.bin", "wb") as file:
+        file.write(b"??")
+    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
+        stage(remote, damaged)
+    assert not damaged.exists()
+    finished = damaged.with_name("task.partial") / "train-00000.bin"
+    before = finished.stat().st_mtime_ns
+    memory.rm("/bucket/stores/task/train-00002.bin")
+    upload(folder, remote)
+    stage(remote, damaged)  # goes on from what was copied
+    assert (damaged / "train-00000.bin").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("remote", ["nowhere://bucket", "file:///proc/stores"])
+def test_a_url_that_cannot_be_used_is_one_sentence(folder, remote):
+    with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
+        upload(folder, remote)
+    assert "\n" not in str(error.value)

@@ -54,9 +54,7 @@ def _ask_hub(url: str):
         found = "the answer isn't JSON"
     except requests.RequestException:
         found = "the hub can't be reached"
-    raise UserError(
-        f"{url}: {found}; try again later, or put the files into manual_dir as diffeqformer/data/builders.py says"
-    )
+    raise UserError(f"{url}: {found}; try again later, or put the files into manual_dir as docs/data.md says")
 
 
 def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:

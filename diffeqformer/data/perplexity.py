@@ -13,6 +13,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import tasks
+from diffeqformer.data.quiet import quiet
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.scoring import Scorer, Stretch, sliding_windows
@@ -138,12 +139,12 @@ class Evaluation:
         if split not in documents.splits:
             raise UserError(f"--split: {corpus} has {', '.join(documents.splits)}, but it is '{split}'")
         try:
-            self.documents, self.windows = (
-                seqio.Evaluator(
-                    task.name, AsTheyAre(pack=False, apply_length_check=False), split, async_compute_metrics=False
+            with quiet():  # a broken document is told twice, with its whole traceback
+                converter = AsTheyAre(pack=False, apply_length_check=False)
+                self.documents, self.windows = (
+                    seqio.Evaluator(task.name, converter, split, async_compute_metrics=False)
+                    for task in (documents, windows)
                 )
-                for task in (documents, windows)
-            )
         except tf.errors.OpError as error:
             raise UserError(tasks.one_sentence(error)) from None
         ids = [len(example["targets"]) for example in self._examples(self.documents)]

@@ -1,25 +1,34 @@
 """TensorFlow, brought in without noise and without taking an accelerator's memory."""
 
+import contextlib
 import os
 import sys
 
 from absl import logging
 
 
+@contextlib.contextmanager
+def quiet():
+    """Drop what C++ libraries write to standard error meanwhile; none of their settings stops all of it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def import_tensorflow():
     """Import TensorFlow and SeqIO without the lines that their libraries print about devices, and give TensorFlow."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.set_verbosity(logging.ERROR)
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # some are written before any of their settings is read
-    try:
+    with quiet():
         import seqio  # noqa: F401
         import tensorflow as tf
 
         tf.config.set_visible_devices([], "GPU")  # it would take all of its memory
-        return tf
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    return tf

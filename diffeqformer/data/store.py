@@ -60,7 +60,7 @@ class Split:
     def windows(self, indices: Integer[np.ndarray, "B"], sequence_length: int) -> Int[np.ndarray, "B S"]:
         """Whole windows by their index, as int32."""
         batch = np.empty((len(indices), sequence_length), np.int32)
-        for row, start in zip(batch, np.asarray(indices, np.int64) * sequence_length):
+        for row, start in zip(batch, (np.asarray(indices, np.int64) * sequence_length).tolist()):
             row[:] = self.ids(start, start + sequence_length)
         return batch
 

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import time
 
-from diffeqformer.data.quiet import import_tensorflow
+from diffeqformer.data.quiet import import_tensorflow, quiet
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.tokenizers import restore_tokenizer
 from diffeqformer.errors import UserError
@@ -117,7 +117,8 @@ def main() -> None:
                 plan(task, first)
             else:
                 folder, shard = pathlib.Path(request["folder"]), request["shard"]
-                write_shard(task, token_type(tokenizer.vocab_size), folder, *shard)
+                with quiet():  # a broken document is told twice, with its whole traceback
+                    write_shard(task, token_type(tokenizer.vocab_size), folder, *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except (UserError, tf.errors.OpError) as error:

@@ -1,0 +1,144 @@
+"""Perplexities: those of plain sums, the same as training's own, and a command that says what is wrong."""
+
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from diffeqformer import checkpoint
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.models import transformer
+from diffeqformer.models.transformer import Transformer
+from diffeqformer.step import new_model
+from helpers import ROOT, lively_model, toy_config
+
+TOKENIZER = ByteTokenizer()
+DOCUMENTS = ["A first document, of our own.", "", "Another one: naïve 🙂, and a bit longer than the first.", "x"]
+
+
+def save_checkpoint(workdir, model: Transformer, config) -> None:
+    """A checkpoint of a model that was never trained."""
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "tokenizer_data": "", "data_sha256": "none"}
+    workdir.mkdir()
+    with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
+        checkpoint.save(checkpoints, 3, {"params": transformer.split(model)[1]}, about)
+        checkpoints.wait_until_finished()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    config = toy_config("diffeqformer")
+    workdir = tmp_path_factory.mktemp("runs") / "lively"
+    save_checkpoint(workdir, lively_model("diffeqformer", vocab_size=257), config)
+    return workdir
+
+
+def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "diffeqformer.evaluate", f"--workdir={workdir}", f"--files={text}", *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def results(workdir, text):
+    done = evaluate(workdir, text, "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((workdir / "evaluation" / "python_stdlib-validation.json").read_text())
+
+
+def losses_of(model: Transformer, num_steps: int):
+    """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
+    weights = model.weights(model.times(num_steps))
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
+
+    def losses(ids: list[int]) -> np.ndarray:
+        log_probs = np.array(forward(jnp.array([(ids[:-1] + [0] * 8)[:8]])), np.float64)
+        return -log_probs[np.arange(len(ids) - 1), ids[1:]]
+
+    return losses
+
+
+def test_perplexities_are_those_of_plain_sums(workdir, results):
+    model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
+    texts = [text for text in DOCUMENTS if text]
+    for row, num_steps in zip(results[1]["rows"], (6, 3), strict=True):
+        losses_of_ids = losses_of(model, num_steps)
+        stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
+        windows = [stream[start : start + 8] for start in range(0, len(stream) - 7, 8)]
+        losses = np.concatenate([losses_of_ids(window) for window in windows])
+        assert row["paper_perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-4)
+        assert row["paper_tokens"] == len(losses) == 7 * (len(stream) // 8)
+
+        total = 0.0
+        for text in texts:
+            ids = [end, *TOKENIZER.encode(text)]
+            done = 0
+            while done < len(ids) - 1:
+                stop = min(len(ids) - 1, done + (3 if done else 8))
+                total += losses_of_ids(ids[max(0, stop - 8) : stop + 1])[-(stop - done) :].sum()
+                done = stop
+        size, words = len("".join(texts).encode()), len(" ".join(texts).split())
+        assert (row["tokens"], row["bytes"], row["words"], row["documents"]) == (size, size, words, 3)
+        assert row["perplexity"] == pytest.approx(math.exp(total / size), rel=1e-4)
+        assert row["word_perplexity"] == pytest.approx(math.exp(total / words), rel=1e-3)
+        assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
+
+
+def test_results_are_shown_and_kept(workdir, results):
+    shown, kept = results
+    folder = workdir / "evaluation"
+    assert (folder / "python_stdlib-validation.png").stat().st_size > 10_000
+    assert (folder / "python_stdlib-validation.md").read_text() in shown
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| 6", "| 3"))]
+    assert [row[0] for row in rows] == ["| 6", "| 3"] and rows[0][2] == f"{kept['rows'][0]['perplexity']:,.2f}"
+    curves = EventAccumulator(str(folder / "tensorboard")).Reload()
+    [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/3_steps")
+    assert event.step == 3 and event.value == pytest.approx(kept["rows"][1]["bits_per_byte"], rel=1e-5)
+    assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
+
+
+def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
+    """Whatever the batch, and however many devices; with rows that fill up the vocabulary."""
+    config = toy_config("gpt", model__vocab_multiple=128)
+    graph, params = transformer.split(new_model(config))
+    model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
+    save_checkpoint(tmp_path / "zero", model, config)
+    done = evaluate(tmp_path / "zero", text, "--batch_size=3", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads((tmp_path / "out" / "python_stdlib-validation.json").read_text())["rows"]
+    assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["paper_perplexity"] == pytest.approx(257, rel=1e-5)
+    assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (["--window=17"], "--window: must be at least 2 and at most 16, but it is 17"),
+        (["--stride=17"], "--stride: must be at least 1 and at most 16, but it is 17"),
+        (["--num_steps=6,x"], "--num_steps: must be numbers of at least 1 with commas between them, but it has 'x'"),
+        (["--files=absent.txt"], "--files: no file matches 'absent.txt'"),
+        (["--task=pile"], "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'"),
+        (["--files=", "--task=python_stdlib", "--split=test"], "--split: python_stdlib has train, validation, but it is"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
+    done = evaluate(workdir, text, *more)
+    assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    done = evaluate(workdir, tmp_path / "short.txt")
+    assert done.returncode == 1 and "has 6 tokens, fewer than one window of 16; choose a smaller --window" in done.stderr

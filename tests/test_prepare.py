@@ -1,0 +1,167 @@
+"""Preparing a token store: the same however many processes there are and however often they are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from diffeqformer.data import prepare as preparation
+from diffeqformer.data.lock import only_process
+from diffeqformer.data.store import open_store, read_about
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
+from helpers import ROOT, toy_config
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Nine files of JSON lines, one of which takes long, and the documents of each split."""
+    folder, documents = tmp_path_factory.mktemp("corpus"), {"train": [], "validation": []}
+    for i in range(9):
+        split = "validation" if i == 8 else "train"
+        texts = [f"file {i}, document {j}: naïve 🙂 " + "text " * (j % 50) for j in range(6000 if i == 4 else 60)]
+        rows = [{"text": text, "other": j} for j, text in enumerate(texts)] + [{"text": " \n"}] * (i == 2)
+        (folder / f"{split}-{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        documents[split] += texts
+    return folder, documents
+
+
+def options(corpus, stores, *more) -> list[str]:
+    folder, _ = corpus
+    files = [f"--config.data.{split}_files={folder}/{split}-*.jsonl" for split in ("train", "validation")]
+    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", *files]
+    return [*command, f"--config.data.dir={stores}", "--config.data.processes=2", *more]
+
+
+def run(corpus, stores, *more) -> subprocess.CompletedProcess:
+    return subprocess.run(options(corpus, stores, *more), cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def store(corpus, tmp_path_factory):
+    """The store of an undisturbed preparation."""
+    stores = tmp_path_factory.mktemp("stores")
+    done = run(corpus, stores)
+    assert done.returncode == 0, done.stderr
+    assert "; 1 without any text left out" in done.stdout and "verified in" in done.stdout
+    return stores / "python_stdlib-bytes"
+
+
+def test_a_store_has_every_document_and_its_end(corpus, store):
+    folder, documents = corpus
+    data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
+    splits = open_store(store, "bytes", 16, preparation.fingerprint(preparation.local_files(data)))
+    for name, split in splits.items():
+        ids = [i for text in documents[name] for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
+        np.testing.assert_array_equal(split.ids(0, split.size), ids)
+        assert split.text_bytes == sum(len(text.encode()) for text in documents[name])
+    about = read_about(store)
+    assert len(about["splits"]["train"]["shards"]) == 8 and about["splits"]["train"]["documents"] == 7 * 60 + 6000
+    assert about["origin"] == f"local files in {folder}"
+    assert {path.name for path in store.iterdir()} == {"store.json", "validation-00000.bin"} | {
+        f"train-{i:05d}.bin" for i in range(8)
+    }
+
+
+def test_a_kill_loses_no_finished_shard(corpus, store, tmp_path):
+    process = subprocess.Popen(
+        options(corpus, tmp_path), cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    partial = tmp_path / "python_stdlib-bytes.partial"
+    deadline = time.monotonic() + 120
+    while len(list(partial.glob("*.bin.json"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finished = {path.name.removesuffix(".json"): 0 for path in partial.glob("*.bin.json")}
+    for name in finished:
+        finished[name] = (partial / name).stat().st_mtime_ns
+    assert not partial.with_suffix("").exists() and len(finished) < 9
+
+    done = run(corpus, tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "python_stdlib-bytes"
+    assert all((folder / name).stat().st_mtime_ns == time for name, time in finished.items())
+    assert json.loads((folder / "store.json").read_text()) == json.loads((store / "store.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["python_stdlib-bytes"]
+
+
+def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
+    """A limit on the size of files stands for the disk; only the largest shard exceeds it."""
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path, "--config.data.processes=1")]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "File too large (4 of 9 shards were finished now and stay; the same command goes on" in done.stderr
+    assert not list((tmp_path / "python_stdlib-bytes.partial").glob("train-00004*"))
+    other = run(corpus, tmp_path, "--config.data.validation_files=" + str(corpus[0] / "train-0.jsonl"))
+    assert "holds an unfinished store of another text or tokenizer; delete it" in other.stderr
+    done = run(corpus, tmp_path)
+    assert done.returncode == 0 and "shard 9/9" in done.stdout
+    about = [json.loads((folder / "store.json").read_text()) for folder in (tmp_path / "python_stdlib-bytes", store)]
+    assert about[0] == about[1]
+
+
+def test_a_prepared_store_is_verified_again(corpus, store, tmp_path):
+    """Also: text that changed, and a second preparation at the same time."""
+    done = run(corpus, store.parent)
+    assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
+    other = run(corpus, store.parent, f"--config.data.validation_files={corpus[0]}/train-0.jsonl")
+    assert other.returncode == 1 and "was made from other text" in other.stderr
+    with only_process(tmp_path / "python_stdlib-bytes.partial"):
+        busy = run(corpus, tmp_path)
+    assert busy.returncode == 1 and "another process is preparing this store" in busy.stderr
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b'{"text": "caf\xe9"}\n', "broken.jsonl: byte 13 isn't UTF-8"),
+        (b'{"text": ""}\n', "the train split of python_stdlib has no text in it"),
+    ],
+)
+def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
+    (tmp_path / "broken.jsonl").write_bytes(content)
+    done = run(corpus, tmp_path / "stores", f"--config.data.train_files={tmp_path / 'broken.jsonl'}")
+    assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "stores" / "python_stdlib-bytes").exists()
+
+
+def test_a_module_of_the_users_adds_a_corpus(tmp_path):
+    (tmp_path / "my_corpora.py").write_text("""
+import seqio
+import tensorflow as tf
+from diffeqformer.data.tasks import add_corpus
+
+def documents(split, shuffle_files=False, seed=None):
+    return tf.data.Dataset.from_tensor_slices({"text": [f"{split} {i}, our own text" for i in range(9)]})
+
+add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validation")), "a module of ours")
+""")
+    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", "--config.data.task=mine"]
+    more = ["--config.data.module=my_corpora", f"--config.data.dir={tmp_path}", "--config.sequence_length=16"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    split = open_store(tmp_path / "mine-bytes", "bytes", 16)["train"]
+    assert TOKENIZER.decode(split.ids(0, 22).tolist()) == "train 0, our own text"
+
+
+def test_patterns_and_fingerprints(tmp_path):
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (tmp_path / name).write_text(name)
+    files = preparation.matching_files(f"{tmp_path}/*.txt, {tmp_path}/c.jsonl", "--files")
+    assert [os.path.basename(file) for file in files] == ["a.txt", "b.txt", "c.jsonl"]
+    before = preparation.fingerprint({"train": files, "validation": files[:1]})
+    assert before != preparation.fingerprint({"train": files[:1], "validation": files}) != ""
+    (tmp_path / "a.txt").write_text("longer text")
+    assert preparation.fingerprint({"train": files, "validation": files[:1]}) != before
+    with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
+        preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")

@@ -1,0 +1,120 @@
+"""Scores of given ids: those of a plain loop, whatever is batched, filled up or shared by devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer import scoring
+from diffeqformer.errors import UserError
+from diffeqformer.models import transformer
+from diffeqformer.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.sharding import make_mesh
+from helpers import ONE_DEVICE, build_model, lively_model
+
+RANDOM = np.random.default_rng(0)
+STRETCHES = [Stretch(RANDOM.integers(0, 64, n + 1).tolist(), first) for n, first in ((16, 1), (3, 2), (1, 1), (9, 9), (16, 7))]
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 30])
+@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1), (2, 1)])
+def test_sliding_windows_score_every_id_once_with_as_much_context_as_fits(length, window, stride):
+    ids, scored = list(range(100, 100 + length)), []
+    for part in sliding_windows(ids, window, stride, before=7):
+        assert len(part.ids) - 1 <= window and 1 <= part.first < len(part.ids)
+        end = len(scored) + len(part.ids) - part.first
+        assert part.ids == [7, *ids][max(0, end - window) : end + 1]  # as far back as the window reaches
+        assert end - len(scored) <= (stride if scored else window)
+        scored += part.ids[part.first :]
+    assert scored == ids
+
+
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
+def test_scores_are_those_of_a_plain_loop(kind, field):
+    model = lively_model(kind, field)
+    for stretch, scores in zip(STRETCHES, Scorer(model, batch_size=2, mesh=ONE_DEVICE)(STRETCHES), strict=True):
+        logits = model(jnp.array([stretch.ids[:-1]]), model.weights())[0]
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        targets = np.array(stretch.ids)[stretch.first :]
+        expected = np.array([log_probs[stretch.first - 1 + i, target] for i, target in enumerate(targets)])
+        np.testing.assert_allclose(scores.log_probs, expected, atol=2e-5)
+        best = np.array(logits[stretch.first - 1 :].argmax(-1)) == targets
+        np.testing.assert_array_equal(scores.likeliest, best)
+
+
+@pytest.mark.parametrize("batch_size, mesh", [(1, ONE_DEVICE), (5, ONE_DEVICE), (3, make_mesh()), (16, make_mesh())])
+def test_scores_depend_on_neither_batch_nor_devices(batch_size, mesh):
+    model = lively_model("diffeqformer")
+    ours, theirs = (Scorer(model, 9, *how)(STRETCHES) for how in ((batch_size, mesh), (2, ONE_DEVICE)))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_what_fills_up_a_batch_never_reaches_a_score(monkeypatch):
+    model = lively_model("diffeqformer")
+    expected = Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES)
+    monkeypatch.setattr(scoring.np, "zeros", lambda shape, dtype: np.full(shape, 63, dtype))
+    for a, b in zip(Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), expected):
+        np.testing.assert_array_equal(a.log_probs, b.log_probs)
+
+
+@pytest.mark.parametrize("multiple", [1, 48])
+def test_a_model_that_knows_nothing_scores_log_v(multiple):
+    """Id 0 and every other one, and nothing for the rows that fill up the vocabulary."""
+    graph, params = nnx.split(build_model("diffeqformer", vocab_multiple=multiple))
+    model = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
+    [scores] = Scorer(model)([Stretch([0] + [0] * 8 + [63] * 8, 1)])
+    np.testing.assert_allclose(scores.log_probs, -np.log(64), rtol=1e-6)
+    logits = model(jnp.zeros((1, 4), jnp.int32), model.weights())
+    assert logits.shape[-1] == (96 if multiple == 48 else 64) and np.isneginf(logits[..., 64:]).all()
+
+
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
+def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
+    """Neither logits nor gradients: those rows get none."""
+    model = lively_model(kind, field)
+    wide = build_model(kind, field, vocab_multiple=48)
+    graph, params = transformer.split(model)
+    wide_graph, like = transformer.split(wide)
+    padded = jax.tree.map(
+        lambda small, large: jnp.pad(small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7),
+        params,
+        like,
+    )
+    tokens = jnp.array(RANDOM.integers(0, 64, (2, 12)))
+
+    def loss(params, graph):
+        merged = nnx.merge(graph, params)
+        return scoring.optax.softmax_cross_entropy_with_integer_labels(
+            merged(tokens, merged.weights())[:, :-1], tokens[:, 1:]
+        ).mean()
+
+    value, grads = jax.value_and_grad(loss)(params, graph)
+    wide_value, wide_grads = jax.value_and_grad(loss)(padded, wide_graph)
+    assert value == pytest.approx(float(wide_value), rel=1e-6)
+    for small, large in zip(jax.tree.leaves(grads), jax.tree.leaves(wide_grads)):
+        inner = large[tuple(slice(n) for n in small.shape)]
+        np.testing.assert_allclose(inner, small, atol=1e-6)
+        assert float(jnp.abs(large).sum()) == pytest.approx(float(jnp.abs(inner).sum()), rel=1e-6)
+
+
+def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(scoring, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))
+    model = build_model("diffeqformer", max_length=200)
+    scorer, before = Scorer(model, batch_size=2, mesh=ONE_DEVICE), scoring.score._cache_size()
+    for lengths in (range(2, 201), range(200, 1, -1)):
+        scorer([Stretch([1] * n, 1) for n in lengths])
+    assert scoring.score._cache_size() - before == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
+
+
+def test_what_cannot_be_scored_is_refused():
+    model = build_model("gpt")
+    with pytest.raises(UserError, match="tokens: 17 positions, but this model has 16"):
+        Scorer(model)([Stretch([1] * 18, 1)])
+    with pytest.raises(UserError, match="batch_size: must be at least 1"):
+        Scorer(model, batch_size=0)
+    with pytest.raises(UserError, match="num_steps"):
+        Scorer(model, 9)
+    assert Scorer(model)([]) == []

@@ -1,0 +1,167 @@
+"""Tokenizers: identical to independent implementations, and no text is mistaken for a special token."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import regex
+import sentencepiece
+
+from diffeqformer.data import tokenizers
+from diffeqformer.data.tokenizers import (
+    ByteTokenizer,
+    GPT2Tokenizer,
+    SentencePieceTokenizer,
+    open_tokenizer,
+    restore_tokenizer,
+)
+from diffeqformer.errors import UserError
+
+TEXTS = [
+    "The theory of the other thing, in the end.", " the\n\n  there's\tno\r\nend   ", "naïve 🙂 \0 中文 é", "x" * 300, "",
+    "a text that spells <|endoftext|> and </s> and <s> is text", "12345 67 they'll we've I'd can't",
+]  # fmt: skip
+MERGES = [
+    (b" ", b"t"),
+    (b"h", b"e"),
+    (b" t", b"he"),
+    (b"i", b"n"),
+    (b"x", b"x"),
+    (b"xx", b"xx"),
+    (b"e", b"n"),
+    (b"en", b"d"),
+]
+WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # of GPT-2's release
+
+
+def byte_order() -> list[int]:
+    """The bytes in the order of GPT-2's first 256 ids: printable ones first."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    return printable + [b for b in range(256) if b not in printable]
+
+
+@pytest.fixture
+def small_bpe() -> GPT2Tokenizer:
+    pieces = [bytes([b]) for b in byte_order()] + [first + second for first, second in MERGES]
+    return GPT2Tokenizer({piece: i for i, piece in enumerate(pieces)})
+
+
+def plain_bpe(text: str) -> list[int]:
+    """Byte-pair encoding as its authors describe it: merge the pair of the lowest rank until none is left."""
+    ranks = {pair: i for i, pair in enumerate(MERGES)}
+    ids = {bytes([b]): i for i, b in enumerate(byte_order())} | {a + b: 256 + i for i, (a, b) in enumerate(MERGES)}
+    result = []
+    for word in regex.findall(WORDS, text):
+        pieces = [bytes([b]) for b in word.encode()]
+        while pairs := [pair for pair in zip(pieces, pieces[1:]) if pair in ranks]:
+            best, merged, i = min(pairs, key=ranks.get), [], 0
+            while i < len(pieces):
+                pair = tuple(pieces[i : i + 2])
+                merged.append(b"".join(pair) if pair == best else pieces[i])
+                i += 2 if pair == best else 1
+            pieces = merged
+        result += [ids[piece] for piece in pieces]
+    return result
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory):
+    """A model of 300 pieces, trained on sentences of our own, with Llama's way of writing unknown characters as bytes."""
+    model, sentences = (
+        io.BytesIO(),
+        [f"{a} {b} sees the {c} thing." for a in "AB" for b in ("cat", "dog") for c in ("red", "odd")],
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences * 5), model_writer=model, vocab_size=300, model_type="bpe", byte_fallback=True,
+        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model") / "spm.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(params=["bytes", "gpt2", "sentencepiece"])
+def tokenizer(request, small_bpe, sentencepiece_file):
+    return {
+        "bytes": ByteTokenizer(),
+        "gpt2": small_bpe,
+        "sentencepiece": SentencePieceTokenizer.open(str(sentencepiece_file)),
+    }[request.param]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_and_is_never_special(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and tokenizer.end_of_text not in ids
+    assert tokenizer.decode([*ids, tokenizer.end_of_text]) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_pairs_are_those_of_a_plain_implementation(small_bpe, text):
+    assert small_bpe.encode(text) == plain_bpe(text)
+
+
+def test_byte_pairs_of_random_text(small_bpe):
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(random.choice(list("theindx ' \n1é"), size=30))
+        assert small_bpe.encode(text) == plain_bpe(text)
+
+
+def test_a_checkpoint_keeps_the_whole_tokenizer(tokenizer):
+    again = restore_tokenizer(tokenizer.name, json.loads(json.dumps(tokenizer.save())))
+    assert (again.name, again.vocab_size, again.end_of_text) == (
+        tokenizer.name,
+        tokenizer.vocab_size,
+        tokenizer.end_of_text,
+    )
+    assert all(again.encode(text) == tokenizer.encode(text) for text in TEXTS)
+
+
+def test_two_models_have_two_names(sentencepiece_file, tmp_path):
+    changed = sentencepiece_file.read_bytes() + b"\x9a\x06\x00"  # an unknown field, which says nothing
+    (tmp_path / "other.model").write_bytes(changed)
+    names = {open_tokenizer("sentencepiece", str(path)).name for path in (sentencepiece_file, tmp_path / "other.model")}
+    assert len(names) == 2
+
+
+def test_gpt2_comes_from_its_files_and_no_others(tmp_path, monkeypatch):
+    """Small files in the published format, whose hashes stand for GPT-2's."""
+    to_text = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(byte_order())}
+    write = lambda piece: "".join(to_text[b] for b in piece)  # noqa: E731
+    pieces = [bytes([b]) for b in byte_order()] + [a + b for a, b in MERGES]
+    lines = ["#version", *(f"{write(a)} {write(b)}" for a, b in MERGES), ""]
+    files = {
+        "vocab.bpe": "\n".join(lines),
+        "encoder.json": json.dumps({write(piece): i for i, piece in enumerate(pieces)}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        digest = tokenizers.hashlib.sha256(text.encode()).hexdigest()
+        monkeypatch.setitem(tokenizers.GPT2_FILES, name, digest)
+    tokenizer = open_tokenizer("gpt2", str(tmp_path))
+    assert all(tokenizer.encode(text) == plain_bpe(text) for text in TEXTS) and tokenizer.end_of_text == 256 + len(
+        MERGES
+    )
+    (tmp_path / "vocab.bpe").write_text(files["vocab.bpe"][:-9])
+    with pytest.raises(UserError, match="vocab.bpe: isn't GPT-2's by its SHA-256; name a folder"):
+        open_tokenizer("gpt2", str(tmp_path))
+    with pytest.raises(UserError, match="can't be read .*No such file"):
+        open_tokenizer("gpt2", str(tmp_path / "absent"))
+
+
+def test_gpt2_without_a_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tokenizers, "GPT2_URL", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(UserError, match="GPT-2's vocabulary can't be downloaded .*config.data.tokenizer_file"):
+        open_tokenizer("gpt2")
+
+
+def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path):
+    (tmp_path / "no.model").write_bytes(b"text")
+    with pytest.raises(UserError, match="config.data.tokenizer_file: .*isn't a SentencePiece model"):
+        open_tokenizer("sentencepiece", str(tmp_path / "no.model"))
+    with pytest.raises(UserError, match="config.data.tokenizer_file: .*absent.model: No such file"):
+        open_tokenizer("sentencepiece", str(tmp_path / "absent.model"))

@@ -33,12 +33,14 @@ def parameter_count(config) -> int:
         ("medium", {"num_steps": 18, "time_embed_dim": 100, "sinusoidal_dim": 256}, 1_325_088_104, None),
         ("large", {}, 1_974_541_760, 774_030_080),
         ("llama_1b", {}, 6_641_948_192, 1_204_881_408),
+        ("wikitext103_small", {}, 188_254_152, 124_439_808),
+        ("wikitext103_medium", {}, 669_803_872, 354_823_168),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, changes, diffeqformer, baseline):
     for model, expected in (("diffeqformer", diffeqformer), ("llama" if name == "llama_1b" else "gpt", baseline)):
         config = load_config(name, model)
-        config.model.update(changes)
+        config.model.update(changes, vocab_multiple=1)
         assert expected is None or parameter_count(config) == expected
 
 

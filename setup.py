@@ -41,7 +41,7 @@ setup(
         "tpu": ["gcsfs>=2024.6", "jax[tpu]"],
         "cuda": ["jax[cuda12]"],
         "gcs": ["gcsfs>=2024.6"],  # token stores on gs://
-        "eval": ["lm-eval>=0.4.9"],
-        "test": ["beartype>=0.20", "dill>=0.3.8", "lm-eval>=0.4.9", "pytest>=8"],  # TFDS's test case needs dill
+        "eval": ["lm-eval>=0.4.13,<0.5"],
+        "test": ["beartype>=0.20", "dill>=0.3.8", "lm-eval>=0.4.13,<0.5", "pytest>=8"],  # TFDS's test case needs dill
     },
 )

@@ -130,7 +130,10 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
         (["--num_steps=6,x"], "--num_steps: must be numbers of at least 1 with commas between them, but it has 'x'"),
         (["--files=absent.txt"], "--files: no file matches 'absent.txt'"),
         (["--task=pile"], "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'"),
-        (["--files=", "--task=python_stdlib", "--split=test"], "--split: python_stdlib has train, validation, but it is"),
+        (
+            ["--files=", "--task=python_stdlib", "--split=test"],
+            "--split: python_stdlib has train, validation, but it is",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
@@ -141,4 +144,6 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
 def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     done = evaluate(workdir, tmp_path / "short.txt")
-    assert done.returncode == 1 and "has 6 tokens, fewer than one window of 16; choose a smaller --window" in done.stderr
+    assert (
+        done.returncode == 1 and "has 6 tokens, fewer than one window of 16; choose a smaller --window" in done.stderr
+    )

@@ -14,7 +14,9 @@ from diffeqformer.sharding import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
 
 RANDOM = np.random.default_rng(0)
-STRETCHES = [Stretch(RANDOM.integers(0, 64, n + 1).tolist(), first) for n, first in ((16, 1), (3, 2), (1, 1), (9, 9), (16, 7))]
+STRETCHES = [
+    Stretch(RANDOM.integers(0, 64, n + 1).tolist(), first) for n, first in ((16, 1), (3, 2), (1, 1), (9, 9), (16, 7))
+]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 30])
@@ -78,7 +80,9 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
     graph, params = transformer.split(model)
     wide_graph, like = transformer.split(wide)
     padded = jax.tree.map(
-        lambda small, large: jnp.pad(small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7),
+        lambda small, large: jnp.pad(
+            small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7
+        ),
         params,
         like,
     )

@@ -159,7 +159,8 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
     weights = program.weights(params, None)
     total = sum(
-        float(program.evaluate(params, weights, *batch).count) for batch in Split((ids,), 1, "").evaluation_batches(8, 16)
+        float(program.evaluate(params, weights, *batch).count)
+        for batch in Split((ids,), 1, "").evaluation_batches(8, 16)
     )
     assert total == 11 * 15 + 4
 

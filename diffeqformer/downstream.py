@@ -1,0 +1,293 @@
+"""Downstream tasks by lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
+
+By default the eleven tasks of the paper's Tables 4 and 5, printed in their layout with the published figures beside ours.
+"""
+
+import contextlib
+import datetime
+import difflib
+import functools
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import pathlib
+import random
+import sys
+import time
+
+import jax
+import numpy as np
+import tensorboardX
+from absl import flags
+from flax import nnx
+
+from diffeqformer import checkpoint, cli
+from diffeqformer.downstream_table import TASKS, describe
+from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import split
+from diffeqformer.progress import duration
+from diffeqformer.step import abstract_model
+
+SEED = 1234  # of the few-shot examples, as in lm-eval
+BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
+
+
+def define_flags() -> None:
+    """The options of the command."""
+    flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, with commas between.", required=True)
+    flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
+    flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, else the paper's eleven (also: paper).")
+    flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
+    flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as many as trained.")
+    flags.DEFINE_integer("batch_size", 32, "Sequences scored at once, over all devices.", lower_bound=1)
+    flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as many as in training.")
+    flags.DEFINE_integer("limit", None, "Only so many examples of each task, for a trial.", lower_bound=1)
+    flags.DEFINE_string(
+        "output", None, "Folder for the results; by default <first workdir>/downstream/<date and time>."
+    )
+
+
+def numbers(name: str, texts: list[str], least: int) -> list[int]:
+    """The whole numbers of an option, without repetitions.
+
+    Raises:
+        UserError: if one is none, or below `least`.
+    """
+    for text in texts:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise UserError(f"--{name}: must be whole numbers from {least} on, with commas between, but it is {text!r}")
+    return list(dict.fromkeys(map(int, texts)))
+
+
+def check_model(workdir: str, num_steps: list[int | None], window: int | None) -> None:
+    """Check before any work that a checkpoint is there and can be used as asked.
+
+    Raises:
+        UserError: if not.
+    """
+    config = checkpoint.load(workdir).config
+    model, positions = abstract_model(config), config.model.max_length
+    if not 2 <= (config.sequence_length if window is None else window) <= positions:
+        raise UserError(f"--window: must be from 2 to the {positions} positions of {workdir}, but it is {window}")
+    graph, params = split(model)
+    for steps in num_steps:
+        try:
+            jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.times(steps)), params)
+        except UserError as error:
+            raise UserError(f"{workdir}: {error}") from None
+
+
+def load_tasks(names: list[str], include: str | None):
+    """The tasks as `lm_eval.evaluator.evaluate` takes them, and their names.
+
+    Task files of one's own come before lm-eval's tasks of the same name; if no others are needed those aren't even read.
+
+    Raises:
+        UserError: for a folder without task files, a task that there isn't, or whose data can't be had.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = None
+    if include is not None:
+        if not pathlib.Path(include).is_dir():
+            raise UserError(f"--include: {include} is no folder; give one with lm-eval task files (.yaml)")
+        manager = TaskManager(include_path=include, include_defaults=False)
+        if not manager.all_subtasks:
+            raise UserError(f"--include: {include} has no lm-eval task file (.yaml with task: and dataset_path:)")
+    names = names or (manager.all_subtasks if manager else ["paper"])
+    names = list(dict.fromkeys(name for given in names for name in (TASKS if given == "paper" else [given])))
+    if manager is None or set(names) - set(manager.all_tasks):
+        manager = TaskManager(include_path=include)
+    for name in names:
+        if name not in manager.all_tasks:
+            close = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"--tasks: there is no task {name}{hint}")
+    return _load(manager, names), names
+
+
+def _load(manager, names: list[str]) -> dict:
+    tasks = []
+    random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples
+    for name in names:
+        print(f"loading {name}", file=sys.stderr, flush=True)
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # whatever a task file, its templates or a download raise
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"--tasks: {name} can't be loaded, {type(error).__name__}: {reason[:300]}; without a network take "
+                "--include with task files for local data"
+            ) from error
+        whole = loaded["groups"].get(name)
+        tasks += [whole] if whole else loaded["tasks"].values()
+    try:
+        return manager.load(tasks)
+    except ValueError as error:
+        raise UserError(f"--tasks: {error}; name each task once") from None
+
+
+def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
+    """Put `shots` examples in front of every question, drawn with a fixed seed. A task file that says 0 keeps its 0."""
+    for name, task in tasks["tasks"].items():
+        task.set_config(key="num_fewshot", value=0 if own[name] == 0 else shots)
+        task.set_fewshot_seed(seed=SEED)
+
+
+def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) -> None:
+    """Make one example of every task at every number of shots, so that what is wrong shows before any work.
+
+    Raises:
+        UserError: if one can't be made.
+    """
+    for number in shots:
+        set_shots(tasks, own, number)
+        for name, task in tasks["tasks"].items():
+            try:
+                task.build_all_requests(limit=1)
+            except Exception as error:  # of templates, or too few examples to draw from
+                reason = (str(error).strip().splitlines() or [""])[0]
+                raise UserError(
+                    f"--tasks: an example of {name} with {number} shots can't be made, {type(error).__name__}: {reason}"
+                ) from error
+
+
+def evaluate(model, tasks: dict, limit: int | None) -> dict:
+    """lm-eval's results of one model, whatever it prints left out."""
+    from lm_eval import evaluator
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return evaluator.evaluate(
+            lm=model, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False, verbosity="ERROR"
+        )
+
+
+def summary(results: dict, names: list[str]) -> dict[str, dict]:
+    """Of each task that was asked for its metrics (as lm-eval names them), its number of examples and its version.
+
+    A group without a value of its own is represented by its tasks.
+    """
+    rows, names = {}, list(names)
+    while names:
+        name = names.pop(0)
+        values, parts = results["results"].get(name, {}), results["group_subtasks"].get(name, [])
+        if "sample_len" not in values:
+            names = [*parts, *names]
+            continue
+        rows[name] = {
+            "examples": values["sample_len"],
+            "shots": max(results["n-shot"].get(part, 0) for part in parts or [name]),
+            "version": results["versions"].get(name),
+            **{key: value for key, value in values.items() if "," in key},
+        }
+    return rows
+
+
+def write(folder: pathlib.Path, report: dict) -> None:
+    """results.json and results.md, after each run, so that an interruption loses little."""
+    (folder / "results.json").write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(describe(report["runs"]), encoding="utf-8")
+
+
+def curves(folder: pathlib.Path, run: dict) -> None:
+    """The metrics of one run for TensorBoard, at the step of its checkpoint."""
+    with tensorboardX.SummaryWriter(str(folder / "tensorboard" / run["label"].replace("/", "_"))) as writer:
+        for task, results in run["tasks"].items():
+            for key, value in results.items():
+                if "," in key and isinstance(value, float):
+                    writer.add_scalar(f"{task}_{run['shots']}_shots/{key.replace(',', '_')}", value, run["step"])
+
+
+def run_all(options) -> None:
+    """Check everything, then evaluate every checkpoint at every number of steps and shots, and print the table."""
+    shots, steps = numbers("shots", options.shots, 0), numbers("num_steps", options.num_steps, 1) or [None]
+    for workdir in options.workdir:
+        check_model(workdir, steps, options.window)
+    tasks, names = load_tasks(options.tasks, options.include)
+    own = {name: task.get_config("num_fewshot") for name, task in tasks["tasks"].items()}
+    check_examples(tasks, own, shots)
+
+    from diffeqformer.harness import HarnessModel
+
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = pathlib.Path(options.output or pathlib.Path(options.workdir[0], "downstream", now))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {folder} can't be made: {error.strerror}") from None
+    report = {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "seed": SEED,
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+        "include": options.include,
+        "runs": [],
+    }
+    for workdir in options.workdir:
+        opened = checkpoint.load(workdir)
+        for num_steps in steps:
+            model = HarnessModel(opened, num_steps, options.batch_size, options.window)
+            label = f"{workdir}, {model.num_steps} steps"
+            for number in shots:
+                print(f"{label} of depth, checkpoint {opened.step:,}: {len(names)} tasks, {number} shots", flush=True)
+                set_shots(tasks, own, number)
+                start = time.monotonic()
+                results = evaluate(model, tasks, options.limit)
+                run = {
+                    "label": label,
+                    "workdir": workdir,
+                    "config": opened.config.name,
+                    "kind": opened.config.model.kind,
+                    "field": opened.config.model.field,
+                    "step": opened.step,
+                    "num_steps": model.num_steps,
+                    "window": model.max_length,
+                    "shots": number,
+                    "seconds": round(time.monotonic() - start, 1),
+                    "tasks": summary(results, names),
+                }
+                report["runs"].append(run)
+                write(folder, report)
+                curves(folder, run)
+                print(f"done in {duration(run['seconds'])}", flush=True)
+    print(
+        f"\n{describe(report['runs'])}\nValues in per cent (standard error); all metrics are in {folder}/results.json"
+    )
+
+
+def prepare_lm_eval() -> None:
+    """Import lm-eval in a way that suits this command.
+
+    Raises:
+        UserError: if it isn't installed.
+    """
+    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork, which JAX's threads don't survive
+    if not sys.stderr.isatty():  # a file gets a line of progress every 15 s, and none for what takes less
+        os.environ.setdefault("TQDM_DELAY", "15")
+        os.environ.setdefault("TQDM_MININTERVAL", "15")
+    try:
+        from lm_eval import utils
+    except ImportError:
+        raise UserError(
+            "lm_eval: lm-evaluation-harness isn't installed; install it with pip install 'diffeqformer[eval]'"
+        ) from None
+    for library in ("lm_eval", "datasets", "huggingface_hub", "httpx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    # It compiles a template again for each question and each example in front of it, which takes longer than scoring.
+    utils.env.from_string = functools.lru_cache(256)(utils.env.from_string)
+
+
+def main() -> None:
+    define_flags()
+
+    def command() -> None:
+        prepare_lm_eval()
+        run_all(flags.FLAGS)
+
+    cli.run(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""lm-evaluation-harness: scores against a plain loop, independence of batches and devices, writing, and the command."""
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import lm_eval
+import numpy as np
+import pytest
+import sentencepiece
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from diffeqformer import checkpoint, downstream, downstream_table, scoring
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.harness import HarnessModel
+from diffeqformer.models import transformer
+from diffeqformer.models.transformer import split
+from diffeqformer.sampling import Choice, generate, write_tokens
+from diffeqformer.step import new_model
+from helpers import ONE_DEVICE, ROOT, build_model, lively_model, toy_config
+
+BYTES = ByteTokenizer()
+WINDOW = 40
+PAIRS = [
+    ("A cat sat on", " the mat"),
+    ("", "No context at all"),
+    ("spaces after it  ", "belong to the continuation"),
+    ("  ", "a context of spaces alone"),
+    ("é and ж", " are bytes ß"),
+    ("a context much longer than the window of the model, which loses its beginning", " end"),
+    ("short", " and a continuation that is longer than the window, so that it needs several of them"),
+    *((f"number {n}", n * " n" + ".") for n in range(3)),
+]
+TEXTS = ["", "a", "a text of forty bytes, no more, no less.", "A text that is longer than one window, twice. " * 3]
+
+
+def small_model(**changes):
+    return lively_model("diffeqformer", **{"vocab_size": 257, "max_length": 64, "num_steps": 2, **changes})
+
+
+def harness_model(model=None, tokenizer=BYTES, **options):
+    opened = checkpoint.Checkpoint(3, toy_config(sequence_length=16), model or small_model(), tokenizer, {})
+    return HarnessModel(opened, **{"window": WINDOW, "mesh": ONE_DEVICE, **options})
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, args, i, metadata=("task", i, 1)) for i, args in enumerate(arguments)]
+
+
+def log_likelihoods(model, pairs=PAIRS):
+    return model.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
+
+
+def rolling(model, texts=TEXTS):
+    return model.loglikelihood_rolling(requests("loglikelihood_rolling", [(t,) for t in texts]), disable_tqdm=True)
+
+
+def write(model, *arguments):
+    return model.generate_until(requests("generate_until", arguments), disable_tqdm=True)
+
+
+def plain_score(logits, context, continuation):
+    """Sum and greediness of a continuation's ids after a context's, at most WINDOW inputs, from the logits alone."""
+    ids = (context + continuation)[-(WINDOW + 1) :]
+    log_probs = jax.nn.log_softmax(logits(np.array([ids[:-1]]))[0])[-len(continuation) :]
+    continuation = np.array(ids[-len(continuation) :])
+    return float(log_probs[np.arange(len(continuation)), continuation].sum()), (
+        log_probs.argmax(-1) == continuation
+    ).all()
+
+
+def test_scores_are_those_of_a_loop_without_batches_or_padding():
+    """Of a context that fits, one that doesn't, none, and of a continuation that takes three windows."""
+    model = small_model()
+    weights = model.weights()
+    logits = jax.jit(lambda ids: model(ids, weights))
+    (cat, long, none, several) = log_likelihoods(harness_model(model), [PAIRS[i] for i in (0, 5, 1, 6)])
+    for (total, greedy), (context, continuation) in ((cat, PAIRS[0]), (long, PAIRS[5]), (none, PAIRS[1])):
+        context = BYTES.encode(context) or [BYTES.end_of_text]
+        expected, likeliest = plain_score(logits, context, BYTES.encode(continuation))
+        assert total == pytest.approx(expected, rel=1e-5) and greedy == likeliest
+    context, ids = map(BYTES.encode, PAIRS[6])
+    assert 2 * WINDOW < len(ids) < 3 * WINDOW
+    parts = [(context[-1:], ids[:WINDOW]), (ids[:WINDOW][-1:], ids[WINDOW : 2 * WINDOW]), (ids, ids[2 * WINDOW :])]
+    parts[2] = (ids[: 2 * WINDOW], parts[2][1])
+    expected = sum(plain_score(logits, before, part)[0] for before, part in parts)
+    assert several[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_spaces_that_end_a_context_belong_to_the_continuation():
+    model = harness_model()
+    for one, other in ((("a b ", "c"), ("a b", " c")), (("  ", "a"), ("", "  a"))):
+        assert log_likelihoods(model, [one]) == log_likelihoods(model, [other])
+
+
+def test_what_is_written_is_the_likeliest_text_and_known_as_such():
+    model, prompt = small_model(), "Once upon"
+    options = dict(key=jax.random.key(0), choice=Choice(0.0))
+    written = write_tokens(model, list(prompt.encode()), count=4, vocab_size=257, **options)
+    written = [int(token[0]) for token in written]
+    expected = BYTES.decode([*prompt.encode(), *written])[len(prompt) :]
+    for mesh in (ONE_DEVICE, None):  # None: all eight
+        both = harness_model(model, mesh=mesh)
+        assert write(both, (prompt, {"max_gen_toks": 4}), (prompt, {"max_gen_toks": 4})) == [expected] * 2
+    other = [*written[:3], (written[3] + 1) % 256]
+    pairs = [(("", ""), list(prompt.encode()), ids) for ids in (written, other)]
+    assert [greedy for _, greedy in both._loglikelihood_tokens(pairs, disable_tqdm=True)] == [True, False]
+
+
+def test_nothing_depends_on_batch_padding_or_devices():
+    model = small_model()
+    expected, texts = log_likelihoods(harness_model(model, batch_size=1)), rolling(harness_model(model, batch_size=1))
+    for options in ({"batch_size": 3}, {"batch_size": 8}, {"batch_size": 8, "mesh": None}):
+        other = harness_model(model, **options)
+        for pairs in (PAIRS, PAIRS[::-1]):
+            scores = dict(zip(pairs, log_likelihoods(other, pairs)))
+            np.testing.assert_allclose([scores[pair] for pair in PAIRS], expected, rtol=2e-6)
+        np.testing.assert_allclose(rolling(other), texts, rtol=2e-6)
+    assert jax.device_count() == 8
+
+
+def test_few_shapes_are_compiled_and_weights_are_made_once(monkeypatch):
+    made = []
+    real = transformer.weights_at
+    monkeypatch.setattr(scoring, "weights_at", lambda *arguments: made.append(arguments) or real(*arguments))
+    model = harness_model(small_model(max_length=48), num_steps=3, batch_size=4)
+    before = scoring.score._cache_size()
+    for _ in range(2):
+        log_likelihoods(model), rolling(model), write(model, ("a", {"max_gen_toks": 2}))
+    assert scoring.score._cache_size() - before <= 2  # 32 and 48 positions
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_a_uniform_model_scores_log_v(field):
+    model = build_model("diffeqformer", field, vocab_size=257, max_length=64)
+    head = model.token_embedding if field == "gpt" else model.lm_head
+    head[...] = jnp.zeros_like(head[...])
+    uniform = harness_model(model)
+    for (_, continuation), (total, greedy) in zip(PAIRS[4:], log_likelihoods(uniform)[4:]):
+        assert total == pytest.approx(-len(continuation.encode()) * math.log(257), rel=1e-6) and not greedy
+    for text, total in zip(TEXTS, rolling(uniform)):
+        assert total == pytest.approx(-len(text) * math.log(257), rel=1e-6)
+
+
+def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_eval():
+    model = harness_model()
+    for text, total in zip(TEXTS, rolling(model)):
+        stretches = list(scoring.sliding_windows(BYTES.encode(text), WINDOW, WINDOW, BYTES.end_of_text))
+        parts = scoring.Scorer(model.opened.model, batch_size=3, mesh=ONE_DEVICE)(stretches)
+        assert total == pytest.approx(sum(part.log_probs.sum() for part in parts), rel=1e-6, abs=0)
+        theirs = map(make_disjoint_window, get_rolling_token_windows(BYTES.encode(text), 256, WINDOW, 1))
+        assert [(list(s.ids[: s.first]), list(s.ids[s.first :])) for s in stretches] == list(theirs)
+
+
+def test_depth_is_an_argument():
+    model = small_model()
+    [(two, _)], [(three, _)] = (log_likelihoods(harness_model(model, num_steps=n), PAIRS[:1]) for n in (2, 3))
+    assert two == log_likelihoods(harness_model(model), PAIRS[:1])[0][0] != three
+    assert harness_model(model).num_steps == 2 and harness_model(model, window=None).max_length == 16
+
+
+def test_byte_pairs_are_split_where_lm_eval_splits_them():
+    pieces = [bytes([b]) for b in range(256)] + [b" t", b"he", b" the"]
+    model = harness_model(small_model(vocab_size=260), GPT2Tokenizer(dict(zip(pieces, range(259)))))
+    seen = []
+    model._score = lambda groups, *_: seen.extend(groups) or [(0.0, False)] * len(groups)
+    log_likelihoods(model, [("see", " the"), ("see ", "the"), ("", "the")])
+    [[first], [second], [third]] = seen
+    assert first == second and first.ids[first.first :] == [258]
+    assert third.ids == [259, ord("t"), 257] and third.first == 1
+    with pytest.raises(UserError, match="^continuation: 'e' after 'th' has no tokens of its own"):
+        log_likelihoods(model, [("th", "e")])  # "the" is t, he: as many tokens as "th" has
+
+
+def test_sentence_pieces_are_scored_and_written():
+    """With Llama's kind of tokenizer, which marks the beginning of a word, and of the text, in its pieces."""
+    trained, sentences = io.BytesIO(), [f"{a} cat sees the {b} thing." for a in "AB" for b in ("red", "odd")]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences * 5), model_writer=trained, vocab_size=300, model_type="bpe", minloglevel=2,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+    )  # fmt: skip
+    tokenizer = SentencePieceTokenizer(trained.getvalue())
+    network = small_model(vocab_size=tokenizer.vocab_size)
+    model = harness_model(network, tokenizer)
+    whole, context = tokenizer.encode("A cat sees the red thing."), tokenizer.encode("A cat sees")
+    assert whole[: len(context)] == context
+    logits = jax.jit(lambda ids: network(ids, network.weights()))
+    expected, _ = plain_score(logits, context, whole[len(context) :])
+    for pair in (("A cat sees", " the red thing."), ("A cat sees ", "the red thing.")):
+        assert log_likelihoods(model, [pair])[0][0] == pytest.approx(expected, rel=1e-5)
+    alone, _ = plain_score(logits, [tokenizer.end_of_text], tokenizer.encode("the red"))
+    assert log_likelihoods(model, [("", "the red")])[0][0] == rolling(model, ["the red"])[0] == pytest.approx(alone)
+    [text] = write(model, ("A cat", {"max_gen_toks": 3}))
+    [again] = generate(network, tokenizer, "A cat", tokens=3, key=jax.random.key(0), choice=Choice(0.0))
+    assert text == again
+
+
+def constant_writer(tokens):
+    """A `continue_prompt` that writes these ids, and says what it was asked for; nobody may read on after the end of text."""
+    calls = []
+
+    def writer(*arguments, count, choice, **options):
+        calls.append((arguments[4], count, choice))
+        for token in tokens[:count]:
+            yield np.array([token])
+            assert token != 256
+
+    return writer, calls
+
+
+def test_writing_stops_and_truncates(monkeypatch):
+    model = harness_model()
+    writer, calls = constant_writer(list(b"one\ntwo. three") + [256] + list(b"more"))
+    monkeypatch.setattr("diffeqformer.harness.continue_prompt", writer)
+    assert write(
+        model,
+        ("a", {"until": ["\n", "."]}),
+        ("a", {"until": ". t"}),
+        ("a", {"until": [], "max_gen_toks": 5}),
+        ("a", {}),
+        ("x" * 99 + "yz", {"max_gen_toks": 30, "do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9}),
+        ("", {"do_sample": True}),
+    ) == ["one", "one\ntwo", "one\nt", "one\ntwo. three", "one\ntwo. three", "one\ntwo. three"]
+    greedy = (0.0, 0, 1.0)
+    assert calls[0] == ([97], 20, greedy) and calls[2] == ([97], 5, greedy)
+    assert calls[4] == (list(b"x" * 8 + b"yz"), 30, (0.5, 3, 0.9)) and calls[5] == ([256], 20, (1.0, 0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"window": 65}, "window: must be from 2 to the model's 64 positions, but it is 65"),
+        ({"window": 1}, "window: must be from 2"),
+        ({"batch_size": 0}, "batch_size: must be at least 1, but it is 0"),
+        ({"num_steps": 0}, "num_steps: must be at least 1, but it is 0"),
+    ],
+)
+def test_impossible_models_are_refused(options, sentence):
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        harness_model(build_model("diffeqformer", vocab_size=257, max_length=64), **options)
+
+
+def test_impossible_requests_are_refused():
+    model = harness_model()
+    for options, sentence in (
+        ({"max_gen_toks": 40}, "generation_kwargs.max_gen_toks: must be at least 1 and below the window of 40"),
+        ({"num_beams": 4}, "generation_kwargs.num_beams: isn't supported"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p: must be above 0"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            write(model, ("a", options))
+    with pytest.raises(UserError, match="^continuation: '' after 'abc' has no tokens"):
+        log_likelihoods(model, [("abc", "")])
+
+
+def test_lm_eval_makes_the_model_from_its_arguments(runs):
+    model = HarnessModel.create_from_arg_string(
+        f"workdir={runs[0]},num_steps=3,window=50", {"batch_size": "5", "device": "cuda:0", "max_batch_size": None}
+    )
+    assert model.num_steps == 3 and model.max_length == 50 and model.scorer.batch_size == 8
+    assert model.get_model_info()["model_step"] == 12
+    for arguments, sentence in (
+        ({}, "workdir: the folder of a run is needed"),
+        ({"workdir": runs[0], "depth": 3}, "depth: there is no such argument"),
+        ({"workdir": runs[0], "batch_size": "auto"}, "batch_size: must be a whole number, but it is 'auto'"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            HarnessModel.create_from_arg_obj(arguments)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs with a checkpoint: a DiffEqFormer and a GPT, untrained models of bytes."""
+    folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
+    for folder in folders:
+        config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
+        about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+        with checkpoint.open_checkpoints(folder, kept=1) as manager:
+            checkpoint.save(manager, 12, {"params": split(new_model(config))[1]}, about)
+    return folders
+
+
+def command(*arguments, cache):
+    environment = {"XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8", "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "diffeqformer.downstream", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
+    done = command(
+        f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks", "--output", tmp_path / "out",
+        cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"] and len(lines) == 7
+    assert lines[2] == [
+        "**Benchmark**", "**examples**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
+        "**GPT-large (published)**", "**DiffEqFormer-large (published)**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
+    ]  # fmt: skip
+    rows = {line[0]: line[1:] for line in lines[3:]}
+    assert list(rows) == ["PIQA", "last_word", "pages [bits_per_byte]", "sums [exact_match]"]
+    assert rows["PIQA"][0] == "5" and rows["PIQA"][3:5] == ["56.26 (1.16)", "56.96 (1.16)"]
+    assert rows["pages [bits_per_byte]"][-1].endswith(" [0 shots]") and rows["last_word"][3] == "–"
+
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (tmp_path / "out" / "results.md").read_text() in done.stdout
+    assert [(run["kind"], run["step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
+        (kind, 12, 2, shots) for kind in ("diffeqformer", "gpt") for shots in (0, 2)
+    ]
+    assert list((tmp_path / "out" / "tensorboard").iterdir()) and report["seed"] == 1234
+    piqa = report["runs"][0]["tasks"]["piqa"]
+    assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})"
+    assert piqa["version"] == 1.0 and piqa["examples"] == 5
+    assert rows["pages [bits_per_byte]"][1] == f"{report['runs'][0]['tasks']['pages']['bits_per_byte,none']:.2f}"
+
+
+@pytest.fixture
+def local_tasks(tmp_path, monkeypatch):
+    """Task files name their data from the repository's folder; what `datasets` makes of it goes with the test."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+
+
+def options(runs, **changes):
+    values = dict(
+        workdir=[str(runs[0])], shots=["0"], tasks=[], include="tests/data/tasks", num_steps=[], batch_size=4,
+        window=None, limit=None, output=None,
+    )  # fmt: skip
+    return types.SimpleNamespace(**{**values, **changes})
+
+
+def test_several_depths_have_a_column_each_and_lm_eval_gets_every_score(runs, tmp_path, local_tasks, capsys):
+    downstream.run_all(options(runs, tasks=["pages", "last_word"], num_steps=["3", "2"], output=str(tmp_path), limit=3))
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert [run["num_steps"] for run in report["runs"]] == [3, 2] and report["limit"] == 3
+    assert f"**{runs[0]}, 3 steps** | **{runs[0]}, 2 steps** |" in capsys.readouterr().out
+    texts = [json.loads(line)["page"] for line in (ROOT / "tests/data/tasks/pages.jsonl").read_text().splitlines()[:3]]
+    for run in report["runs"]:
+        model = HarnessModel(checkpoint.load(runs[0]), run["num_steps"])
+        bits = -sum(rolling(model, texts)) / math.log(2) / sum(len(text.encode()) for text in texts)
+        assert run["tasks"]["pages"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+        assert run["tasks"]["pages"]["examples"] == 3
+
+
+def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs, tmp_path, local_tasks):
+    folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks")
+    (folder / "mmlu.yaml").write_text(
+        "group: mmlu\ntask: [last_word, piqa]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    (folder / "loose.yaml").write_text("group: loose\ntask: [last_word, piqa]\n")
+    for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5})):
+        downstream.run_all(options(runs, include=str(folder), tasks=[group], output=str(tmp_path / group)))
+        [run] = json.loads((tmp_path / group / "results.json").read_text())["runs"]
+        assert {task: results["examples"] for task, results in run["tasks"].items()} == rows
+        assert all(0 <= results["acc,none"] <= 1 for results in run["tasks"].values())
+
+
+def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkeypatch):
+    (tmp_path / "broken.yaml").write_text(
+        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood\ndoc_to_text: a\ndoc_to_target: b\n"
+    )
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(downstream, "evaluate", lambda *_: pytest.fail("it went to work"))
+    only_these = lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
+    for changes, sentence in (
+        ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
+        ({"shots": ["-1"]}, "--shots: must be whole numbers from 0 on, with commas between, but it is '-1'"),
+        ({"num_steps": ["0"]}, "--num_steps: must be whole numbers from 1 on"),
+        ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
+        ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
+        ({"window": 0}, "--window: must be from 2 to the 64 positions of .*, but it is 0"),
+        (
+            {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
+            "--output: .*broken.yaml/out can't be made: Not a",
+        ),
+        ({"include": "nowhere"}, "--include: nowhere is no folder"),
+        ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
+        ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
+        ({"tasks": ["last_wort"]}, "--tasks: there is no task last_wort; did you mean last_word?"),
+        (
+            {"shots": ["5"], "tasks": ["piqa"]},
+            "--tasks: an example of piqa with 5 shots can't be made, ValueError: Sample larger",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            downstream.run_all(options(runs, **changes))
+
+
+def test_without_lm_eval_there_is_one_sentence(tmp_path):
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('not installed')")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diffeqformer.downstream as d; d.main()"
+    done = subprocess.run([sys.executable, "-c", script, "--workdir=a"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "diffeqformer[eval]" in done.stderr, done.stderr
+
+
+def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
+    results = lm_eval.simple_evaluate(
+        "diffeqformer", f"workdir={runs[0]},num_steps=2", tasks=["sums"], batch_size="4", bootstrap_iters=0,
+        task_manager=TaskManager(include_path="tests/data/tasks", include_defaults=False),
+    )  # fmt: skip
+    assert results["results"]["sums"]["exact_match,none"] >= 0 and results["config"]["model_num_steps"] == 2
+
+
+def test_published_figures():
+    """Spot checks against the paper, and the standard error that each accuracy and number of examples implies."""
+    gpt, ours = downstream_table.PUBLISHED["gpt"]
+    llama, _ = downstream_table.PUBLISHED["llama"]
+    assert str(gpt.values[0]["arc_challenge"]) == "20.65 (1.18)" and str(ours.values[5]["wsc273"]) == "53.11 (3.03)"
+    assert str(llama.values[5]["mmlu"]) == "26.43 (0.37)" and str(ours.values[0]["lambada_openai"]) == "38.39 (0.68)"
+    examples = dict(zip(downstream_table.TASKS, (1172, 2376, 10042, 5153, 5153, 651, 14042, 1838, 1000, 1267, 273)))
+    for columns in downstream_table.PUBLISHED.values():
+        for column in columns:
+            for values in column.values.values():
+                for task, (percent, error, _) in values.items():
+                    implied = math.sqrt(percent * (100 - percent) / (examples[task] - 1))
+                    assert error == pytest.approx(implied, abs=0.011 + 0.15 * (task == "piqa"))

@@ -7,8 +7,10 @@ and the hash of the training data, so a checkpoint can be opened by itself, on a
 a materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import orbax.checkpoint as ocp
@@ -86,11 +88,9 @@ class Checkpoint:
     about: dict
 
 
-def load(workdir: str | pathlib.Path) -> Checkpoint:
-    """Open the newest checkpoint of a run, or a materialized model, on this machine's first device.
-
-    Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
-    the run may be going on.
+@contextlib.contextmanager
+def open_to_read(workdir: str | pathlib.Path) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
+    """The checkpoints of a folder, and of the newest one its step, what it says of itself, and its config. Writes nothing.
 
     Raises:
         UserError: if there is none.
@@ -110,7 +110,29 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
         if step is None:
             raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")
         about = read_about(manager, step)
-        config = saved_config(about["config"])
+        yield manager, step, about, saved_config(about["config"])
+
+
+def load_config(workdir: str | pathlib.Path) -> ConfigDict:
+    """The config of a folder's newest checkpoint, whose parameters aren't read.
+
+    Raises:
+        UserError: if there is none.
+    """
+    with open_to_read(workdir) as (_, _, _, config):
+        return config
+
+
+def load(workdir: str | pathlib.Path) -> Checkpoint:
+    """Open the newest checkpoint of a run, or a materialized model, on this machine's first device.
+
+    Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
+    the run may be going on.
+
+    Raises:
+        UserError: if there is none.
+    """
+    with open_to_read(workdir) as (manager, step, about, config):
         graph, params = nnx.split(abstract_model(config), nnx.Param)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(

@@ -67,7 +67,7 @@ def check_model(workdir: str, num_steps: list[int | None], window: int | None) -
     Raises:
         UserError: if not.
     """
-    config = checkpoint.load(workdir).config
+    config = checkpoint.load_config(workdir)
     model, positions = abstract_model(config), config.model.max_length
     if not 2 <= (config.sequence_length if window is None else window) <= positions:
         raise UserError(f"--window: must be from 2 to the {positions} positions of {workdir}, but it is {window}")

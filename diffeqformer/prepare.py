@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import cli
 from diffeqformer.config import check_config, check_tokenizer
-from diffeqformer.data.prepare import fingerprint, local_files, prepare, store_folder
+from diffeqformer.data.prepare import expected_files, prepare, store_folder
 from diffeqformer.data.remote import upload
 from diffeqformer.data.store import open_store, read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
@@ -21,7 +21,7 @@ def run(config: ConfigDict) -> None:
     check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     if folder.exists():
-        open_store(folder, tokenizer.name, config.sequence_length, fingerprint(local_files(config.data)))
+        open_store(folder, tokenizer.name, config.sequence_length, expected_files(config.data))
         verify(folder, read_about(folder))
         print(f"{folder}: this token store is there already, whole and as it was written")
     else:

@@ -147,20 +147,19 @@ class Evaluation:
                 )
         except tf.errors.OpError as error:
             raise UserError(tasks.one_sentence(error)) from None
-        ids = [len(example["targets"]) for example in self._examples(self.documents)]
-        if sum(ids) < window:
+        [dataset] = self.documents.cached_model_datasets.values()
+        tokens = sum(len(example["targets"]) for _, example in dataset.as_numpy_iterator())
+        if tokens < window:
             raise UserError(
-                f"{corpus}: the {split} split has {sum(ids):,} tokens, fewer than one window of {window}; choose a "
+                f"{corpus}: the {split} split has {tokens:,} tokens, fewer than one window of {window}; choose a "
                 "smaller --window"
             )
 
-    def _examples(self, evaluator: seqio.Evaluator):
-        [dataset] = evaluator.cached_model_datasets.values()
-        return [example for _, example in dataset.as_numpy_iterator()]
-
     def first_windows(self, count: int) -> list[Stretch]:
         """The first disjoint windows, over again if there are fewer."""
-        windows = [Stretch(example["targets"].tolist(), 1) for example in self._examples(self.windows)[:count]]
+        [dataset] = self.windows.cached_model_datasets.values()
+        first = dataset.take(count).as_numpy_iterator()
+        windows = [Stretch(example["targets"].tolist(), 1) for _, example in first]
         return [windows[i % len(windows)] for i in range(count)]
 
     def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:

@@ -69,7 +69,15 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
             stage(data.remote, folder)
         else:
             prepare(data, tokenizer)
-    return open_store(folder, tokenizer.name, sequence_length, fingerprint(local_files(data)))
+    return open_store(folder, tokenizer.name, sequence_length, expected_files(data))
+
+
+def expected_files(data: ConfigDict) -> str | None:
+    """The fingerprint that a store must have; None if it was made from local files that aren't on this machine."""
+    try:
+        return fingerprint(local_files(data))
+    except UserError:
+        return None
 
 
 def fingerprint(files: dict[str, list[str]] | None) -> str:
@@ -274,11 +282,10 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     verify(partial, about)
     (partial / "store.json").write_text(json.dumps(about, indent=1))
     read_about(partial)
-    for path in partial.iterdir():
-        if path.name == "plan.json" or path.name.endswith(".bin.json"):
-            path.unlink()
     partial.rename(folder)
-    (folder / "lock").unlink()
+    for path in folder.iterdir():  # only now: a kill before this finds every account
+        if path.name in ("plan.json", "lock") or path.name.endswith(".bin.json"):
+            path.unlink()
     for split, entry in about["splits"].items():
         empty = sum(shard["empty"] for shard in entry["shards"])
         left_out = f"; {empty:,} without any text left out" if empty else ""

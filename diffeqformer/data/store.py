@@ -157,12 +157,15 @@ def verify(folder: pathlib.Path, about: dict) -> None:
             raise UserError(f"{folder}: its shards aren't in their order, by their SHA-256; {REMEDY}")
 
 
-def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str = "") -> dict[str, Split]:
+def open_store(
+    folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = ""
+) -> dict[str, Split]:
     """The training and validation splits of the store in `folder`, after checking that it is whole and the one that is meant.
 
     Args:
         tokenizer: name of the tokenizer.
-        files: fingerprint of the local files that take the task's place (`diffeqformer.data.prepare.fingerprint`).
+        files: fingerprint of the local files that take the task's place (`diffeqformer.data.prepare.fingerprint`),
+            empty for none, None for any.
 
     Raises:
         UserError: if the store is missing, incomplete, of another tokenizer or text, or shorter than one window.
@@ -173,7 +176,7 @@ def open_store(folder: str | os.PathLike, tokenizer: str, sequence_length: int, 
         raise UserError(
             f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; {REMEDY}"
         )
-    if about["files"] != files:
+    if not about["files"] if files is None else about["files"] != files:
         raise UserError(
             f"{folder}: this token store was made from other text ({about['origin']}); choose another config.data.dir, "
             "or delete the folder"

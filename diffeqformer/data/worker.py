@@ -98,7 +98,10 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
         file=name, tokens=tokens, documents=documents, empty=empty, bytes=text_bytes, sha256=digest.hexdigest()
     )
     account = folder / f"{name}.json"
-    account.with_suffix(".partial").write_text(json.dumps(about))
+    with open(account.with_suffix(".partial"), "w") as file:
+        file.write(json.dumps(about))
+        file.flush()
+        os.fsync(file.fileno())
     account.with_suffix(".partial").rename(account)
     answer(split=split, shard=index, tokens=tokens, documents=documents, done=True)
 

@@ -1,0 +1,77 @@
+"""SeqIO tasks, in a process of their own since they import TensorFlow."""
+
+import subprocess
+import sys
+
+from diffeqformer.data.store import open_store
+from helpers import ROOT
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_standard_library_task_agrees_with_its_files(stdlib_stores):
+    """SeqIO's ids are the bytes of the files, tests left out, split by path."""
+    output = run("""
+import numpy as np, seqio
+from diffeqformer.data import tasks
+from diffeqformer.data.tokenizers import ByteTokenizer
+tasks.add_task("python_stdlib", ByteTokenizer())
+task = seqio.get_mixture_or_task("python_stdlib_bytes")
+train, validation = (tasks.stdlib_files(split) for split in ("train", "validation"))
+assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
+vocabulary = task.output_features["targets"].vocabulary
+first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))
+text = validation[0].read_bytes()
+assert bytes(first["targets"][:-1].astype(np.uint8)) == text == first["targets_pretokenized"]
+assert first["targets"][-1] == vocabulary.eos_id == 256
+print(sum(path.stat().st_size for path in validation))
+""")
+    splits = open_store(stdlib_stores / "python_stdlib-bytes", "bytes", 128)
+    assert splits["validation"].text_bytes == int(output.splitlines()[-1])
+    assert splits["train"].size > 5e6
+
+
+def test_a_tokenizer_is_a_vocabulary():
+    """Ids inside a pipeline and outside are the tokenizer's own; no id is padding, start or unknown."""
+    run("""
+import tensorflow as tf
+from diffeqformer.data.tasks import TokenizerVocabulary
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
+for tokenizer in (ByteTokenizer(), GPT2Tokenizer({bytes([b]): b for b in range(256)} | {b"<|": 256})):
+    vocabulary, text = TokenizerVocabulary(tokenizer), "naïve 🙂 <|endoftext|>!"
+    ids = tokenizer.encode(text)
+    assert vocabulary.encode(text) == ids and vocabulary.decode(ids) == text
+    assert vocabulary.encode_tf(tf.constant(text)).numpy().tolist() == ids
+    [inside] = tf.data.Dataset.from_tensors(text).map(vocabulary.encode_tf).as_numpy_iterator()
+    assert inside.tolist() == ids and vocabulary.decode_tf(tf.constant(ids)).numpy().decode() == text
+    assert (vocabulary.eos_id, vocabulary.bos_id, vocabulary.unk_id) == (tokenizer.end_of_text, None, None)
+    assert vocabulary.vocab_size == tokenizer.vocab_size and vocabulary == TokenizerVocabulary(tokenizer)
+assert TokenizerVocabulary(ByteTokenizer()) != vocabulary
+""")
+
+
+def test_local_files_take_the_place_of_wikitext(tmp_path):
+    """Articles of a WikiText file, detokenized or not; rows of others as they are. A shard for each file."""
+    articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
+    (tmp_path / "a.txt").write_text("".join(articles))
+    (tmp_path / "b.jsonl").write_text('{"text": " = Three = \\n \\n As it is , here . \\n"}\n')
+    run(f"""
+import seqio
+from diffeqformer.data import tasks
+from diffeqformer.data.tokenizers import ByteTokenizer
+files = {{"validation": [{str(tmp_path / "a.txt")!r}, {str(tmp_path / "b.jsonl")!r}]}}
+def texts(corpus, **more):
+    task = tasks.add_task(corpus, ByteTokenizer(), files)
+    dataset = task.get_dataset(split="validation", sequence_length=None, shuffle=False, **more)
+    return [example["targets_pretokenized"].decode() for example in dataset.as_numpy_iterator()]
+raw = texts("wikitext103_raw")
+assert raw[:2] == {articles!r} and raw[2].startswith(" = Three = ") and len(raw) == 3
+detokenized = texts("wikitext103")
+assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
+assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
+assert len(texts("openwebtext")) == 2  # a text file is a document there
+""")

@@ -4,7 +4,6 @@ By default the eleven tasks of the paper's Tables 4 and 5, printed in their layo
 """
 
 import contextlib
-import datetime
 import difflib
 import functools
 import importlib.metadata
@@ -28,6 +27,7 @@ from diffeqformer.downstream_table import TASKS, describe
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import split
 from diffeqformer.progress import duration
+from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.step import abstract_model
 
 SEED = 1234  # of the few-shot examples, as in lm-eval
@@ -47,18 +47,6 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "output", None, "Folder for the results; by default <first workdir>/downstream/<date and time>."
     )
-
-
-def numbers(name: str, texts: list[str], least: int) -> list[int]:
-    """The whole numbers of an option, without repetitions.
-
-    Raises:
-        UserError: if one is none, or below `least`.
-    """
-    for text in texts:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise UserError(f"--{name}: must be whole numbers from {least} on, with commas between, but it is {text!r}")
-    return list(dict.fromkeys(map(int, texts)))
 
 
 def check_model(workdir: str, num_steps: list[int | None], window: int | None) -> None:
@@ -187,8 +175,8 @@ def summary(results: dict, names: list[str]) -> dict[str, dict]:
 
 def write(folder: pathlib.Path, report: dict) -> None:
     """results.json and results.md, after each run, so that an interruption loses little."""
-    (folder / "results.json").write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    (folder / "results.md").write_text(describe(report["runs"]), encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(report, indent=1, default=str) + "\n")
+    write_text(folder / "results.md", describe(report["runs"]))
 
 
 def curves(folder: pathlib.Path, run: dict) -> None:
@@ -202,7 +190,8 @@ def curves(folder: pathlib.Path, run: dict) -> None:
 
 def run_all(options) -> None:
     """Check everything, then evaluate every checkpoint at every number of steps and shots, and print the table."""
-    shots, steps = numbers("shots", options.shots, 0), numbers("num_steps", options.num_steps, 1) or [None]
+    shots = whole_numbers("--shots", options.shots, 0)
+    steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     for workdir in options.workdir:
         check_model(workdir, steps, options.window)
     tasks, names = load_tasks(options.tasks, options.include)
@@ -211,12 +200,7 @@ def run_all(options) -> None:
 
     from diffeqformer.harness import HarnessModel
 
-    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    folder = pathlib.Path(options.output or pathlib.Path(options.workdir[0], "downstream", now))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: {folder} can't be made: {error.strerror}") from None
+    folder = results_folder(options.output, pathlib.Path(options.workdir[0], "downstream"))
     report = {
         "lm_eval": importlib.metadata.version("lm_eval"),
         "seed": SEED,

@@ -17,6 +17,7 @@ from diffeqformer import checkpoint, cli
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
 from diffeqformer.progress import duration
+from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.scoring import Scorer
 
 COLUMNS = {
@@ -34,7 +35,13 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     flags.DEFINE_string("task", None, "The corpus; by default the one of the training.")
     flags.DEFINE_string("split", "validation", "Its split: validation, or test where there is one.")
-    flags.DEFINE_string("files", None, "Local files in its place: patterns of .txt, .jsonl or .parquet, with commas.")
+    flags.DEFINE_string(
+        "files",
+        None,
+        "Local files in its place (.txt, .jsonl, .parquet; patterns, with commas); empty: the corpus itself.",
+    )
+    flags.DEFINE_string("module", None, "A Python module that adds corpora; by default the one of the training.")
+    flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
     flags.DEFINE_integer(
@@ -42,18 +49,6 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
     flags.DEFINE_string("output", None, "Folder of the results; by default <workdir>/evaluation.")
-
-
-def numbers_of_steps(texts: list[str], trained: int) -> list[int]:
-    """What --num_steps asks for.
-
-    Raises:
-        UserError: for what isn't a number of steps.
-    """
-    for text in texts:
-        if not text.strip().isdigit() or int(text) < 1:
-            raise UserError(f"--num_steps: must be numbers of at least 1 with commas between them, but it has '{text}'")
-    return [int(text) for text in texts] or [trained]
 
 
 def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | None]:
@@ -64,10 +59,13 @@ def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | No
     """
     data = opened.config.data
     task = options.task or data.task
-    patterns = options.files
+    patterns, name = options.files, "--files"
     if patterns is None and task == data.task and options.split in ("train", "validation"):
-        patterns = data[f"{options.split}_files"]
-    return task, matching_files(patterns, "--files") if patterns else None
+        patterns, name = (
+            data[f"{options.split}_files"],
+            f"--files: those of the training, config.data.{options.split}_files",
+        )
+    return task, matching_files(patterns, name) if patterns else None
 
 
 def evaluate(options) -> dict:
@@ -78,19 +76,14 @@ def evaluate(options) -> dict:
     """
     opened = checkpoint.load(options.workdir)
     model, config = opened.model, opened.config
-    window = options.window or config.sequence_length
-    stride = options.stride or -(-window // 2)
+    window = config.sequence_length if options.window is None else options.window
+    stride = -(-window // 2) if options.stride is None else options.stride
     for name, value, least, most in (("window", window, 2, model.max_length), ("stride", stride, 1, window)):
         if not least <= value <= most:
             raise UserError(f"--{name}: must be at least {least} and at most {most:,}, but it is {value}")
-    steps = numbers_of_steps(options.num_steps, model.num_steps)
+    steps = whole_numbers("--num_steps", options.num_steps, 1) or [model.num_steps]
     scorers = [Scorer(model, num_steps, options.batch_size) for num_steps in steps]  # what can't be is said now
     task, files = text_of(options, opened)
-    output = pathlib.Path(options.output or pathlib.Path(options.workdir) / "evaluation")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
 
     from diffeqformer.data.quiet import import_tensorflow
 
@@ -98,19 +91,17 @@ def evaluate(options) -> dict:
     from diffeqformer.data import tasks
     from diffeqformer.data.perplexity import Evaluation
 
-    tasks.configure(config.data.module, config.data.tfds_dir)
+    tasks.configure(
+        config.data.module if options.module is None else options.module,
+        config.data.tfds_dir if options.tfds_dir is None else options.tfds_dir,
+    )
     evaluation = Evaluation(task, options.split, opened.tokenizer, window, stride, files)
-    rows = []
-    for num_steps, scorer, milliseconds in zip(steps, scorers, time_windows(evaluation, scorers)):
-        paper = evaluation.paper(scorer, progress_line(f"{num_steps} steps, disjoint windows"))
-        full = evaluation.full(scorer, progress_line(f"{num_steps} steps, every token"))
-        rows.append({"num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds})
-    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    folder = results_folder(options.output, pathlib.Path(options.workdir, "evaluation", f"{task}-{options.split}"))
     results = {
         "workdir": str(options.workdir),
         "config": config.name,
         "kind": config.model.kind,
-        "parameters": count,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
         "checkpoint_step": opened.step,
         "trained_num_steps": config.model.num_steps,
         "task": task,
@@ -122,9 +113,18 @@ def evaluate(options) -> dict:
         "batch_size": options.batch_size,
         "dtype": config.model.dtype,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "rows": rows,
+        "rows": [],
     }
-    write(results, output)
+    for num_steps, scorer, milliseconds in zip(steps, scorers, time_windows(evaluation, scorers)):
+        paper = evaluation.paper(scorer, progress_line(f"{num_steps} steps, disjoint windows"))
+        full = evaluation.full(scorer, progress_line(f"{num_steps} steps, every token"))
+        row = {"num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds}
+        results["rows"].append(row)
+        write(results, folder)
+    print(f"{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
+    if len(steps) > 1:
+        plot(results, folder / "perplexity.png")
+        print("and perplexity.png beside them")
     return results
 
 
@@ -179,22 +179,15 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def write(results: dict, output: pathlib.Path) -> None:
-    """Print the table, and write it with JSON, TensorBoard scalars and, for several numbers of steps, a plot."""
-    name = f"{results['task']}-{results['split']}"
-    (output / f"{name}.json").write_text(json.dumps(results, indent=1))
-    (output / f"{name}.md").write_text(table(results) + "\n")
-    with tensorboardX.SummaryWriter(str(output / "tensorboard")) as writer:
-        for row in results["rows"]:
-            for metric in list(COLUMNS)[1:]:
-                tag = f"{name}/{metric}/{row['num_steps']}_steps"
-                writer.add_scalar(tag, row[metric], results["checkpoint_step"])
-    print(table(results))
-    written = [f"{name}.json", f"{name}.md", "tensorboard"]
-    if len(results["rows"]) > 1:
-        plot(results, output / f"{name}.png")
-        written.append(f"{name}.png")
-    print(f"\n{', '.join(written)} are in {output}", flush=True)
+def write(results: dict, folder: pathlib.Path) -> None:
+    """Write the results so far as JSON and Markdown, and the newest row for TensorBoard."""
+    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    write_text(folder / "results.md", table(results) + "\n")
+    row = results["rows"][-1]
+    with tensorboardX.SummaryWriter(str(folder), filename_suffix=f".{row['num_steps']}") as writer:
+        for metric in list(COLUMNS)[1:]:
+            tag = f"{results['task']}-{results['split']}/{metric}/{row['num_steps']}_steps"
+            writer.add_scalar(tag, row[metric], results["checkpoint_step"])
 
 
 def plot(results: dict, path: pathlib.Path) -> None:

@@ -6,11 +6,13 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffeqformer.data import remote as remote_module
+from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.remote import stage, upload
 from diffeqformer.data.store import open_store, read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import make_store
+from helpers import make_store, toy_config
 
 TOKENIZER = ByteTokenizer()
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
@@ -131,8 +133,12 @@ def test_a_changed_store_is_found_by_its_hashes(folder):
     read_about(folder)  # its size is right
     with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
         verify(folder, read_about(folder))
+    data[10] ^= 1
+    (folder / "train-00002.bin").write_bytes(data)
     about = read_about(folder)
-    about["splits"]["train"]["shards"][0]["sha256"] = about["splits"]["train"]["sha256"]
+    about["splits"]["train"]["shards"].reverse()
+    with pytest.raises(UserError, match="its shards aren't those of one text in order"):
+        verify(folder, about)
 
 
 def test_a_store_of_other_text_is_refused(folder):
@@ -159,15 +165,66 @@ def test_a_store_goes_to_a_url_and_comes_back(folder, tmp_path, monkeypatch, cap
     damaged = tmp_path / "damaged" / "task"
     with memory.open("/bucket/stores/task/train-00002.bin", "wb") as file:
         file.write(b"??")
-    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
+    with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written.*delete the folder there"):
         stage(remote, damaged)
     assert not damaged.exists()
-    finished = damaged.with_name("task.partial") / "train-00000.bin"
+    finished = damaged.with_name("task.copying") / "train-00000.bin"
     before = finished.stat().st_mtime_ns
-    memory.rm("/bucket/stores/task/train-00002.bin")
+    memory.rm("/bucket/stores/task", recursive=True)
     upload(folder, remote)
     stage(remote, damaged)  # goes on from what was copied
     assert (damaged / "train-00000.bin").stat().st_mtime_ns == before
+
+
+def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(folder, tmp_path):
+    """At the URL, and in an unfinished copy."""
+    remote, here = "memory://other/stores", tmp_path / "here" / "task"
+    upload(folder, remote)
+    older = here.with_name("task.copying")
+    older.mkdir(parents=True)
+    (older / "train-00000.bin").write_bytes((folder / "train-00000.bin").read_bytes())
+    changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
+    make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
+    upload(tmp_path / "new" / "task", remote)
+    stage(remote, here)
+    verify(here, read_about(here))
+    assert read_about(here) == read_about(tmp_path / "new" / "task")
+
+
+def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(folder, tmp_path, monkeypatch):
+    remote, memory = "memory://third/stores", fsspec.filesystem("memory")
+    copy, calls = remote_module.shutil.copyfileobj, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError("the network is gone")
+        return copy(*arguments)
+
+    monkeypatch.setattr(remote_module.shutil, "copyfileobj", interrupted)
+    with pytest.raises(UserError, match="can't be written: the network is gone"):
+        upload(folder, remote)
+    assert not memory.exists("/third/stores/task/store.json")
+    done = len(calls)
+    upload(folder, remote)
+    assert len(calls) < done + 4 and memory.exists("/third/stores/task/store.json")
+    assert not memory.exists("/third/stores/task/uploading.json")
+    monkeypatch.undo()
+    stage(remote, tmp_path / "here" / "task")
+
+
+def test_a_host_without_the_raw_files_takes_the_store_from_the_url(folder, tmp_path):
+    about = json.loads((folder / "store.json").read_text())
+    store = folder.rename(folder.with_name("python_stdlib-bytes"))
+    (store / "store.json").write_text(json.dumps(about | {"files": "fingerprint"}))
+    upload(store, "memory://fourth/stores")
+    config = toy_config(
+        data__train_files="absent/*.txt", data__validation_files="absent.txt", data__dir=str(tmp_path / "b")
+    )
+    with pytest.raises(UserError, match="config.data.train_files: no file matches"):
+        open_prepared(config.data, TOKENIZER, 8)
+    config.data.remote = "memory://fourth/stores"
+    assert open_prepared(config.data, TOKENIZER, 8)["train"].text_bytes == len("".join(TEXTS))
 
 
 @pytest.mark.parametrize("remote", ["nowhere://bucket", "file:///proc/stores"])

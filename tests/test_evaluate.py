@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lm_eval.api.instance import Instance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from diffeqformer import checkpoint
+from diffeqformer import checkpoint, train
+from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.harness import HarnessModel
 from diffeqformer.models import transformer
 from diffeqformer.models.transformer import Transformer
-from diffeqformer.step import new_model
-from helpers import ROOT, lively_model, toy_config
+from diffeqformer.step import make_program, new_model
+from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = ["A first document, of our own.", "", "Another one: naïve 🙂, and a bit longer than the first.", "x"]
@@ -55,7 +58,8 @@ def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
 def results(workdir, text):
     done = evaluate(workdir, text, "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8")
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((workdir / "evaluation" / "python_stdlib-validation.json").read_text())
+    [folder] = (workdir / "evaluation" / "python_stdlib-validation").iterdir()
+    return done.stdout, json.loads((folder / "results.json").read_text()), folder
 
 
 def losses_of(model: Transformer, num_steps: int):
@@ -97,13 +101,12 @@ def test_perplexities_are_those_of_plain_sums(workdir, results):
 
 
 def test_results_are_shown_and_kept(workdir, results):
-    shown, kept = results
-    folder = workdir / "evaluation"
-    assert (folder / "python_stdlib-validation.png").stat().st_size > 10_000
-    assert (folder / "python_stdlib-validation.md").read_text() in shown
+    shown, kept, folder = results
+    assert (folder / "perplexity.png").stat().st_size > 10_000
+    assert (folder / "results.md").read_text() in shown
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| 6", "| 3"))]
     assert [row[0] for row in rows] == ["| 6", "| 3"] and rows[0][2] == f"{kept['rows'][0]['perplexity']:,.2f}"
-    curves = EventAccumulator(str(folder / "tensorboard")).Reload()
+    curves = EventAccumulator(str(folder)).Reload()
     [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/3_steps")
     assert event.step == 3 and event.value == pytest.approx(kept["rows"][1]["bits_per_byte"], rel=1e-5)
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
@@ -117,7 +120,7 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
     save_checkpoint(tmp_path / "zero", model, config)
     done = evaluate(tmp_path / "zero", text, "--batch_size=3", f"--output={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
-    [row] = json.loads((tmp_path / "out" / "python_stdlib-validation.json").read_text())["rows"]
+    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["paper_perplexity"] == pytest.approx(257, rel=1e-5)
     assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
 
@@ -127,7 +130,8 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
     [
         (["--window=17"], "--window: must be at least 2 and at most 16, but it is 17"),
         (["--stride=17"], "--stride: must be at least 1 and at most 16, but it is 17"),
-        (["--num_steps=6,x"], "--num_steps: must be numbers of at least 1 with commas between them, but it has 'x'"),
+        (["--window=0"], "--window: must be at least 2 and at most 16, but it is 0"),
+        (["--num_steps=6,x"], "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'"),
         (["--files=absent.txt"], "--files: no file matches 'absent.txt'"),
         (["--task=pile"], "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'"),
         (
@@ -139,6 +143,38 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
 def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
     done = evaluate(workdir, text, *more)
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_results_are_never_overwritten(workdir, text, results):
+    done = evaluate(workdir, text, f"--output={results[2]}")
+    assert done.returncode == 1 and "holds results already; choose another folder" in done.stderr
+    assert json.loads((results[2] / "results.json").read_text()) == results[1]
+
+
+def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):
+    """The same text in a token store, as a run sees it."""
+    documents = [text for text in DOCUMENTS if text]
+    make_store(tmp_path / "store", {"train": [documents], "validation": [documents[:1], documents[1:]]})
+    config = checkpoint.load(workdir).config
+    config.update(sequence_length=8, batch_size=8)
+    program = make_program(config, ONE_DEVICE)
+    params = transformer.split(checkpoint.load(workdir).model)[1]
+    split = open_store(tmp_path / "store", "bytes", 8)["validation"]
+    for row in results[1]["rows"]:
+        scores = train.evaluate(program, params, split, config, row["num_steps"])
+        assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
+
+
+def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path):
+    """lm-evaluation-harness and SeqIO, with the same windows."""
+    text = "One document of our own, longer than two windows: naïve 🙂."
+    (tmp_path / "one.txt").write_text(text)
+    done = evaluate(workdir, tmp_path / "one.txt", "--window=16", "--stride=16", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+    [rolling] = HarnessModel(checkpoint.load(workdir)).loglikelihood_rolling([request], disable_tqdm=True)
+    assert -rolling / row["tokens"] == pytest.approx(row["loss"], rel=1e-6) and row["tokens"] == len(text.encode())
 
 
 def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):

@@ -381,14 +381,14 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
     for changes, sentence in (
         ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
-        ({"shots": ["-1"]}, "--shots: must be whole numbers from 0 on, with commas between, but it is '-1'"),
+        ({"shots": ["-1"]}, "--shots: must be whole numbers from 0 on, with commas between, but it has '-1'"),
         ({"num_steps": ["0"]}, "--num_steps: must be whole numbers from 1 on"),
         ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
         ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
         ({"window": 0}, "--window: must be from 2 to the 64 positions of .*, but it is 0"),
         (
             {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
-            "--output: .*broken.yaml/out can't be made: Not a",
+            "--output: .*: Not a directory; choose a folder that can be written",
         ),
         ({"include": "nowhere"}, "--include: nowhere is no folder"),
         ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),

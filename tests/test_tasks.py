@@ -17,11 +17,12 @@ def test_the_standard_library_task_agrees_with_its_files(stdlib_stores):
     """SeqIO's ids are the bytes of the files, tests left out, split by path."""
     output = run("""
 import numpy as np, seqio
-from diffeqformer.data import tasks
+from diffeqformer.data import CORPUS_NAMES, tasks
 from diffeqformer.data.tokenizers import ByteTokenizer
 tasks.add_task("python_stdlib", ByteTokenizer())
 task = seqio.get_mixture_or_task("python_stdlib_bytes")
 train, validation = (tasks.stdlib_files(split) for split in ("train", "validation"))
+assert tuple(tasks.CORPORA) == CORPUS_NAMES
 assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
 vocabulary = task.output_features["targets"].vocabulary
 first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))

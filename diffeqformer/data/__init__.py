@@ -1,8 +1,8 @@
 """Data: SeqIO task -> token store -> `batch(step)`.
 
-`tasks`, `builders` and `worker` need TensorFlow and run in processes of their own; `tokenizers` and
-`store` are all that training imports.
+`tasks`, `builders`, `perplexity` and `worker` import TensorFlow; `tokenizers` and `store` are all that training
+imports, which leaves preparation to processes of their own.
 """
 
-CORPORA = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")
+CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")
 """The corpora of `diffeqformer.data.tasks`: known without importing TensorFlow."""

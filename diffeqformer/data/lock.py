@@ -4,13 +4,16 @@ import contextlib
 import fcntl
 import pathlib
 from collections.abc import Iterator
+from typing import IO
 
 from diffeqformer.errors import UserError
 
 
 @contextlib.contextmanager
-def only_process(partial: pathlib.Path) -> Iterator[None]:
-    """Hold the folder of an unfinished store against other processes of this machine, and make it.
+def only_process(partial: pathlib.Path) -> Iterator[IO]:
+    """Make the folder of an unfinished store and hold it against other processes of this machine.
+
+    It stays held for as long as any process has the file that this gives open.
 
     Raises:
         UserError: if another one holds it, or it can't be made.
@@ -25,4 +28,4 @@ def only_process(partial: pathlib.Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{partial}: another process is preparing this store; wait until it has finished") from None
-        yield
+        yield lock

@@ -4,6 +4,7 @@ docs/evaluation.md defines them. Two tasks score the same text: one its disjoint
 does, and one its documents, every token of them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.scoring import Scorer, Stretch, sliding_windows
 
 LARGEST = 700.0  # exponents beyond this overflow
+GROUP = 4096  # windows that exist at once
 
 
 @flax.struct.dataclass
@@ -91,7 +93,8 @@ class AsTheyAre(seqio.FeatureConverter):
 
 def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The documents that have any text, as in a token store."""
-    return dataset.filter(lambda example: tf.strings.length(tf.strings.strip(example["targets_pretokenized"])) > 0)
+    blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # what Python calls white space
+    return dataset.filter(lambda example: not tf.strings.regex_full_match(example["targets_pretokenized"], blank))
 
 
 def disjoint(window: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
@@ -105,7 +108,7 @@ def disjoint(window: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
 
 
 class Evaluation:
-    """The text of one split of a corpus, read and tokenized once, to be scored by one or more models.
+    """The text of one split of a corpus, to be scored by one or more models.
 
     Args:
         corpus: name of the corpus.
@@ -170,24 +173,28 @@ class Evaluation:
         """The full perplexity, by token, word and byte."""
         return self._evaluate(
             self.documents, scorer, show,
-            lambda ids: list(sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text)),
+            lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text),
         )  # fmt: skip
 
     def _evaluate(self, evaluator, scorer, show, stretches_of) -> dict[str, float]:
         def log_likelihoods(dataset: tf.data.Dataset) -> list[tuple[int, float]]:
-            examples = [
-                (int(i), stretches_of(example["targets"].tolist())) for i, example in dataset.as_numpy_iterator()
-            ]
-            stretches = [stretch for _, part in examples for stretch in part]
-            total, done = sum(len(stretch.ids) - stretch.first for stretch in stretches), 0
+            examples = [(int(i), example["targets"]) for i, example in dataset.as_numpy_iterator()]
+            sums, total, done = (
+                dict.fromkeys((i for i, _ in examples), 0.0),
+                sum(len(ids) - 1 for _, ids in examples),
+                0,
+            )
 
             def count(tokens: int) -> None:
                 nonlocal done
                 done += tokens
                 show(done, total)
 
-            sums = iter([float(np.sum(scores.log_probs, dtype=np.float64)) for scores in scorer(stretches, count)])
-            return [(i, sum(next(sums) for _ in part)) for i, part in examples]
+            every = ((i, stretch) for i, ids in examples for stretch in stretches_of(ids.tolist()))
+            while group := list(itertools.islice(every, GROUP)):
+                for (i, _), scores in zip(group, scorer([stretch for _, stretch in group], count)):
+                    sums[i] += float(np.sum(scores.log_probs, dtype=np.float64))
+            return list(sums.items())
 
         metrics, _ = evaluator.evaluate(compute_metrics=True, score_fn=log_likelihoods)
         [result] = metrics.result().values()

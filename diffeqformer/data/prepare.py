@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import IO
 
 from ml_collections import ConfigDict
 
@@ -50,7 +51,7 @@ def matching_files(patterns: str, option: str) -> list[str]:
     """
     files = []
     for pattern in map(str.strip, patterns.split(",")):
-        found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        found = sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise UserError(f"{option}: no file matches '{pattern}'")
         files += found
@@ -73,19 +74,23 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
 
 
 def expected_files(data: ConfigDict) -> str | None:
-    """The fingerprint that a store must have; None if it was made from local files that aren't on this machine."""
-    try:
-        return fingerprint(local_files(data))
-    except UserError:
-        return None
+    """The fingerprint that a store must have; None if it comes from `data.remote`, where any machine may have made it."""
+    return None if data.train_files and data.remote else fingerprint(local_files(data))
 
 
 def fingerprint(files: dict[str, list[str]] | None) -> str:
-    """A hash of local files' names and sizes; empty for none."""
+    """A hash of local files' names, sizes, beginnings and ends (64 KiB of each); empty for none."""
     if not files:
         return ""
-    entries = [[split, [(os.path.basename(path), os.path.getsize(path)) for path in files[split]]] for split in SPLITS]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        for path in files[split]:
+            size = os.path.getsize(path)
+            with open(path, "rb") as file:
+                beginning = file.read(1 << 16)
+                file.seek(max(0, size - (1 << 16)))
+                digest.update(repr((split, os.path.basename(path), size, beginning, file.read())).encode())
+    return digest.hexdigest()
 
 
 def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
@@ -94,33 +99,44 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: if it can't be made; finished shards stay, and the next call goes on from them.
     """
-    folder, files = store_folder(data, tokenizer), local_files(data)
+    folder = store_folder(data, tokenizer)
     partial = folder.with_name(f"{folder.name}.partial")
-    with only_process(partial), contextlib.ExitStack() as running:
+    with only_process(partial) as lock, contextlib.ExitStack() as running:
         if folder.exists():
             return
-        print(f"Preparing {data.task} into {folder}", flush=True)
-        task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
-        task["tokenizer"] = [tokenizer.name, tokenizer.save()]
-        workers = [running.enter_context(Worker(task))]
-        plan = workers[0].plan()
-        about = dict(
-            format=FORMAT, task=data.task, origin=plan["origin"], files=fingerprint(files), tokenizer=tokenizer.name,
-            vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str, splits=plan["splits"],
-        )  # fmt: skip
-        begin_or_go_on(partial, about)
-        print(f"  from {plan['origin']}", flush=True)
-        shards = [
-            (split, i, plan["splits"][split]["shards"])
-            for split in SPLITS
-            for i in range(plan["splits"][split]["shards"])
-        ]
-        todo = [shard for shard in shards if finished(partial, *shard[:2]) is None]
-        count = min(data.processes or len(os.sched_getaffinity(0)), len(todo))
-        workers += [running.enter_context(Worker(task)) for _ in range(count - 1)]
-        write_shards(workers, partial, ShardProgress(partial, plan["splits"], todo), todo)
-        about["splits"] = {split: account_of(partial, split, plan["splits"][split]["shards"]) for split in SPLITS}
-        finish(partial, folder, about)
+        try:
+            running.callback(remove_unfinished, partial)  # last: when no process is left
+            _prepare(data, tokenizer, folder, partial, lambda task: running.enter_context(Worker(task, lock)))
+        except OSError as error:
+            raise UserError(f"config.data.dir: {error.filename or partial}: {error.strerror or error}") from None
+
+
+def _prepare(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
+    print(f"Preparing {data.task} into {folder}", flush=True)
+    files = local_files(data)
+    task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
+    task["tokenizer"] = [tokenizer.name, tokenizer.save()]
+    workers = [start(task)]
+    plan = workers[0].plan()
+    splits = plan["splits"]
+    about = dict(
+        format=FORMAT, task=data.task, origin=plan["origin"], files=fingerprint(files), tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str, splits=splits,
+    )  # fmt: skip
+    begin_or_go_on(partial, about)
+    print(f"  from {plan['origin']}", flush=True)
+    todo = [(split, i, splits[split]["shards"]) for split in SPLITS for i in range(splits[split]["shards"])]
+    todo = [shard for shard in todo if finished(partial, *shard[:2]) is None]
+    workers += [start(task) for _ in range(min(data.processes or len(os.sched_getaffinity(0)), len(todo)) - 1)]
+    write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
+    about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}
+    finish(partial, folder, about)
+
+
+def remove_unfinished(partial: pathlib.Path) -> None:
+    """Remove the shards that processes left unfinished, so that a full disk has room again."""
+    for path in partial.glob("*.partial"):
+        path.unlink()
 
 
 def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
@@ -129,11 +145,13 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
     Raises:
         UserError: if it isn't.
     """
-    path = partial / "plan.json"
-    plan = json.dumps(about, indent=1)
-    if path.exists() and path.read_text() != plan:
+    path, plan = partial / "plan.json", json.dumps(about, indent=1)
+    if path.exists() and path.read_text() == plan:
+        return
+    if path.exists():
         raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
-    path.write_text(plan)
+    path.with_suffix(".partial").write_text(plan)
+    path.with_suffix(".partial").rename(path)
 
 
 class Worker:
@@ -141,12 +159,14 @@ class Worker:
 
     Args:
         task: the first request, which says what text and which tokenizer it is about.
+        lock: stays held while it runs, even if this process is killed.
     """
 
-    def __init__(self, task: dict):
+    def __init__(self, task: dict, lock: IO):
         self.failure = None  # the sentence with which it ended, if it couldn't do its work
         command = [sys.executable, "-m", "diffeqformer.data.worker"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[lock.fileno()])
+        self.process = subprocess.Popen(command, **pipes)
         self.ask(task)
 
     def ask(self, request: dict) -> None:
@@ -156,12 +176,12 @@ class Worker:
             self.process.stdin.flush()
 
     def answers(self) -> Iterator[dict]:
-        """Its answers until it ends; then `failure` says whether and why it failed. What else it prints is shown."""
+        """Its answers until it ends; then `failure` says whether and why it failed."""
         for line in self.process.stdout:
-            answer = json.loads(line) if line.startswith("{") else print(f"  {line.rstrip()}", flush=True)
-            if answer and "error" in answer:
+            answer = json.loads(line)
+            if "error" in answer:
                 self.failure = answer["error"]
-            elif answer:
+            else:
                 yield answer
         if self.process.wait() and not self.failure:
             self.failure = f"a process that prepares the store ended with status {self.process.returncode}"
@@ -206,57 +226,73 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
             worker.ask({"folder": str(partial), "shard": shard})
 
     def follow(worker: Worker) -> None:
-        for answer in worker.answers():
-            if "split" in answer:
-                progress.note(answer)
-            if answer.get("done", True):  # or it has just begun
-                give(worker)
+        try:
+            for answer in worker.answers():
+                if "split" in answer:
+                    progress.note(answer)
+                if answer.get("done", True):  # or it has just begun
+                    give(worker)
+        except Exception as error:  # otherwise this would be waited for in vain
+            worker.failure = f"a process that prepares the store can't be understood: {error!r}"
 
     give(workers[0])  # which has told the plan
     for worker in workers:
         threading.Thread(target=follow, args=(worker,), daemon=True).start()
-    while progress.complete < len(todo):
+    while len(progress.done) < len(todo):
         time.sleep(0.05)
         progress.show()
         failures = [worker.failure for worker in workers if worker.failure]
         if failures:
             raise UserError(
-                f"{failures[0]} ({progress.complete} of {len(todo)} shards were finished now and stay; the same command "
+                f"{failures[0]} ({len(progress.done)} of {len(todo)} shards were finished now and stay; the same command "
                 "goes on from them)"
             )
     progress.show(last=True)
 
 
 class ShardProgress:
-    """The progress line of the processes that write shards."""
+    """The progress line of the processes that write the shards `todo`."""
 
     def __init__(self, partial: pathlib.Path, splits: dict, todo: list[tuple[str, int, int]]):
         self.start = self.shown = time.monotonic()
         self.shards = sum(split["shards"] for split in splits.values())
-        self.before = self.shards - len(todo)
+        self.todo = [(split, index) for split, index, _ in todo]
+        self.told, self.done = {}, set()
+        self.sizes = {(split, i): size for split in splits for i, size in enumerate(splits[split]["file_sizes"])}
         counts = [split["documents"] for split in splits.values()]
-        done = [finished(partial, split, i) for split in splits for i in range(splits[split]["shards"])]
-        self.documents_before = sum(account["documents"] for account in done if account)
-        self.documents = sum(counts) - self.documents_before if None not in counts else None
-        self.tokens, self.counts, self.complete = {}, {}, 0
+        accounts = [finished(partial, split, i) for split in splits for i in range(splits[split]["shards"])]
+        before = sum(account["documents"] + account["empty"] for account in accounts if account)
+        self.documents = sum(counts) - before if None not in counts else None
 
     def note(self, told: dict) -> None:
         """What a worker says of its shard."""
         key = told["split"], told["shard"]
-        self.tokens[key], self.counts[key] = told["tokens"], told["documents"]
-        self.complete += told["done"]
+        self.told[key] = told
+        if told["done"]:
+            self.done.add(key)
+
+    def part(self) -> float:
+        """The part of the work that is done: of documents if their number is known, else of files' bytes; 0 if neither is."""
+        if self.documents:
+            return sum(told["documents"] for told in list(self.told.values())) / self.documents
+        read = 0
+        for key, told in list(self.told.items()):
+            size = self.sizes.get(key, 0)
+            read += size if key in self.done else min(size, told["bytes"])  # of compressed files it is a guess
+        return read / max(1, sum(self.sizes.get(key, 0) for key in self.todo))
 
     def show(self, last: bool = False) -> None:
         """Print the line, at most every two seconds unless it is the last one."""
         now = time.monotonic()
-        if now - self.shown < 2 and not last or not self.tokens:
+        if now - self.shown < 2 and not last or not self.told:
             return
-        self.shown, seconds = now, now - self.start
-        tokens, documents = sum(list(self.tokens.values())), sum(list(self.counts.values()))
-        part = documents / self.documents if self.documents else self.complete / max(1, self.shards - self.before)
+        self.shown, seconds, told = now, now - self.start, list(self.told.values())
+        tokens, documents = (sum(shard[what] for shard in told) for what in ("tokens", "documents"))
+        part = self.part()
         left = f"  {duration(seconds / part - seconds)} left" if 0 < part <= 1 and not last else ""
+        done = self.shards - len(self.todo) + len(self.done)
         print(
-            f"  shard {self.before + self.complete:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
+            f"  shard {done:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
             f"{tokens / seconds:,.0f} tokens/s{left}",
             flush=True,
         )

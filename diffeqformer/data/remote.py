@@ -4,7 +4,6 @@ Anything that fsspec opens will do; gs:// needs the package gcsfs.
 """
 
 import concurrent.futures
-import hashlib
 import json
 import pathlib
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import fsspec
 
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.store import read_about
+from diffeqformer.data.store import read_about, sha256
 from diffeqformer.errors import UserError
 
 AT_ONCE = 8  # files copied at the same time
@@ -37,44 +36,55 @@ def open_remote(remote: str, name: str) -> tuple[fsspec.AbstractFileSystem, str]
 def upload(folder: pathlib.Path, remote: str) -> None:
     """Copy a whole local store to a URL; `store.json` comes last, so that nobody takes what isn't whole.
 
-    Files that are there already in their size are left as they are.
+    `uploading.json` says which store is on its way, so that an interrupted copy of it goes on.
 
     Raises:
         UserError: if the URL can't be written.
     """
-    about = read_about(folder)
+    about, ours = read_about(folder), (folder / "store.json").read_text()
     system, there = open_remote(remote, folder.name)
 
+    def read(name: str) -> str | None:
+        return system.cat_file(f"{there}/{name}").decode() if system.exists(f"{there}/{name}") else None
+
     def put(shard: dict) -> int:
-        path = folder / shard["file"]
+        path, target = folder / shard["file"], f"{there}/{shard['file']}"
         size = path.stat().st_size
-        if not (system.exists(f"{there}/{shard['file']}") and system.size(f"{there}/{shard['file']}") == size):
-            with open(path, "rb") as source, system.open(f"{there}/{shard['file']}", "wb") as target:
-                shutil.copyfileobj(source, target, CHUNK)
+        if not (goes_on and system.exists(target) and system.size(target) == size):
+            with open(path, "rb") as source, system.open(target, "wb") as file:
+                shutil.copyfileobj(source, file, CHUNK)
         return size
 
     try:
         system.makedirs(there, exist_ok=True)
+        if read("store.json") == ours:
+            print(f"{remote}/{folder.name}: this token store is there already", flush=True)
+            return
+        goes_on = read("uploading.json") == ours
+        if not goes_on:
+            if system.exists(f"{there}/store.json"):
+                system.rm(f"{there}/store.json")  # its shards are about to change
+            system.pipe_file(f"{there}/uploading.json", ours.encode())
         each_shard(put, about, f"Copying {folder} to {remote}")
-        with system.open(f"{there}/store.json", "w") as target:
-            target.write((folder / "store.json").read_text())
+        system.pipe_file(f"{there}/store.json", ours.encode())
+        system.rm(f"{there}/uploading.json")
     except Exception as error:  # each file system has exceptions of its own
         raise UserError(f"config.data.remote: {remote} can't be written: {_reason(error)}") from error
 
 
 def stage(remote: str, folder: pathlib.Path) -> None:
-    """Copy the store at a URL to `folder`, verifying every shard's SHA-256; shards that an earlier call finished stay.
+    """Copy the store at a URL to `folder`, verifying every shard's SHA-256; what an earlier call copied stays if it is right.
 
     Raises:
         UserError: if there is none, it can't be read, a shard isn't what was written, or the local disk is full.
     """
     system, there = open_remote(remote, folder.name)
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = folder.with_name(f"{folder.name}.copying")
     with only_process(partial):
         if folder.exists():
             return
         try:
-            about = json.loads(system.cat_file(f"{there}/store.json"))
+            about = system.cat_file(f"{there}/store.json").decode()
         except FileNotFoundError:
             raise UserError(
                 f"config.data.remote: there is no token store {folder.name} at {remote}; make it with "
@@ -85,28 +95,25 @@ def stage(remote: str, folder: pathlib.Path) -> None:
 
         def get(shard: dict) -> int:
             path = partial / shard["file"]
-            if not path.exists():
-                digest = hashlib.sha256()
-                with system.open(f"{there}/{shard['file']}", "rb") as source, open(f"{path}.copy", "wb") as target:
-                    while data := source.read(CHUNK):
-                        digest.update(data)
-                        target.write(data)
-                if digest.hexdigest() != shard["sha256"]:
+            if not path.exists() or sha256(path) != shard["sha256"]:
+                with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
+                    shutil.copyfileobj(source, target, CHUNK)
+                if sha256(path) != shard["sha256"]:
                     raise UserError(
-                        f"{remote}/{folder.name}/{shard['file']}: its content isn't what was written, by its SHA-256"
+                        f"{remote}/{folder.name}/{shard['file']}: its content isn't what was written, by its SHA-256; "
+                        "delete the folder there, and prepare it again"
                     )
-                pathlib.Path(f"{path}.copy").rename(path)
             return path.stat().st_size
 
         try:
-            each_shard(get, about, f"Copying {remote}/{folder.name} to {folder}")
+            each_shard(get, json.loads(about), f"Copying {remote}/{folder.name} to {folder}")
+            (partial / "store.json").write_text(about)
+            read_about(partial)
+            partial.rename(folder)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"config.data: {remote} can't be copied to {folder}: {_reason(error)}") from error
-        (partial / "store.json").write_text(json.dumps(about, indent=1))
-        read_about(partial)
-        partial.rename(folder)
         (folder / "lock").unlink()
 
 

@@ -135,26 +135,33 @@ def read_about(folder: pathlib.Path) -> dict:
     return about
 
 
+def sha256(*paths: pathlib.Path) -> str:
+    """The SHA-256 of files' contents, one after another."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while data := file.read(1 << 24):
+                digest.update(data)
+    return digest.hexdigest()
+
+
 def verify(folder: pathlib.Path, about: dict) -> None:
-    """Read a store's shards again and compare them with what `about` says: bytes, and SHA-256 of each and of each split.
+    """Read a store's shards again and compare them with what `about` says: SHA-256 of each, and of each split's ids.
+
+    The latter says which text it is, however it was cut into shards; if `about` hasn't got it yet, it is put in.
 
     Raises:
         UserError: for the first file that differs.
     """
     for split in about["splits"].values():
-        whole = hashlib.sha256()
         for shard in split["shards"]:
-            digest = hashlib.sha256()
-            with open(folder / shard["file"], "rb") as file:
-                while data := file.read(1 << 24):
-                    digest.update(data)
-                    whole.update(data)
-            if digest.hexdigest() != shard["sha256"]:
+            if sha256(folder / shard["file"]) != shard["sha256"]:
                 raise UserError(
                     f"{folder / shard['file']}: its content isn't what was written, by its SHA-256; {REMEDY}"
                 )
-        if whole.hexdigest() != split.setdefault("sha256", whole.hexdigest()):
-            raise UserError(f"{folder}: its shards aren't in their order, by their SHA-256; {REMEDY}")
+        whole = sha256(*(folder / shard["file"] for shard in split["shards"]))
+        if whole != split.setdefault("sha256", whole):
+            raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
 
 
 def open_store(

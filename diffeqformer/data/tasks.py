@@ -23,7 +23,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import builders  # noqa: F401 (registers the TFDS builders)
-from diffeqformer.data.files import read_texts
+from diffeqformer.data.files import PLAIN, kind, read_texts
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
@@ -100,15 +100,10 @@ class LocalFiles(seqio.DataSource):
         def texts():
             for path in self.files[split][index::count]:
                 for text in read_texts(path):
-                    for document in self.cut(text) if is_text(path) else [text]:
+                    for document in self.cut(text) if kind(path) in PLAIN else [text]:
                         yield {"text": document}
 
         return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
-
-
-def is_text(path: str) -> bool:
-    """Whether a file is plain text, and not lines or rows of documents."""
-    return not {".jsonl", ".json", ".parquet"} & set(pathlib.Path(path).suffixes)
 
 
 class Corpus(NamedTuple):
@@ -155,7 +150,8 @@ def fetch(task: seqio.Task) -> None:
 def one_sentence(error: Exception) -> str:
     """What an error says: a UserError that TensorFlow wrapped comes out again."""
     wrapped = re.search(r"UserError: (.*)", str(error))
-    return wrapped.group(1).strip() if wrapped else str(error)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return wrapped.group(1).strip() if wrapped else lines[0][:300]
 
 
 def add_corpus(name: str, source: seqio.DataSource, origin: str, **how) -> None:
@@ -252,5 +248,5 @@ add_corpus(
 add_corpus(
     "openwebtext",
     seqio.TfdsDataSource("openwebtext:1.0.0"),
-    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub",
+    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub; 0.0005 of it, by seed 2357, is validation",
 )

@@ -1,6 +1,7 @@
 """The process that reads text for `diffeqformer.data.prepare`, since only such a one imports TensorFlow.
 
-It reads requests, one a line, from its standard input and answers in lines of JSON on its standard output.
+It reads requests, one a line, from its standard input and answers in lines of JSON on what was its standard
+output; whatever else it prints goes to standard error.
 The first says which task; `plan` fetches the corpus if need be and asks what there is to do; a `shard` is
 to be written. Shard i of n holds the documents of the i-th of the source's n files, so the same shards come out, however
 many processes there are.
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -21,7 +23,8 @@ from diffeqformer.errors import UserError
 
 def answer(**fields) -> None:
     """One line of JSON for the process that waits for it."""
-    print(json.dumps(fields), flush=True)
+    ANSWERS.write(json.dumps(fields) + "\n")
+    ANSWERS.flush()
 
 
 def open_task(request: dict):
@@ -45,17 +48,21 @@ def plan(task, request: dict) -> None:
     """
     from diffeqformer.data.tasks import CORPORA, fetch
 
-    fetch(task)
+    try:
+        fetch(task)
+    except OSError as error:
+        raise UserError(f"config.data.tfds_dir: {error.filename or 'its folder'}: {error.strerror or error}") from None
     missing = [split for split in SPLITS if split not in task.splits]
     if missing:
         raise UserError(
             f"config.data.task: {request['task']} has no split {missing[0]}; a store needs {' and '.join(SPLITS)}"
         )
-    splits = {
-        split: {"shards": len(task.source.list_shards(split)), "documents": task.num_input_examples(split)}
-        for split in SPLITS
-    }
-    paths = [pathlib.Path(path) for part in (request["files"] or {}).values() for path in part]
+    files, splits = request["files"] or {}, {}
+    for split in SPLITS:
+        sizes = [os.path.getsize(path) for path in files.get(split, ())]
+        splits[split] = {"shards": len(task.source.list_shards(split)), "documents": task.num_input_examples(split)}
+        splits[split]["file_sizes"] = sizes
+    paths = [pathlib.Path(path) for part in files.values() for path in part]
     folders = ", ".join(sorted({str(path.parent) for path in paths}))
     answer(origin=f"local files in {folders}" if paths else CORPORA[request["task"]].origin, splits=splits)
 
@@ -77,7 +84,7 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
     try:
         with open(partial, "wb") as file:
             for example in dataset.as_numpy_iterator():
-                if not example["targets_pretokenized"].strip():
+                if not example["targets_pretokenized"].decode("utf-8").strip():
                     empty += 1
                     continue
                 data = example["targets"].astype(dtype).tobytes()
@@ -87,7 +94,7 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
                 text_bytes += len(example["targets_pretokenized"])
                 if time.monotonic() - told > 0.5:
                     told = time.monotonic()
-                    answer(split=split, shard=index, tokens=tokens, documents=documents, done=False)
+                    answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=False)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -103,10 +110,11 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
         file.flush()
         os.fsync(file.fileno())
     account.with_suffix(".partial").rename(account)
-    answer(split=split, shard=index, tokens=tokens, documents=documents, done=True)
+    answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=True)
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers ends this one
     tf = import_tensorflow()
     from diffeqformer.data.tasks import one_sentence
 
@@ -129,4 +137,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ANSWERS = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     main()

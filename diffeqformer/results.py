@@ -1,0 +1,44 @@
+"""Folders of results that never overwrite one another, and files in them that are never half-written."""
+
+import datetime
+import os
+import pathlib
+
+from diffeqformer.errors import UserError
+
+
+def results_folder(output: str | None, default: pathlib.Path) -> pathlib.Path:
+    """Make the folder for the results of one command: `output`, or one named by date and time within `default`.
+
+    Raises:
+        UserError: if it can't be made, or holds results already.
+    """
+    folder = pathlib.Path(output or default / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+    if (folder / "results.json").exists():
+        raise UserError(f"--output: {folder} holds results already; choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+    return folder
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file that appears, or changes, only as a whole."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
+    """The whole numbers of an option, without repetitions.
+
+    Raises:
+        UserError: if one is none, or below `least`.
+    """
+    for text in texts:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise UserError(
+                f"{option}: must be whole numbers from {least} on, with commas between, but it has {text!r}"
+            )
+    return list(dict.fromkeys(map(int, texts)))

@@ -99,21 +99,20 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: if it can't be made; finished shards stay, and the next call goes on from them.
     """
-    folder = store_folder(data, tokenizer)
+    folder, files = store_folder(data, tokenizer), local_files(data)
     partial = folder.with_name(f"{folder.name}.partial")
     with only_process(partial) as lock, contextlib.ExitStack() as running:
         if folder.exists():
             return
         try:
             running.callback(remove_unfinished, partial)  # last: when no process is left
-            _prepare(data, tokenizer, folder, partial, lambda task: running.enter_context(Worker(task, lock)))
+            _prepare(data, tokenizer, files, folder, partial, lambda task: running.enter_context(Worker(task, lock)))
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename or partial}: {error.strerror or error}") from None
 
 
-def _prepare(data: ConfigDict, tokenizer: Tokenizer, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
+def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
     print(f"Preparing {data.task} into {folder}", flush=True)
-    files = local_files(data)
     task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
     workers = [start(task)]

@@ -24,3 +24,22 @@ def stdlib_stores(tmp_path_factory) -> pathlib.Path:
     command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", f"--config.data.dir={folder}"]
     subprocess.run(command, check=True, capture_output=True, cwd=pathlib.Path(__file__).parent.parent)
     return folder
+
+
+@pytest.fixture
+def small_store(tmp_path) -> pathlib.Path:
+    """A store of three shards, one of them empty."""
+    from helpers import TEXTS, make_store
+
+    make_store(tmp_path / "task", {"train": [TEXTS[:40], [], TEXTS[40:]], "validation": [TEXTS[:5]]})
+    return tmp_path / "task"
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
+    """A SentencePiece model with Llama's way of writing unknown characters as bytes."""
+    from helpers import train_sentencepiece
+
+    path = tmp_path_factory.mktemp("model") / "spm.model"
+    path.write_bytes(train_sentencepiece())
+    return path

@@ -2,11 +2,13 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import pathlib
 
 import jax
 import numpy as np
+import sentencepiece
 from flax import nnx
 
 import authors
@@ -42,6 +44,21 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     keys = jax.random.split(jax.random.key(7), len(leaves))
     noise = [0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
     return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
+
+
+TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
+
+
+def train_sentencepiece(**options) -> bytes:
+    """A SentencePiece model of 300 pieces, trained on sentences of our own."""
+    model = io.BytesIO()
+    sentences = [f"{a} {b} sees the {c} thing." for a in "AB" for b in ("cat", "dog") for c in ("red", "odd")]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences * 5), model_writer=model, vocab_size=300, model_type="bpe", byte_fallback=True,
+        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        hard_vocab_limit=False, **options,
+    )  # fmt: skip
+    return model.getvalue()
 
 
 def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:

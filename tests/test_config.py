@@ -150,6 +150,27 @@ def test_what_the_tokenizer_refuses(changes, sentence):
         check_tokenizer(toy_config(**changes), ByteTokenizer())
 
 
+FREE = {
+    "name", "microbatches", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
+    "data.processes", "sample.prompt", "sample.length", "sample.temperature",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", field_names(base_config("", "gpt")))
+def test_what_may_change_between_runs(name):
+    config, saved = toy_config(), toy_config()
+    section, _, field = name.rpartition(".")
+    value = get_field(config, name)
+    other = not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else value + "x"
+    (config[section] if section else config)[field] = other
+    if name in FREE:
+        check_resumable(config, saved, pathlib.Path("runs/toy"))
+    else:
+        with pytest.raises(UserError, match=name):
+            check_resumable(config, saved, pathlib.Path("runs/toy"))
+
+
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
     free = {
         "name",

@@ -7,26 +7,19 @@ import numpy as np
 import pytest
 
 from diffeqformer.data import remote as remote_module
+from diffeqformer.data.lock import only_process
 from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.remote import stage, upload
-from diffeqformer.data.store import open_store, read_about, verify
+from diffeqformer.data.store import open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import make_store, toy_config
+from helpers import TEXTS, make_store, toy_config
 
 TOKENIZER = ByteTokenizer()
-TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A store of three shards, one of them empty."""
-    make_store(tmp_path / "task", {"train": [TEXTS[:40], [], TEXTS[40:]], "validation": [TEXTS[:5]]})
-    return tmp_path / "task"
-
-
-def test_a_store_holds_the_documents_in_order(folder):
-    split = open_store(folder, "bytes", 8)["train"]
+def test_a_store_holds_the_documents_in_order(small_store):
+    split = open_store(small_store, "bytes", 8)["train"]
     ids = [i for text in TEXTS for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
     assert split.ids(0, 10**9).tolist() == ids and split.size == len(ids) and split.text_bytes == len("".join(TEXTS))
     seam = int(split.ends[0])
@@ -37,15 +30,15 @@ def test_a_store_holds_the_documents_in_order(folder):
     assert windows.dtype == np.int32
 
 
-def test_batches_are_a_function_of_seed_and_step(folder):
-    split, again = (open_store(folder, "bytes", 8)["train"] for _ in range(2))
+def test_batches_are_a_function_of_seed_and_step(small_store):
+    split, again = (open_store(small_store, "bytes", 8)["train"] for _ in range(2))
     for step in (0, 3, 1000):
         np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
     assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
 
 
-def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(folder):
-    split = open_store(folder, "bytes", 8)["train"]
+def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(small_store):
+    split = open_store(small_store, "bytes", 8)["train"]
     count = split.size // 8
     windows = [split.batch(step, 1, 8, seed=0)[0].tobytes() for step in range(2 * count)]
     whole = sorted(split.windows(np.arange(count), 8)[i].tobytes() for i in range(count))
@@ -54,16 +47,16 @@ def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(folder):
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_read_the_parts_of_one_global_batch(folder, hosts):
-    split = open_store(folder, "bytes", 8)["train"]
+def test_hosts_read_the_parts_of_one_global_batch(small_store, hosts):
+    split = open_store(small_store, "bytes", 8)["train"]
     last = split.size // 8 // 8  # a step whose batch spans two epochs
     for step in (0, last):
         parts = [split.batch(step, 8, 8, 0, rows=slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
         np.testing.assert_array_equal(np.concatenate(parts), split.batch(step, 8, 8, 0))
 
 
-def test_evaluation_covers_every_whole_window_once_in_order(folder):
-    split = open_store(folder, "bytes", 8)["validation"]
+def test_evaluation_covers_every_whole_window_once_in_order(small_store):
+    split = open_store(small_store, "bytes", 8)["validation"]
     batches = list(split.evaluation_batches(4, 8))
     assert all(tokens.shape == (4, 8) and valid.shape == (4, 1) for tokens, valid in batches)
     windows = np.concatenate([tokens[valid[:, 0]] for tokens, valid in batches])
@@ -71,33 +64,33 @@ def test_evaluation_covers_every_whole_window_once_in_order(folder):
     assert split.size % 8 and not batches[-1][1].all()  # so that there is something to leave out
 
 
-def corrupt_json(folder):
-    (folder / "store.json").write_text("{")
+def corrupt_json(small_store):
+    (small_store / "store.json").write_text("{")
 
 
-def truncate(folder):
-    with open(folder / "train-00002.bin", "r+b") as file:
+def truncate(small_store):
+    with open(small_store / "train-00002.bin", "r+b") as file:
         file.truncate(10)
 
 
-def lose_split(folder):
-    (folder / "validation-00000.bin").unlink()
+def lose_split(small_store):
+    (small_store / "validation-00000.bin").unlink()
 
 
-def other_tokenizer(folder):
-    about = json.loads((folder / "store.json").read_text())
-    (folder / "store.json").write_text(json.dumps({**about, "tokenizer": "gpt2"}))
+def other_tokenizer(small_store):
+    about = json.loads((small_store / "store.json").read_text())
+    (small_store / "store.json").write_text(json.dumps({**about, "tokenizer": "gpt2"}))
 
 
-def other_format(folder):
-    about = json.loads((folder / "store.json").read_text())
-    (folder / "store.json").write_text(json.dumps({**about, "format": 99}))
+def other_format(small_store):
+    about = json.loads((small_store / "store.json").read_text())
+    (small_store / "store.json").write_text(json.dumps({**about, "format": 99}))
 
 
-def lose_entry(folder):
-    about = json.loads((folder / "store.json").read_text())
+def lose_entry(small_store):
+    about = json.loads((small_store / "store.json").read_text())
     del about["splits"]["validation"]
-    (folder / "store.json").write_text(json.dumps(about))
+    (small_store / "store.json").write_text(json.dumps(about))
 
 
 @pytest.mark.parametrize(
@@ -111,55 +104,55 @@ def lose_entry(folder):
         (other_format, r"has format 99"),
     ],
 )
-def test_a_broken_store_is_refused(folder, damage, sentence):
-    damage(folder)
+def test_a_broken_store_is_refused(small_store, damage, sentence):
+    damage(small_store)
     with pytest.raises(UserError, match=sentence) as error:
-        open_store(folder, "bytes", 8)
+        open_store(small_store, "bytes", 8)
     assert "\n" not in str(error.value)
 
 
-def test_missing_and_too_short_stores_are_refused(folder, tmp_path):
+def test_missing_and_too_short_stores_are_refused(small_store, tmp_path):
     with pytest.raises(UserError, match="there is no whole token store here; delete"):
         open_store(tmp_path / "absent", "bytes", 8)
     with pytest.raises(UserError, match="^config.sequence_length: 10000 is longer than"):
-        open_store(folder, "bytes", 10_000)
+        open_store(small_store, "bytes", 10_000)
 
 
-def test_a_changed_store_is_found_by_its_hashes(folder):
-    verify(folder, read_about(folder))
-    data = bytearray((folder / "train-00002.bin").read_bytes())
+def test_a_changed_store_is_found_by_its_hashes(small_store):
+    verify(small_store, read_about(small_store))
+    data = bytearray((small_store / "train-00002.bin").read_bytes())
     data[10] ^= 1
-    (folder / "train-00002.bin").write_bytes(data)
-    read_about(folder)  # its size is right
+    (small_store / "train-00002.bin").write_bytes(data)
+    read_about(small_store)  # its size is right
     with pytest.raises(UserError, match="train-00002.bin: its content isn't what was written"):
-        verify(folder, read_about(folder))
+        verify(small_store, read_about(small_store))
     data[10] ^= 1
-    (folder / "train-00002.bin").write_bytes(data)
-    about = read_about(folder)
+    (small_store / "train-00002.bin").write_bytes(data)
+    about = read_about(small_store)
     about["splits"]["train"]["shards"].reverse()
     with pytest.raises(UserError, match="its shards aren't those of one text in order"):
-        verify(folder, about)
+        verify(small_store, about)
 
 
-def test_a_store_of_other_text_is_refused(folder):
+def test_a_store_of_other_text_is_refused(small_store):
     with pytest.raises(UserError, match=r"was made from other text \(made up\); choose another config.data.dir"):
-        open_store(folder, "bytes", 8, files="fingerprint")
+        open_store(small_store, "bytes", 8, files="fingerprint")
 
 
-def test_a_store_goes_to_a_url_and_comes_back(folder, tmp_path, monkeypatch, capsys):
+def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, monkeypatch, capsys):
     """In memory here; a bucket is another file system of the same library."""
     remote, memory = "memory://bucket/stores", fsspec.filesystem("memory")
     here = tmp_path / "elsewhere" / "task"
     with pytest.raises(UserError, match="config.data.remote: there is no token store task at memory://bucket/stores"):
         stage(remote, here)
-    upload(folder, remote)
+    upload(small_store, remote)
     memory.rm("/bucket/stores/task/store.json")
     with pytest.raises(UserError, match="there is no token store"):  # one that isn't whole isn't one
         stage(remote, here)
-    upload(folder, remote)
+    upload(small_store, remote)
     stage(remote, here)
-    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in folder.iterdir())
-    assert all((here / path.name).read_bytes() == path.read_bytes() for path in folder.glob("*.bin"))
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in small_store.iterdir())
+    assert all((here / path.name).read_bytes() == path.read_bytes() for path in small_store.glob("*.bin"))
     assert list(here.parent.iterdir()) == [here] and "file 4/4" in capsys.readouterr().out
 
     damaged = tmp_path / "damaged" / "task"
@@ -171,18 +164,18 @@ def test_a_store_goes_to_a_url_and_comes_back(folder, tmp_path, monkeypatch, cap
     finished = damaged.with_name("task.copying") / "train-00000.bin"
     before = finished.stat().st_mtime_ns
     memory.rm("/bucket/stores/task", recursive=True)
-    upload(folder, remote)
+    upload(small_store, remote)
     stage(remote, damaged)  # goes on from what was copied
     assert (damaged / "train-00000.bin").stat().st_mtime_ns == before
 
 
-def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(folder, tmp_path):
+def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(small_store, tmp_path):
     """At the URL, and in an unfinished copy."""
     remote, here = "memory://other/stores", tmp_path / "here" / "task"
-    upload(folder, remote)
+    upload(small_store, remote)
     older = here.with_name("task.copying")
     older.mkdir(parents=True)
-    (older / "train-00000.bin").write_bytes((folder / "train-00000.bin").read_bytes())
+    (older / "train-00000.bin").write_bytes((small_store / "train-00000.bin").read_bytes())
     changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
     make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
     upload(tmp_path / "new" / "task", remote)
@@ -191,7 +184,7 @@ def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(folder, t
     assert read_about(here) == read_about(tmp_path / "new" / "task")
 
 
-def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(folder, tmp_path, monkeypatch):
+def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(small_store, tmp_path, monkeypatch):
     remote, memory = "memory://third/stores", fsspec.filesystem("memory")
     copy, calls = remote_module.shutil.copyfileobj, []
 
@@ -203,19 +196,19 @@ def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(folder, tmp_pat
 
     monkeypatch.setattr(remote_module.shutil, "copyfileobj", interrupted)
     with pytest.raises(UserError, match="can't be written: the network is gone"):
-        upload(folder, remote)
+        upload(small_store, remote)
     assert not memory.exists("/third/stores/task/store.json")
     done = len(calls)
-    upload(folder, remote)
+    upload(small_store, remote)
     assert len(calls) < done + 4 and memory.exists("/third/stores/task/store.json")
     assert not memory.exists("/third/stores/task/uploading.json")
     monkeypatch.undo()
     stage(remote, tmp_path / "here" / "task")
 
 
-def test_a_host_without_the_raw_files_takes_the_store_from_the_url(folder, tmp_path):
-    about = json.loads((folder / "store.json").read_text())
-    store = folder.rename(folder.with_name("python_stdlib-bytes"))
+def test_a_host_without_the_raw_files_takes_the_store_from_the_url(small_store, tmp_path):
+    about = json.loads((small_store / "store.json").read_text())
+    store = small_store.rename(small_store.with_name("python_stdlib-bytes"))
     (store / "store.json").write_text(json.dumps(about | {"files": "fingerprint"}))
     upload(store, "memory://fourth/stores")
     config = toy_config(
@@ -228,7 +221,49 @@ def test_a_host_without_the_raw_files_takes_the_store_from_the_url(folder, tmp_p
 
 
 @pytest.mark.parametrize("remote", ["nowhere://bucket", "file:///proc/stores"])
-def test_a_url_that_cannot_be_used_is_one_sentence(folder, remote):
+def test_a_url_that_cannot_be_used_is_one_sentence(small_store, remote):
     with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
-        upload(folder, remote)
+        upload(small_store, remote)
     assert "\n" not in str(error.value)
+
+
+def test_a_store_of_the_corpus_itself_comes_from_the_url(small_store, tmp_path):
+    upload(small_store.rename(small_store.with_name("python_stdlib-bytes")), "memory://fifth/stores")
+    config = toy_config(data__remote="memory://fifth/stores", data__dir=str(tmp_path / "b"))
+    assert open_prepared(config.data, TOKENIZER, 8)["train"].size > 0
+
+
+def test_an_interrupted_replacement_is_no_store(small_store, tmp_path, monkeypatch):
+    remote = "memory://sixth/stores"
+    upload(small_store, remote)
+    make_store(tmp_path / "new" / "task", {"train": [TEXTS[40:]], "validation": [TEXTS[:5]]})
+    monkeypatch.setattr(remote_module, "each_shard", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    with pytest.raises(UserError, match="can't be written: gone"):
+        upload(tmp_path / "new" / "task", remote)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="there is no token store"):
+        stage(remote, tmp_path / "here" / "task")
+
+
+def test_two_processes_do_not_copy_into_one_folder(small_store, tmp_path):
+    upload(small_store, "memory://seventh/stores")
+    with only_process(tmp_path / "here" / "task.copying"), pytest.raises(UserError, match="another process"):
+        stage("memory://seventh/stores", tmp_path / "here" / "task")
+
+
+def test_a_file_that_grew_is_refused(small_store):
+    with open(small_store / "train-00002.bin", "ab") as file:
+        file.write(b"\0\0")
+    with pytest.raises(UserError, match=r"train-00002\.bin: .*bytes instead of "):
+        open_store(small_store, "bytes", 8)
+
+
+def test_ids_have_a_type_that_holds_them():
+    assert [token_type(size).itemsize for size in (257, 2**16, 2**16 + 1)] == [2, 2, 4]
+
+
+def test_a_split_of_exactly_one_window_is_enough(small_store):
+    tokens = read_about(small_store)["splits"]["validation"]["tokens"]
+    open_store(small_store, "bytes", tokens)
+    with pytest.raises(UserError, match="is longer than"):
+        open_store(small_store, "bytes", tokens + 1)

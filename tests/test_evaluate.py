@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,21 @@ from lm_eval.api.instance import Instance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffeqformer import checkpoint, train
+from diffeqformer import evaluate as evaluation_command
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.harness import HarnessModel
 from diffeqformer.models import transformer
 from diffeqformer.models.transformer import Transformer
+from diffeqformer.results import whole_numbers
 from diffeqformer.step import make_program, new_model
 from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 
 TOKENIZER = ByteTokenizer()
-DOCUMENTS = ["A first document, of our own.", "", "Another one: naïve 🙂, and a bit longer than the first.", "x"]
+DOCUMENTS = [
+    "A first document, of our own.", "", " \u3000\n\x0b", "Another one: naïve 🙂, and a bit longer than the first.", "x",
+    "two  spaces\nand lines",
+]  # fmt: skip
 
 
 def save_checkpoint(workdir, model: Transformer, config) -> None:
@@ -76,7 +82,7 @@ def losses_of(model: Transformer, num_steps: int):
 
 def test_perplexities_are_those_of_plain_sums(workdir, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
-    texts = [text for text in DOCUMENTS if text]
+    texts = [text for text in DOCUMENTS if text.strip()]
     for row, num_steps in zip(results[1]["rows"], (6, 3), strict=True):
         losses_of_ids = losses_of(model, num_steps)
         stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
@@ -93,8 +99,8 @@ def test_perplexities_are_those_of_plain_sums(workdir, results):
                 stop = min(len(ids) - 1, done + (3 if done else 8))
                 total += losses_of_ids(ids[max(0, stop - 8) : stop + 1])[-(stop - done) :].sum()
                 done = stop
-        size, words = len("".join(texts).encode()), len(" ".join(texts).split())
-        assert (row["tokens"], row["bytes"], row["words"], row["documents"]) == (size, size, words, 3)
+        size, words = len("".join(texts).encode()), sum(len(text.split()) for text in texts)
+        assert (row["tokens"], row["bytes"], row["words"], row["documents"]) == (size, size, words, 4)
         assert row["perplexity"] == pytest.approx(math.exp(total / size), rel=1e-4)
         assert row["word_perplexity"] == pytest.approx(math.exp(total / words), rel=1e-3)
         assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
@@ -112,17 +118,22 @@ def test_results_are_shown_and_kept(workdir, results):
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
 
-def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path, text):
-    """Whatever the batch, and however many devices; with rows that fill up the vocabulary."""
+def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
+    """With rows that fill up the vocabulary, and more windows than are scored at once."""
     config = toy_config("gpt", model__vocab_multiple=128)
     graph, params = transformer.split(new_model(config))
     model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     save_checkpoint(tmp_path / "zero", model, config)
-    done = evaluate(tmp_path / "zero", text, "--batch_size=3", f"--output={tmp_path / 'out'}")
+    (tmp_path / "long.txt").write_text("long " * 1000)
+    done = evaluate(
+        tmp_path / "zero", tmp_path / "long.txt", "--window=2", "--batch_size=500", f"--output={tmp_path / 'out'}"
+    )
     assert done.returncode == 0, done.stderr
-    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    [row] = results["rows"]
     assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["paper_perplexity"] == pytest.approx(257, rel=1e-5)
-    assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+    assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6) and row["tokens"] == 5000
+    assert results["stride"] == 1  # half a window
 
 
 @pytest.mark.parametrize(
@@ -153,7 +164,7 @@ def test_results_are_never_overwritten(workdir, text, results):
 
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):
     """The same text in a token store, as a run sees it."""
-    documents = [text for text in DOCUMENTS if text]
+    documents = [text for text in DOCUMENTS if text.strip()]
     make_store(tmp_path / "store", {"train": [documents], "validation": [documents[:1], documents[1:]]})
     config = checkpoint.load(workdir).config
     config.update(sequence_length=8, batch_size=8)
@@ -183,3 +194,22 @@ def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):
     assert (
         done.returncode == 1 and "has 6 tokens, fewer than one window of 16; choose a smaller --window" in done.stderr
     )
+
+
+def test_the_text_is_by_default_that_of_the_training(tmp_path):
+    for name in ("train.txt", "validation.txt"):
+        (tmp_path / name).write_text(name)
+    config = toy_config(data__train_files=f"{tmp_path}/train.txt", data__validation_files=f"{tmp_path}/validation.txt")
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, {})
+
+    def text_of(**options):
+        defaults = {"task": None, "files": None, "split": "validation"}
+        return evaluation_command.text_of(types.SimpleNamespace(**defaults | options), opened)
+
+    assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
+    assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]
+    assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
+
+
+def test_repeated_numbers_count_once():
+    assert whole_numbers("--num_steps", ["6", "3", "6"], 1) == [6, 3]

@@ -432,3 +432,23 @@ def test_published_figures():
                 for task, (percent, error, _) in values.items():
                     implied = math.sqrt(percent * (100 - percent) / (examples[task] - 1))
                     assert error == pytest.approx(implied, abs=0.011 + 0.15 * (task == "piqa"))
+
+
+def test_results_are_kept_under_what_was_asked():
+    model, kept = harness_model(), []
+    model.cache_hook.add_partial = lambda kind, arguments, result: kept.append((kind, arguments, result))
+    scores, totals = log_likelihoods(model, PAIRS[:2]), rolling(model, TEXTS[1:2])
+    asked = ("a", {"max_gen_toks": 2})
+    [text] = write(model, asked)
+    assert kept == [
+        ("loglikelihood", PAIRS[0], scores[0]),
+        ("loglikelihood", PAIRS[1], scores[1]),
+        ("loglikelihood_rolling", (TEXTS[1],), totals[0]),
+        ("generate_until", asked, text),
+    ]
+
+
+def test_texts_written_by_chance_differ_and_come_again():
+    asked = ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 20})
+    first, second = write(harness_model(), asked, asked)
+    assert first != second and write(harness_model(), asked) == [first]

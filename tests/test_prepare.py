@@ -170,3 +170,49 @@ def test_patterns_and_fingerprints(tmp_path):
     assert preparation.fingerprint({"train": files, "validation": files[:1]}) != before
     with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
         preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
+
+
+def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
+    path, part, prints = tmp_path / "a.txt", 1 << 16, set()
+    for content in (b"x" * 3 * part, b"y" + b"x" * (3 * part - 1), b"x" * (3 * part - 1) + b"y", b"x" * (3 * part + 1)):
+        path.write_bytes(content)
+        prints.add(preparation.fingerprint({"train": [str(path)], "validation": [str(path)]}))
+    assert len(prints) == 4
+
+
+def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    about = json.loads((small_store / "store.json").read_text())
+    (small_store / "store.json").unlink()
+    monkeypatch.setattr(preparation, "read_about", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preparation.finish(small_store, tmp_path / "whole", about)
+    assert not (tmp_path / "whole").exists()
+    monkeypatch.undo()
+    data = bytearray((small_store / "train-00002.bin").read_bytes())
+    data[10] ^= 1
+    (small_store / "train-00002.bin").write_bytes(data)
+    with pytest.raises(UserError, match="its content isn't what was written"):
+        preparation.finish(small_store, tmp_path / "whole", about)
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_worker_that_is_killed_is_said(tmp_path):
+    with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock) as worker:
+        worker.process.kill()
+        assert list(worker.answers()) == []
+        assert worker.failure == "a process that prepares the store ended with status -9"
+
+
+def test_a_worker_holds_the_lock(tmp_path, monkeypatch):
+    start = preparation.subprocess.Popen
+    monkeypatch.setattr(preparation.subprocess, "Popen", lambda command, **options: start(["cat"], **options))
+    with only_process(tmp_path / "x.partial") as lock:
+        worker = preparation.Worker({}, lock)
+    with pytest.raises(UserError, match="another process"), only_process(tmp_path / "x.partial"):
+        pass
+    worker.__exit__()
+    with only_process(tmp_path / "x.partial"):
+        pass

@@ -15,7 +15,7 @@ from flax import nnx
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
 from diffeqformer.data.store import Split
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.materialize import materialize
 from diffeqformer.models.transformer import MODELS, split, weights_at
@@ -395,3 +395,14 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
         with pytest.raises(UserError, match=sentence):
             materialize(*arguments)
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_space_after_the_prompt_stays(sentencepiece_file):
+    """SentencePiece leaves out the space before the first word of what it decodes."""
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    prompt, whole = tokenizer.encode("A cat"), tokenizer.encode("A cat sees")
+    assert whole[: len(prompt)] == prompt
+    samples = Samples(tokenizer, prompt, 1)
+    for token in whole[len(prompt) :]:
+        samples.add(np.array([token]))
+    assert samples.text(0) == " sees"

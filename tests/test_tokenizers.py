@@ -1,12 +1,10 @@
 """Tokenizers: identical to independent implementations, and no text is mistaken for a special token."""
 
-import io
 import json
 
 import numpy as np
 import pytest
 import regex
-import sentencepiece
 
 from diffeqformer.data import tokenizers
 from diffeqformer.data.tokenizers import (
@@ -17,6 +15,7 @@ from diffeqformer.data.tokenizers import (
     restore_tokenizer,
 )
 from diffeqformer.errors import UserError
+from helpers import train_sentencepiece
 
 TEXTS = [
     "The theory of the other thing, in the end.", " the\n\n  there's\tno\r\nend   ", "naïve 🙂 \0 中文 é", "x" * 300, "",
@@ -63,22 +62,6 @@ def plain_bpe(text: str) -> list[int]:
             pieces = merged
         result += [ids[piece] for piece in pieces]
     return result
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_file(tmp_path_factory):
-    """A model of 300 pieces, trained on sentences of our own, with Llama's way of writing unknown characters as bytes."""
-    model, sentences = (
-        io.BytesIO(),
-        [f"{a} {b} sees the {c} thing." for a in "AB" for b in ("cat", "dog") for c in ("red", "odd")],
-    )
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences * 5), model_writer=model, vocab_size=300, model_type="bpe", byte_fallback=True,
-        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model") / "spm.model"
-    path.write_bytes(model.getvalue())
-    return path
 
 
 @pytest.fixture(params=["bytes", "gpt2", "sentencepiece"])
@@ -165,3 +148,9 @@ def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path):
         open_tokenizer("sentencepiece", str(tmp_path / "no.model"))
     with pytest.raises(UserError, match="config.data.tokenizer_file: .*absent.model: No such file"):
         open_tokenizer("sentencepiece", str(tmp_path / "absent.model"))
+
+
+def test_a_model_without_an_end_is_refused(tmp_path):
+    (tmp_path / "no_end.model").write_bytes(train_sentencepiece(eos_id=-1))
+    with pytest.raises(UserError, match="this SentencePiece model has no end-of-sentence id"):
+        open_tokenizer("sentencepiece", str(tmp_path / "no_end.model"))

@@ -16,12 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.data.store import Split
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.progress import Progress
 from diffeqformer.sampling import printable
 from diffeqformer.sharding import make_mesh
-from diffeqformer.step import dropout_keys, make_program
+from diffeqformer.step import dropout_keys, make_program, new_model
 from helpers import FAMILY, ONE_DEVICE, ROOT, toy_config
 
 TINY = [
@@ -392,3 +392,22 @@ from diffeqformer.train import train
 train(toy_config(steps=1, data__dir={str(stdlib_stores)!r}), {str(tmp_path)!r})
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env=one_device())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentencepiece_file):
+    if kind == "gpt2":
+        tokenizer = GPT2Tokenizer({**{bytes([b]): b for b in range(256)}, b"<|": 256})
+    else:
+        tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
+    about = {
+        "config": config.to_dict(),
+        "tokenizer": tokenizer.name,
+        "tokenizer_data": tokenizer.save(),
+        "data_sha256": "",
+    }
+    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
+        checkpoint.save(manager, 1, {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}, about)
+    opened = checkpoint.load(tmp_path).tokenizer
+    assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")

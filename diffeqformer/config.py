@@ -65,7 +65,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.final_fraction = 0.1  # of the peak rate, where the cosine ends
 
     config.data = ConfigDict()
-    config.data.task = "openwebtext"  # a corpus of diffeqformer.data.CORPUS_NAMES, or one that data.module adds
+    config.data.task = "openwebtext"  # a corpus of diffeqformer.data.CORPUS_NAMES; of data.module; or a name for files
     config.data.module = ""  # a Python module of yours that calls diffeqformer.data.tasks.add_corpus
     # Local files in the task's place: patterns of .txt, .jsonl or .parquet files, with commas between them.
     config.data.train_files = ""
@@ -151,8 +151,8 @@ RULES = [
     Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
     Rule(
         "data.task",
-        lambda v, c, n: v in CORPUS_NAMES or c.data.module,
-        f"must be one of {', '.join(CORPUS_NAMES)}, or one that config.data.module adds",
+        lambda v, c, n: v in CORPUS_NAMES or c.data.module or c.data.train_files,
+        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your config.data.train_files",
     ),
     Rule("data.train_files", lambda v, c, n: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c, n: not v or c.data.train_files, "must come with data.train_files"),

@@ -16,7 +16,7 @@ from flax import nnx
 from diffeqformer import checkpoint, cli
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
-from diffeqformer.progress import duration
+from diffeqformer.progress import token_progress
 from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.scoring import Scorer
 
@@ -115,13 +115,14 @@ def evaluate(options) -> dict:
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "rows": [],
     }
+    print(heading(results), flush=True)
     for num_steps, scorer, milliseconds in zip(steps, scorers, time_windows(evaluation, scorers)):
-        paper = evaluation.paper(scorer, progress_line(f"{num_steps} steps, disjoint windows"))
-        full = evaluation.full(scorer, progress_line(f"{num_steps} steps, every token"))
+        paper = evaluation.paper(scorer, token_progress(f"{num_steps} steps, disjoint windows"))
+        full = evaluation.full(scorer, token_progress(f"{num_steps} steps, every token"))
         row = {"num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds}
         results["rows"].append(row)
         write(results, folder)
-    print(f"{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
+    print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
     if len(steps) > 1:
         plot(results, folder / "perplexity.png")
         print("and perplexity.png beside them")
@@ -140,33 +141,30 @@ def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[flo
     return [1000 * statistics.median(times[1:]) for times in seconds]  # the first round compiled
 
 
-def progress_line(what: str):
-    """Prints, every five seconds, how many tokens have been scored, the rate and the time left."""
-    start = shown = time.monotonic()
+def heading(results: dict) -> str:
+    """Which model is scored, and on what."""
+    return (
+        f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
+        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps\n{text_name(results)}; windows of "
+        f"{results['window']}, stride {results['stride']}"
+    )
 
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown > 5 and done:
-            shown, rate = now, done / (now - start)
-            print(
-                f"  {what}: {done:,}/{total:,} tokens  {rate:,.0f} tokens/s  {duration((total - done) / rate)} left",
-                flush=True,
-            )
 
-    return show
+def text_name(results: dict) -> str:
+    """The corpus and its split, or the local files."""
+    files = results["files"]
+    if not files:
+        return f"{results['task']}, {results['split']}"
+    return f"{results['task']}, {files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
 
 
 def table(results: dict) -> str:
     """The results in Markdown."""
     first = results["rows"][0]
-    corpus = f"{results['task']} ({', '.join(results['files'])})" if results["files"] else results["task"]
     lines = [
-        f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
-        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps",
-        f"{corpus}, {results['split']}: {first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} "
-        f"words, {first['tokens']:,} tokens ({results['tokenizer']}); windows of {results['window']}, stride "
-        f"{results['stride']}",
+        heading(results),
+        f"{first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} words, {first['tokens']:,} tokens "
+        f"({results['tokenizer']})",
         "",
         "| " + " | ".join(COLUMNS.values()) + " |",
         "|" + "---|" * len(COLUMNS),
@@ -203,12 +201,12 @@ def plot(results: dict, path: pathlib.Path) -> None:
     for axis, name in zip(axes, ("num_steps", "milliseconds_per_window")):
         across = [row[name] for row in rows]
         order = sorted(range(len(rows)), key=lambda i: across[i])
-        for metric, label in (("paper_perplexity", "the paper's"), ("perplexity", "every token")):
+        for metric, label in (("paper_perplexity", "paper's perplexity"), ("perplexity", "perplexity")):
             axis.plot([across[i] for i in order], [rows[i][metric] for i in order], "o-", label=label)
         for x, row in zip(across, rows):
             if name != "num_steps":
                 axis.annotate(
-                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, 7), ha="center"
+                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, 10), ha="center"
                 )
         axis.grid(alpha=0.3)
     trained = results["trained_num_steps"]
@@ -224,9 +222,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
     axes[0].legend()
-    figure.suptitle(
-        f"{results['config']} at step {results['checkpoint_step']:,} on {results['task']}, {results['split']}"
-    )
+    figure.suptitle(f"{results['config']} at step {results['checkpoint_step']:,} on {text_name(results)}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

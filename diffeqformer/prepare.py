@@ -21,11 +21,11 @@ def run(config: ConfigDict) -> None:
     check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     if folder.exists():
-        open_store(folder, tokenizer.name, config.sequence_length, expected_files(config.data))
         verify(folder, read_about(folder))
         print(f"{folder}: this token store is there already, whole and as it was written")
     else:
         prepare(config.data, tokenizer)
+    open_store(folder, tokenizer.name, config.sequence_length, expected_files(config.data))
     if config.data.remote:
         upload(folder, config.data.remote)
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import time
+from collections.abc import Callable
 
 import tensorboardX
 
@@ -11,6 +12,21 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def token_progress(what: str) -> Callable[[int, int], None]:
+    """Prints, every five seconds, how many tokens of how many are done, the rate and the time left."""
+    start = shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown > 5 and done:
+            shown, rate = now, done / (now - start)
+            left = duration((total - done) / rate)
+            print(f"  {what}: {done:,}/{total:,} tokens  {rate:,.0f} tokens/s  {left} left", flush=True)
+
+    return show
 
 
 class Progress:

@@ -20,7 +20,7 @@ from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import open_tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS, Transformer
-from diffeqformer.progress import Progress
+from diffeqformer.progress import Progress, token_progress
 from diffeqformer.sampling import Choice, generate, printable
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import Program, make_program, random_key
@@ -187,13 +187,19 @@ def evaluate(
     fills no window. Bits per byte are the loss in bits times the split's tokens per byte of text.
     """
     weights = program.weights(params, num_steps)  # once, for all batches
-    total = metrics.Average.empty()
+    total, pending, done = metrics.Average.empty(), collections.deque(), 0
+    show = token_progress("validation")
     for batch in split.evaluation_batches(config.batch_size, config.sequence_length):
         tokens, valid = (
             jax.make_array_from_callback(array.shape, program.batch_sharding, lambda index, array=array: array[index])
             for array in batch
         )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
+        pending.append(total)
+        if len(pending) > 2:  # the device has two batches to work on, and what is shown has been done
+            jax.block_until_ready(pending.popleft())
+            done += config.batch_size * config.sequence_length
+            show(done, split.size)
     loss = float(total.compute())
     bits_per_byte = loss / math.log(2) * split.size / split.text_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}

@@ -144,7 +144,10 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
         (["--window=0"], "--window: must be at least 2 and at most 16, but it is 0"),
         (["--num_steps=6,x"], "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'"),
         (["--files=absent.txt"], "--files: no file matches 'absent.txt'"),
-        (["--task=pile"], "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'"),
+        (
+            ["--files=", "--task=pile"],
+            "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'",
+        ),
         (
             ["--files=", "--task=python_stdlib", "--split=test"],
             "--split: python_stdlib has train, validation, but it is",

@@ -128,7 +128,7 @@ def test_a_prepared_store_is_verified_again(corpus, store, tmp_path):
     "content, sentence",
     [
         (b'{"text": "caf\xe9"}\n', "broken.jsonl: byte 13 isn't UTF-8"),
-        (b'{"text": ""}\n', "the train split of python_stdlib has no text in it"),
+        (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
     ],
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
@@ -168,6 +168,8 @@ def test_patterns_and_fingerprints(tmp_path):
     assert before != preparation.fingerprint({"train": files[:1], "validation": files}) != ""
     (tmp_path / "a.txt").write_text("A.txt")
     assert preparation.fingerprint({"train": files, "validation": files[:1]}) != before
+    with pytest.raises(UserError, match="--files: .* is a folder; name the files in it"):
+        preparation.matching_files(str(tmp_path), "--files")
     with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
         preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
 
@@ -200,7 +202,7 @@ def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path
 
 
 def test_a_worker_that_is_killed_is_said(tmp_path):
-    with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock) as worker:
+    with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock, str(tmp_path)) as worker:
         worker.process.kill()
         assert list(worker.answers()) == []
         assert worker.failure == "a process that prepares the store ended with status -9"
@@ -210,7 +212,7 @@ def test_a_worker_holds_the_lock(tmp_path, monkeypatch):
     start = preparation.subprocess.Popen
     monkeypatch.setattr(preparation.subprocess, "Popen", lambda command, **options: start(["cat"], **options))
     with only_process(tmp_path / "x.partial") as lock:
-        worker = preparation.Worker({}, lock)
+        worker = preparation.Worker({}, lock, str(tmp_path))
     with pytest.raises(UserError, match="another process"), only_process(tmp_path / "x.partial"):
         pass
     worker.__exit__()

@@ -84,16 +84,24 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> dict[s
         configs = _ask_hub(listing)
         name = config if config in configs else next(iter(configs), None)
         if name is None or (name != config and len(configs) > 1):
-            raise UserError(f"{listing}: configurations {sorted(configs)} instead of '{config}'; use manual_dir")
+            raise UserError(
+                f"{listing}: configurations {sorted(configs)} instead of '{config}'; use manual_dir (docs/data.md)"
+            )
         found = {split: [(url, None) for url in configs[name].get(split, [])] for split in found}
     for split, entries in found.items():
         if not entries:
-            raise UserError(f"{listing}: the hub has no Parquet files of split '{split}'; put them into manual_dir")
+            raise UserError(
+                f"{listing}: the hub has no Parquet files of split '{split}'; put them into manual_dir (docs/data.md)"
+            )
         for url, _ in entries:
             if "/partial-" in url:
-                raise UserError(f"{url}: the hub has converted only a part of the data; put all into manual_dir")
+                raise UserError(
+                    f"{url}: the hub has converted only a part of the data; put all into manual_dir (docs/data.md)"
+                )
         if len({url.rpartition("/")[0] for url, _ in entries}) > 1:
-            raise UserError(f"{listing}: split '{split}' is in several folders; put the right one into manual_dir")
+            raise UserError(
+                f"{listing}: split '{split}' is in several folders; put the right one into manual_dir (docs/data.md)"
+            )
     return found
 
 
@@ -109,11 +117,13 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
     try:
         paths = dl_manager.download({url: url for url in stated})
     except tfds.download.DownloadError as error:  # its message names the URL
-        raise UserError(f"{str(error).rstrip('.')}; try again later, or put the files into manual_dir") from None
+        raise UserError(
+            f"{str(error).rstrip('.')}; try again later, or put the files into manual_dir (docs/data.md)"
+        ) from None
     except requests.RequestException as error:
         url = error.request.url if error.request else HUB
         raise UserError(
-            f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir"
+            f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir (docs/data.md)"
         ) from None
     except ValueError as error:  # TFDS compares with what it has in its cache
         raise UserError(

@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +55,9 @@ def matching_files(patterns: str, option: str) -> list[str]:
         found = sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise UserError(f"{option}: no file matches '{pattern}'")
+        for path in found:
+            if os.path.isdir(path):
+                raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
         files += found
     return files
 
@@ -106,7 +110,15 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
             return
         try:
             running.callback(remove_unfinished, partial)  # last: when no process is left
-            _prepare(data, tokenizer, files, folder, partial, lambda task: running.enter_context(Worker(task, lock)))
+            temporary = running.enter_context(tempfile.TemporaryDirectory())
+            _prepare(
+                data,
+                tokenizer,
+                files,
+                folder,
+                partial,
+                lambda task: running.enter_context(Worker(task, lock, temporary)),
+            )
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename or partial}: {error.strerror or error}") from None
 
@@ -159,13 +171,14 @@ class Worker:
     Args:
         task: the first request, which says what text and which tokenizer it is about.
         lock: stays held while it runs, even if this process is killed.
+        temporary: folder for what TensorFlow writes and leaves behind.
     """
 
-    def __init__(self, task: dict, lock: IO):
+    def __init__(self, task: dict, lock: IO, temporary: str):
         self.failure = None  # the sentence with which it ended, if it couldn't do its work
         command = [sys.executable, "-m", "diffeqformer.data.worker"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[lock.fileno()])
-        self.process = subprocess.Popen(command, **pipes)
+        self.process = subprocess.Popen(command, env={**os.environ, "TMPDIR": temporary}, **pipes)
         self.ask(task)
 
     def ask(self, request: dict) -> None:
@@ -242,10 +255,9 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
         progress.show()
         failures = [worker.failure for worker in workers if worker.failure]
         if failures:
-            raise UserError(
-                f"{failures[0]} ({len(progress.done)} of {len(todo)} shards were finished now and stay; the same command "
-                "goes on from them)"
-            )
+            done = len(progress.done)
+            goes_on = f" ({done} of {len(todo)} shards were finished now and stay; the same command goes on from them)"
+            raise UserError(failures[0] + goes_on * (done > 0))
     progress.show(last=True)
 
 
@@ -288,7 +300,8 @@ class ShardProgress:
         self.shown, seconds, told = now, now - self.start, list(self.told.values())
         tokens, documents = (sum(shard[what] for shard in told) for what in ("tokens", "documents"))
         part = self.part()
-        left = f"  {duration(seconds / part - seconds)} left" if 0 < part <= 1 and not last else ""
+        told_enough = seconds > 5 and 0.01 < part <= 1  # before that it would be a wild guess
+        left = f"  {duration(seconds / part - seconds)} left" if told_enough and not last else ""
         done = self.shards - len(self.todo) + len(self.done)
         print(
             f"  shard {done:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
@@ -312,7 +325,10 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     """
     for split, entry in about["splits"].items():
         if not entry["documents"]:
-            raise UserError(f"config.data: the {split} split of {about['task']} has no text in it ({about['origin']})")
+            field = f"{split}_files" if about["files"] else "task"
+            raise UserError(
+                f"config.data.{field}: the {split} split has no text in it ({about['origin']}); choose another"
+            )
     start = time.monotonic()
     verify(partial, about)
     (partial / "store.json").write_text(json.dumps(about, indent=1))

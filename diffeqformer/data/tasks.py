@@ -170,15 +170,15 @@ def add_task(
     """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, anew if it is there.
 
     Args:
-        files: local files of each split in the corpus's place.
+        files: local files of each split in the corpus's place, which then needs no entry in `CORPORA`.
         more: other arguments of `seqio.TaskRegistry.add`; `preprocessors` come after the tokenization.
 
     Raises:
         UserError: if there is no such corpus.
     """
-    if corpus not in CORPORA:
+    if corpus not in CORPORA and not files:
         raise UserError(f"config.data.task: must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
-    source, _, cut = CORPORA[corpus]
+    source, _, cut = CORPORA.get(corpus, Corpus(None, ""))
     name = f"{corpus}_{tokenizer.name}{suffix}".replace("-", "_")
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)

@@ -148,6 +148,8 @@ class SentencePieceTokenizer:
             return cls(pathlib.Path(path).read_bytes())
         except OSError as error:
             raise UserError(f"config.data.tokenizer_file: {path}: {error.strerror}") from None
+        except UserError as error:
+            raise UserError(f"{error} ({path})") from None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id. Some models normalise the text first."""

@@ -17,10 +17,11 @@ from diffeqformer import checkpoint, train
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
 from diffeqformer.harness import HarnessModel
 from diffeqformer.models import transformer
 from diffeqformer.models.transformer import Transformer
-from diffeqformer.results import whole_numbers
+from diffeqformer.results import results_folder, whole_numbers
 from diffeqformer.step import make_program, new_model
 from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 
@@ -140,13 +141,9 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     "more, sentence",
     [
         (["--window=17"], "--window: must be at least 2 and at most 16, but it is 17"),
-        (["--stride=17"], "--stride: must be at least 1 and at most 16, but it is 17"),
-        (["--window=0"], "--window: must be at least 2 and at most 16, but it is 0"),
-        (["--num_steps=6,x"], "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'"),
-        (["--files=absent.txt"], "--files: no file matches 'absent.txt'"),
         (
             ["--files=", "--task=pile"],
-            "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is 'pile'",
+            "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is",
         ),
         (
             ["--files=", "--task=python_stdlib", "--split=test"],
@@ -159,10 +156,30 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_results_are_never_overwritten(workdir, text, results):
-    done = evaluate(workdir, text, f"--output={results[2]}")
-    assert done.returncode == 1 and "holds results already; choose another folder" in done.stderr
-    assert json.loads((results[2] / "results.json").read_text()) == results[1]
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"stride": 17}, "--stride: must be at least 1 and at most 16, but it is 17"),
+        ({"window": 0}, "--window: must be at least 2 and at most 16, but it is 0"),
+        (
+            {"num_steps": ["6", "x"]},
+            "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
+        ),
+        ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
+    options = dict.fromkeys(("task", "files", "module", "tfds_dir", "window", "stride", "output"))
+    options |= {"workdir": workdir, "split": "validation", "num_steps": [], "batch_size": 8}
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
+
+
+def test_results_are_never_overwritten(results, tmp_path):
+    with pytest.raises(UserError, match="holds results already; choose another folder"):
+        results_folder(str(results[2]), tmp_path)
+    made = [results_folder(None, tmp_path / "evaluation"), results_folder(str(tmp_path / "mine"), tmp_path)]
+    assert all(folder.is_dir() for folder in made) and made[1] == tmp_path / "mine"
 
 
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):

@@ -148,7 +148,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
 
 
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
-    """A model that says nothing scores log V on each target, whatever fills up the last window and batch."""
+    """A model that says nothing scores log V on each target, whatever fills up the last batch."""
     config = toy_config(batch_size=8, sequence_length=16)
     program = make_program(config, ONE_DEVICE)
     params = jax.tree.map(np.zeros_like, program.init()["params"])
@@ -162,7 +162,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
         float(program.evaluate(params, weights, *batch).count)
         for batch in Split((ids,), 1, "").evaluation_batches(8, 16)
     )
-    assert total == 11 * 15 + 4
+    assert total == 11 * 15  # and nothing of the five ids that fill no window
 
 
 def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp_path):

@@ -20,12 +20,13 @@ def run(config: ConfigDict) -> None:
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
-    if folder.exists():
-        verify(folder, read_about(folder))
-        print(f"{folder}: this token store is there already, whole and as it was written")
-    else:
+    was_there = folder.exists()
+    if not was_there:
         prepare(config.data, tokenizer)
     open_store(folder, tokenizer.name, config.sequence_length, expected_files(config.data))
+    if was_there:
+        verify(folder, read_about(folder))
+        print(f"{folder}: this token store is there already, whole and as it was written")
     if config.data.remote:
         upload(folder, config.data.remote)
 

@@ -1,17 +1,25 @@
 # make train   watch a small Neural ODE Transformer learn real text (about five minutes on two cores)
 # make test    the test suite
+# make test-kill ten minutes of kills at random moments, each survived
+# make test-tpu  large train steps through the TPU compiler, which needs no TPU (ten minutes)
 # Both create .venv and install what they need the first time. PYTHON chooses the interpreter (3.11 to 3.13).
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test
+.PHONY: train test test-kill test-tpu
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+
+test-kill: .venv/installed-test
+	$(BIN)/python -m pytest -m kill
+
+test-tpu: .venv/installed-tpu
+	$(BIN)/python -m pytest -m tpu -s tests/test_tpu.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
@@ -25,4 +33,8 @@ $(BIN)/python:
 
 .venv/installed-test: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
+	@touch $@
+
+.venv/installed-tpu: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu]' --constraint constraints.txt
 	@touch $@

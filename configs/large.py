@@ -2,8 +2,8 @@
 
     python -m diffeqformer.main --config=configs/large.py            # :gpt and :shared are the baselines
 
-Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each device holds a whole copy of
-parameters, gradients and Adam moments, 32 GB here, and the activations of its part of the batch. The
+Meant for 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Every eight
+share parameters and Adam moments, 3 GB on each, and have the activations of their part of the batch. The
 hyperparameters are those of the paper: C.4 lowers beta2 to 0.95 for this size. It also found
 E = 144 best (D.1): --config.model.time_embed_dim=144. What to expect: not run.
 The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
@@ -18,5 +18,6 @@ def get_config(model: str = "diffeqformer"):
     config.steps = 40_001
     config.batch_size = 256
     config.model.update(width=1280, heads=20, mlp=5120, num_steps=36, time_embed_dim=96, vocab_multiple=128)
+    config.mesh.fsdp = 8
     config.optimizer.update(learning_rate=3e-4, epsilon=1e-6, beta2=0.95)
     return config

@@ -2,10 +2,9 @@
 
     python -m diffeqformer.main --config=configs/llama_1b.py         # :llama is the baseline
 
-Meant for 8 GPUs with 140 GB: each device holds a whole copy of parameters, gradients and Adam moments,
-106 GB here (the baseline: 19 GB), the generated weights with their cotangents, and the activations
-of its part of the batch, which --config.microbatches=8 makes smaller. The authors used eight H100 with
-80 GB. The hyperparameters are those of the paper. What to expect: not run here; the authors report a
+Meant for 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Every four share
+parameters and Adam moments, 19 GB on each, and have the activations of their part of the batch, which
+--config.microbatches=8 makes smaller. The hyperparameters are those of the paper. What to expect: not run here; the authors report a
 validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 The 32,000 entries of its vocabulary are those of a SentencePiece model, whose file you name:
 
@@ -35,5 +34,6 @@ def get_config(model: str = "diffeqformer"):
         dropout=0.0,
     )
     config.data.tokenizer = "sentencepiece"
+    config.mesh.fsdp = 4
     config.optimizer.update(learning_rate=3e-4, weight_decay=1e-5, beta2=0.95)
     return config

@@ -2,8 +2,8 @@
 
     python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
 
-Meant for 8 GPUs with 80 GB (the authors used two A100 of that size). Each device holds a whole copy of
-parameters, gradients and Adam moments, 20 GB here, and the activations of its part of the batch. The
+Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB), which share parameters and Adam moments,
+2 GB on each, and have the activations of their part of the batch. On one device: --config.mesh.fsdp=1. The
 hyperparameters are those of the authors' published configuration. What to expect: not run.
 The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
 same --config does that beforehand.
@@ -17,5 +17,6 @@ def get_config(model: str = "diffeqformer"):
     config.steps = 40_001
     config.batch_size = 256
     config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=96, vocab_multiple=128)
+    config.mesh.fsdp = 8
     config.optimizer.learning_rate = 3e-4
     return config

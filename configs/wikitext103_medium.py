@@ -2,8 +2,8 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_medium.py    # :gpt and :shared are the baselines
 
-Meant for 8 GPUs with 80 GB. Each device holds a whole copy of parameters, gradients and Adam moments, 11 GB
-here, and the activations of its part of the batch. The corpus, about 0.5 GB of detokenized text, is
+Meant for 8 GPUs or TPU chips, which share parameters and Adam moments, 1 GB on each, and have the activations
+of their part of the batch. On one device: --config.mesh.fsdp=1. The corpus, about 0.5 GB of detokenized text, is
 downloaded at the first start. The hyperparameters are those of the authors' published configuration.
 What to expect: not run; the authors saw GPT overfit at this size.
 """
@@ -16,6 +16,7 @@ def get_config(model: str = "diffeqformer"):
     config.steps = 10_001
     config.batch_size = 256
     config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=48, vocab_multiple=128)
+    config.mesh.fsdp = 8
     config.optimizer.learning_rate = 3e-4
     config.data.task = "wikitext103"
     return config

@@ -57,23 +57,76 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) ->
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
         items["optimizer"] = ocp.args.StandardSave(rest)
-    manager.save(step, args=ocp.args.Composite(**items))
+    with written(manager):
+        manager.save(step, args=ocp.args.Composite(**items))
+
+
+@contextlib.contextmanager
+def written(manager: ocp.CheckpointManager) -> Iterator[None]:
+    """Turns what went wrong with a save, now or in the background, into a UserError; earlier checkpoints are untouched."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of the file system, of TensorStore, or of another host
+        raise UserError(
+            f"{manager.directory}: a checkpoint can't be written: {_reason(error)}; earlier ones are untouched, and the same "
+            "command goes on from the newest"
+        ) from error
+
+
+def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
+    """Raise a UserError if a save in the background has failed; `wait` for those that go on."""
+    with written(manager):
+        if wait:
+            manager.wait_until_finished()
+        manager.check_for_errors()
 
 
 def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
-    """What a checkpoint says of itself; see `save`."""
-    return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+    """What a checkpoint says of itself; see `save`.
+
+    Raises:
+        UserError: if it can't be read.
+    """
+    with readable(manager, step):
+        return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+
+
+def _reason(error: Exception) -> str:
+    """The end of an error's first line, where TensorStore says what the system said."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else f"... {line[-200:]}"
+
+
+@contextlib.contextmanager
+def readable(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
+    """Turns what went wrong with reading a checkpoint's files into a UserError."""
+    try:
+        yield
+    except Exception as error:  # of the file system, of TensorStore, or of a file's content
+        if "RESOURCE_EXHAUSTED" in str(error):  # memory
+            raise
+        raise UserError(
+            f"{manager.directory / str(step)}: this checkpoint can't be read: {_reason(error)}; put its files back, or delete "
+            "the folder to go on from the checkpoint before it"
+        ) from error
 
 
 def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
-    """The state saved at `step`, placed as `abstract_state` says (`jax.ShapeDtypeStruct`s with shardings)."""
+    """The state saved at `step`, placed as `abstract_state` says (`jax.ShapeDtypeStruct`s with shardings).
+
+    Raises:
+        UserError: if it can't be read.
+    """
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
-    restored = manager.restore(
-        step,
-        args=ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract_state["params"]), optimizer=ocp.args.StandardRestore(rest)
-        ),
-    )
+    with readable(manager, step):
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract_state["params"]), optimizer=ocp.args.StandardRestore(rest)
+            ),
+        )
     return {"params": restored["params"], **restored["optimizer"]}
 
 
@@ -88,16 +141,20 @@ class Checkpoint:
     about: dict
 
 
+class NoCheckpoint(UserError):
+    """There is no complete checkpoint in a folder."""
+
+
 @contextlib.contextmanager
 def open_to_read(workdir: str | pathlib.Path) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
     """The checkpoints of a folder, and of the newest one its step, what it says of itself, and its config. Writes nothing.
 
     Raises:
-        UserError: if there is none.
+        NoCheckpoint: if there is none.
     """
     workdir = pathlib.Path(workdir)
     if not (workdir / "checkpoints").is_dir():
-        raise UserError(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
+        raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
     options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
@@ -108,7 +165,7 @@ def open_to_read(workdir: str | pathlib.Path) -> Iterator[tuple[ocp.CheckpointMa
     with manager:
         step = manager.latest_step()
         if step is None:
-            raise UserError(f"{workdir}: there is no complete checkpoint here; run the training again")
+            raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
         about = read_about(manager, step)
         yield manager, step, about, saved_config(about["config"])
 
@@ -135,11 +192,12 @@ def load(workdir: str | pathlib.Path) -> Checkpoint:
     with open_to_read(workdir) as (manager, step, about, config):
         graph, params = nnx.split(abstract_model(config), nnx.Param)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = jax.tree.map(
-            lambda leaf, saved: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=device),
-            nnx.to_pure_dict(params),
-            manager.item_metadata(step)["params"].tree,
-        )
-        restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
+        with readable(manager, step):
+            target = jax.tree.map(
+                lambda leaf, saved: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=device),
+                nnx.to_pure_dict(params),
+                manager.item_metadata(step)["params"].tree,
+            )
+            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
     tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
     return Checkpoint(step, config, nnx.merge(graph, restored["params"]), tokenizer, about)

@@ -1,6 +1,5 @@
 """What the commands share: whatever the user can put right ends them with one sentence."""
 
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffeqformer.config import check_overrides
-from diffeqformer.errors import UserError
+from diffeqformer.errors import Stopped, UserError, leave
 
 
 def define_config() -> flags.FlagHolder:
@@ -61,7 +60,8 @@ def run(
     interrupted: str = "interrupted",
     verbosity: int = logging.WARNING,
 ) -> None:
-    """Parse the flags, run the command, and exit with one sentence after a UserError, too little memory (both 1) and Ctrl-C (130).
+    """Parse the flags, run the command, and exit with one sentence after a UserError, too little memory (both 1), Ctrl-C (130)
+    and SIGTERM (143).
 
     Args:
         parse: of the command line; may raise UserError or flags.Error.
@@ -80,16 +80,14 @@ def run(
         try:
             command()
         except UserError as error:
-            sys.exit(f"diffeqformer: {error}")
+            leave(1, str(error))
+        except Stopped as stopped:
+            leave(143, str(stopped))  # as of a process that SIGTERM ends
         except RuntimeError as error:  # of which JAX's own is one
             if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
                 raise
-            sys.exit(
-                "diffeqformer: there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
-            )
+            leave(1, "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts")
         except KeyboardInterrupt:
-            print(f"diffeqformer: {interrupted}", file=sys.stderr)
-            sys.stdout.flush()
-            os._exit(130)  # a normal exit would crash in compiler threads that are still at work
+            leave(130, interrupted)
 
     app.run(main, flags_parser=parse_or_exit)

@@ -3,17 +3,20 @@
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict
 
-from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.generated import STARTS
 from diffeqformer.models.transformer import FIELDS, MODELS
+from diffeqformer.sharding import check_mesh
+from diffeqformer.solvers.walk import REMAT
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
@@ -52,7 +55,11 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     config.model.dtype = "bfloat16"  # of matrix products; parameters, state between steps and times are float32
-    config.model.remat = True  # recompute each step in the backward pass: less memory, a third more compute
+    config.model.state_dtype = "float32"  # of the state between steps: float32 or bfloat16
+    config.model.weights_dtype = "float32"  # in which weights of all steps are kept, and their gradient: or bfloat16
+    # What the backward pass computes again: none; each step (least memory, a third more compute); or each step but
+    # its products with weights and its attention (products).
+    config.model.remat = "step"
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 6e-4  # at the peak, after the warm-up
@@ -60,9 +67,15 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.999
     config.optimizer.epsilon = 1e-8
+    config.optimizer.moment_dtype = "float32"  # of Adam's first moment: float32 or bfloat16
     config.optimizer.clip_norm = 1.0  # of the gradient's global norm; 0 turns clipping off
     config.optimizer.warmup_fraction = 0.01  # of the steps, linear from 0
     config.optimizer.final_fraction = 0.1  # of the peak rate, where the cosine ends
+
+    config.mesh = ConfigDict()  # how many devices on each axis; -1: the rest
+    config.mesh.data = -1  # have parameters of their own
+    config.mesh.fsdp = 1  # share the parameters, and gather them step by step
+    config.mesh.tensor = 1  # share heads, hidden units and vocabulary
 
     config.data = ConfigDict()
     config.data.task = "openwebtext"  # a corpus of diffeqformer.data.CORPUS_NAMES; of data.module; or a name for files
@@ -95,6 +108,9 @@ def saved_config(fields: dict) -> ConfigDict:
     """The config of a checkpoint; a field that didn't exist yet when it was saved has the default that says the same."""
     config = base_config(fields["name"], fields["model"]["kind"])
     config.data.tokenizer = "bytes"  # there was no other
+    if isinstance(fields["model"]["remat"], bool):  # as it was at first
+        remat = "step" if fields["model"]["remat"] else "none"
+        fields = {**fields, "model": {**fields["model"], "remat": remat}}
     with config.unlocked():
         config.update(fields)
     return config
@@ -148,12 +164,18 @@ RULES = [
         "must be that of model.kind, {c.model.kind}",
     ),
     Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
-    Rule("model.dtype", lambda v, c, n: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+    *_every(
+        "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
+        lambda v, c, n: v in ("float32", "bfloat16"),
+        "must be float32 or bfloat16",
+    ),
+    Rule("model.remat", lambda v, c, n: v in REMAT, f"must be one of {', '.join(REMAT)}"),
     Rule(
         "data.task",
         lambda v, c, n: v in CORPUS_NAMES or c.data.module or c.data.train_files,
         f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your config.data.train_files",
     ),
+    Rule("data.task", lambda v, c, n: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
     Rule("data.train_files", lambda v, c, n: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c, n: not v or c.data.train_files, "must come with data.train_files"),
     Rule("data.tokenizer", lambda v, c, n: v in TOKENIZERS, f"must be one of {', '.join(TOKENIZERS)}"),
@@ -174,11 +196,6 @@ RULES = [
         "model.heads",
         lambda v, c, n: c.model.field != "llama" or c.model.width // v % 2 == 0,
         "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
-    ),
-    Rule(
-        "batch_size",
-        lambda v, c, n: v % (n * c.microbatches) == 0,
-        "must be a multiple of the number of devices ({n}) times microbatches ({c.microbatches})",
     ),
     *_every(
         "sequence_length sample.length",
@@ -227,8 +244,8 @@ def _hint(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def check_config(config: ConfigDict, num_devices: int) -> None:
-    """Check that a config has the right fields and that every rule holds.
+def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
+    """Check that a config has the right fields, that every rule holds, and that its mesh fits the devices, if there are any.
 
     Raises:
         UserError: for the first thing that is wrong, with its field, the value found and what is needed.
@@ -239,6 +256,8 @@ def check_config(config: ConfigDict, num_devices: int) -> None:
         if not rule.holds(value, config, num_devices):
             says = rule.says.format(c=config, n=num_devices, v=value)
             raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
+    if num_devices is not None:
+        check_mesh(config, num_devices, platform)
 
 
 def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
@@ -289,6 +308,7 @@ CHANGEABLE = (
     "name",
     "microbatches",
     "model.remat",
+    "mesh.",
     "log_every",
     "eval_every",
     "checkpoint_every",

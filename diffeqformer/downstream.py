@@ -93,11 +93,11 @@ def load_tasks(names: list[str], include: str | None):
             close = difflib.get_close_matches(name, manager.all_tasks, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"--tasks: there is no task {name}{hint}")
-    return _load(manager, names), names
+    return _load(manager, names)
 
 
-def _load(manager, names: list[str]) -> dict:
-    tasks = []
+def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
+    tasks, rows = [], []
     random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples
     for name in names:
         print(f"loading {name}", file=sys.stderr, flush=True)
@@ -111,8 +111,9 @@ def _load(manager, names: list[str]) -> dict:
             ) from error
         whole = loaded["groups"].get(name)
         tasks += [whole] if whole else loaded["tasks"].values()
+        rows += [name] if whole else loaded["tasks"]  # a tag stands for its tasks
     try:
-        return manager.load(tasks)
+        return manager.load(tasks), rows
     except ValueError as error:
         raise UserError(f"--tasks: {error}; name each task once") from None
 
@@ -181,7 +182,9 @@ def write(folder: pathlib.Path, report: dict) -> None:
 
 def curves(folder: pathlib.Path, run: dict) -> None:
     """The metrics of one run for TensorBoard, at the step of its checkpoint."""
-    with tensorboardX.SummaryWriter(str(folder / "tensorboard" / run["label"].replace("/", "_"))) as writer:
+    where = folder / "tensorboard" / run["label"].replace("/", "_")
+    suffix = f".{run['shots']}"  # files of one second would have one name
+    with tensorboardX.SummaryWriter(str(where), filename_suffix=suffix) as writer:
         for task, results in run["tasks"].items():
             for key, value in results.items():
                 if "," in key and isinstance(value, float):

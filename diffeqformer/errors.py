@@ -1,4 +1,7 @@
-"""The one exception whose message is meant for the user."""
+"""What is said to the user: exceptions whose message is meant for them, and a way to end with a sentence."""
+
+import os
+import sys
 
 
 class UserError(ValueError):
@@ -6,3 +9,15 @@ class UserError(ValueError):
 
     A ValueError, so that those who call the library without knowing of this class can treat it as one.
     """
+
+
+class Stopped(Exception):
+    """A run was told to stop (SIGTERM), and has saved itself."""
+
+
+def leave(status: int, sentence: str) -> None:
+    """End the process at once: a normal exit can crash, or wait for ever, in threads of XLA or TensorFlow still at work."""
+    sys.stdout.flush()
+    sys.stderr.write(f"diffeqformer: {sentence}\n")  # at once: other threads may be writing, too
+    sys.stderr.flush()
+    os._exit(status)

@@ -4,16 +4,25 @@ import time
 
 START = time.monotonic()  # before the heavy imports, so that the time to the first step is the user's
 
-from absl import flags  # noqa: E402
+from absl import flags, logging  # noqa: E402
 
-from diffeqformer import cli  # noqa: E402
+from diffeqformer import cli, hosts  # noqa: E402
 from diffeqformer.train import train  # noqa: E402
 
 if __name__ == "__main__":
     config = cli.define_config()
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run; by default runs/<config name>.")
+    hosts.define_flags()
+
+    def command() -> None:
+        options = flags.FLAGS
+        hosts.join(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
+        with hosts.together():
+            train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
+
     cli.run(
-        lambda: train(config.value, workdir.value or f"runs/{config.value.name}", started=START),
+        command,
         cli.parse_config,
+        verbosity=logging.FATAL,  # what fails in the background of a save is raised, and said once
         interrupted="interrupted; the same command goes on from the newest checkpoint, if any",
     )

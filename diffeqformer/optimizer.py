@@ -43,6 +43,7 @@ def make_optimizer(config) -> optax.GradientTransformation:
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
+        mu_dtype=config.optimizer.moment_dtype,
         mask=lambda params: decay_mask(params, config.model),
     )
     clip_norm = config.optimizer.clip_norm

@@ -4,9 +4,9 @@ from ml_collections import ConfigDict
 
 from diffeqformer import cli
 from diffeqformer.config import check_config, check_tokenizer
-from diffeqformer.data.prepare import expected_files, prepare, store_folder
+from diffeqformer.data.prepare import open_stored, prepare, store_folder
 from diffeqformer.data.remote import upload
-from diffeqformer.data.store import open_store, read_about, verify
+from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
 
 
@@ -16,14 +16,14 @@ def run(config: ConfigDict) -> None:
     Raises:
         UserError: for whatever the user can put right.
     """
-    check_config(config, num_devices=1)
+    check_config(config, num_devices=None)  # it may run on another machine than the training
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
     if not was_there:
         prepare(config.data, tokenizer)
-    open_store(folder, tokenizer.name, config.sequence_length, expected_files(config.data))
+    open_stored(config.data, tokenizer, config.sequence_length)
     if was_there:
         verify(folder, read_about(folder))
         print(f"{folder}: this token store is there already, whole and as it was written")

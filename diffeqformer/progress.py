@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import tensorboardX
 
+from diffeqformer.hosts import is_first
+
 
 def duration(seconds: float) -> str:
     """Seconds as h:mm:ss or m:ss."""
@@ -44,6 +46,7 @@ class Progress:
             str(workdir / "tensorboard"),
             purge_step=first_step + 1,
             filename_suffix=f".{first_step}",  # names differ by seconds alone otherwise
+            write_to_disk=is_first(),
         )
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()

@@ -13,14 +13,27 @@ def results_folder(output: str | None, default: pathlib.Path) -> pathlib.Path:
     Raises:
         UserError: if it can't be made, or holds results already.
     """
-    folder = pathlib.Path(output or default / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"))
-    if (folder / "results.json").exists():
-        raise UserError(f"--output: {folder} holds results already; choose another folder")
     try:
+        folder = pathlib.Path(output) if output else _new_folder(default)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+    if (folder / "results.json").exists():
+        raise UserError(f"--output: {folder} holds results already; choose another folder")
     return folder
+
+
+def _new_folder(parent: pathlib.Path) -> pathlib.Path:
+    """A folder named by date and time; a second one in the same second gets a number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    now, number = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"), 1
+    while True:
+        folder = parent / (now if number == 1 else f"{now}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

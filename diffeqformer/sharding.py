@@ -1,35 +1,184 @@
 """The device mesh, and the one table that maps logical axes to it. Models only name axes.
 
-All devices of the run form one axis, `data`: each takes its part of every batch and holds a whole
-copy of the parameters.
+Every device has a place on three axes:
+
+    data    has copies of the parameters of its own (or, over several slices or nodes, the slow network within it)
+    fsdp    shares the parameters, and a step of depth gathers its weights before it uses them
+    tensor  shares heads, hidden units and the vocabulary: the work of every token
+
+Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these
+shardings. The loop itself is written for one device (`by_device`), since what it moves decides the speed: a
+step gathers its weights W(t_n) and never P, its backward pass scatters their gradient, and what is summed over
+`data` is dW, once for all microbatches.
 """
+
+from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diffeqformer.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")  # between which examples are shared
+ROWS = "fsdp"  # the rows of a matrix, its first axis, are shared over it as well: parts of rows are whole tiles
+
 RULES = {
-    "batch": "data",  # examples are independent
-    # Parameters are replicated:
-    "vocab": None,
+    "batch": BATCH,  # examples are independent
+    "heads": "tensor",  # so are heads, until their outputs are summed
+    "mlp": "tensor",  # and hidden units
+    "vocab": "tensor",  # rows, gathered for the embedding and the loss, where devices share positions instead
     "sequence": None,
-    "time": None,
-    "embed": None,
-    "heads": None,
-    "mlp": None,
-    "time_embed": None,
+    "embed": None,  # norms and the residual stream need the whole width
+    "time": None,  # each step of depth reads all of its weights
+    "time_embed": None,  # contracted by the generator, on every device for its part of W
 }
 
 
-def make_mesh() -> Mesh:
-    """A mesh of every device of the run, for data parallelism."""
-    return Mesh(np.array(jax.devices()), ("data",))
+def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
+    """The sizes of the mesh's axes, from the `mesh` part of a config; -1 there is what the others leave.
+
+    Raises:
+        UserError: if they don't make up the devices.
+    """
+    sizes = [config[axis] for axis in AXES]
+    for axis, size in zip(AXES, sizes):
+        if size < 1 and size != -1:
+            raise UserError(f"config.mesh.{axis}: must be at least 1, or -1 for the rest, but it is {size}")
+    if sizes.count(-1) > 1:
+        raise UserError(f"config.mesh: only one axis can be -1, the rest, but they are {sizes}")
+    known = int(np.prod([size for size in sizes if size != -1]))
+    if num_devices % known or (-1 not in sizes and known != num_devices):
+        raise UserError(
+            f"config.mesh: {' x '.join(AXES)} must make up the {num_devices} devices of the run, but it is "
+            f"{' x '.join(map(str, sizes))}; -1 stands for the rest"
+        )
+    return tuple(num_devices // known if size == -1 else size for size in sizes)
 
 
-def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """The sharding of an array whose dimensions have these logical axes (None: never split).
+def check_mesh(config, num_devices: int, platform: str) -> None:
+    """Check that a config's mesh makes up the devices and cuts batch, heads and rows evenly; on TPUs, rows into whole tiles.
+
+    A part of 20 rows, say, would be padded to 24 or 32 at every gather, which is slower than not to share at all.
+
+    Raises:
+        UserError: with the sizes that would work.
+    """
+    data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
+    model, parts = config.model, data * fsdp * config.microbatches
+    if config.batch_size % parts:
+        raise UserError(
+            f"config.batch_size: must be a multiple of the {data * fsdp} devices that share it (mesh.data x mesh.fsdp) "
+            f"times microbatches ({config.microbatches}), such as {parts * -(-config.batch_size // parts)}, but it is "
+            f"{config.batch_size}"
+        )
+    for field, size in (
+        ("model.heads", model.heads),
+        ("model.mlp", model.mlp),
+        ("sequence_length", config.sequence_length),
+        ("model.vocab_multiple", -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple),
+    ):
+        if size % tensor:
+            works = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and size % n == 0]
+            raise UserError(
+                f"config.mesh.tensor: must divide config.{field} ({size}), as {', '.join(map(str, works))} do, but it "
+                f"is {tensor}"
+            )
+    vocabulary = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+    rows = [  # what is cut into rows, and the rows of a tile of the type in which they are gathered
+        ("config.model.width", model.width, 16),
+        ("the heads' width of a device", model.width // tensor, 16),
+        ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
+        ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
+        *([("config.model.max_length", model.max_length, 8)] if model.field == "gpt" else []),
+    ]
+    if platform != "tpu":
+        rows = [(what, size, 1) for what, size, _ in rows]
+    for what, size, tile in rows if fsdp > 1 else ():
+        if size % (fsdp * tile):
+            works = [n for n in range(2, num_devices + 1) if not any(size % (n * tile) for _, size, tile in rows)]
+            raise UserError(
+                f"config.mesh.fsdp: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * (tile > 1)}, "
+                f"as {', '.join(map(str, [1, *works]))} would, but it is {fsdp}"
+            )
+
+
+def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
+    """A mesh of `devices` (by default all of the run), with neighbours on fast links where they matter most.
+
+    Args:
+        shape: sizes of the axes; by default all devices are on `data`. Over several slices of TPUs, `data` must be a
+            multiple of their number: only it crosses the network between them.
+
+    Raises:
+        UserError: if it isn't.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (len(devices), 1, 1) if shape is None else shape
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if shape[0] % slices:
+        raise UserError(
+            f"config.mesh.data: must be a multiple of the {slices} slices, between which only data parallelism is "
+            f"fast enough, but it is {shape[0]}"
+        )
+    if slices > 1:
+        within = (shape[0] // slices, *shape[1:])
+        array = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    else:
+        array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(array, AXES)
+
+
+def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """How an array whose dimensions have these logical axes (None: never split) lies on the mesh.
 
     Raises:
         KeyError: for an axis that `RULES` doesn't know.
     """
-    return NamedSharding(mesh, PartitionSpec(*(axis and RULES[axis] for axis in axes)))
+    places = [axis and RULES[axis] for axis in axes]
+    sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]
+    if len(sides) == 2:  # a matrix; vectors are small enough to be everywhere
+        rows = sides[0]
+        places[rows] = (places[rows], ROWS) if places[rows] else ROWS
+    return PartitionSpec(*places)
+
+
+def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """The sharding of an array whose dimensions have these logical axes (None: never split)."""
+    return NamedSharding(mesh, partition(axes))
+
+
+def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
+    """`function`, run by every device on its own parts of the arguments, and seeing no others but by the sums and gathers in it."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def gather(values, specs, over: tuple[str, ...]):
+    """Every array whole over some axes of the mesh; the gradient is summed and scattered again. Within `by_device`.
+
+    Args:
+        values: a tree of arrays, each device's parts.
+        specs: a tree like it, of `partition`'s results.
+        over: names of mesh axes.
+    """
+
+    def whole(value, spec):
+        for dimension, place in enumerate(spec):
+            for axis in reversed((place,) if isinstance(place, str) else place or ()):
+                if axis in over and jax.lax.axis_size(axis) > 1:
+                    value = jax.lax.all_gather(value, axis, axis=dimension, tiled=True)
+        return value
+
+    return jax.tree.map(whole, values, specs)
+
+
+def sum_copies(values, specs):
+    """The sums of arrays over the devices that have copies of the same part. Within `by_device`."""
+
+    def add(value, spec):
+        named = {axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ())}
+        return jax.lax.psum(value, tuple(axis for axis in AXES if axis not in named))
+
+    return jax.tree.map(add, values, specs)

@@ -4,6 +4,7 @@ The state is a plain tree, {"params": ..., "optimizer": ..., "step": int32}; a c
 forgets nothing, since data and dropout are functions of the seed and the step.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,18 +13,17 @@ import jax.numpy as jnp
 import optax
 from clu import metrics
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, Shaped
 
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.loss import cross_entropy
+from diffeqformer.models.attention import choose, plain
+from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, weight_axes
+from diffeqformer.models.layers import Context, as_it_is
+from diffeqformer.models.transformer import Transformer, split
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
-from diffeqformer.sharding import sharding
-
-
-def token_losses(logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]) -> Float[Array, "B S"]:
-    """Cross-entropy in nats of each position's next token; the last position's entry has no meaning."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, axis=1))
+from diffeqformer.sharding import AXES, BATCH, by_device, gather, partition, sharding, sum_copies
 
 
 def random_key(seed: int, purpose: str) -> Key[Array, ""]:
@@ -41,6 +41,7 @@ class Program(NamedTuple):
     """The compiled functions of one run on one mesh.
 
     graph: the model's structure, to be merged with `state["params"]`
+    attention: a word on which attention is used
     state_shardings, batch_sharding: where the state and a batch [B, S] live
     init() -> state
     train_step(state, tokens [B, S]) -> (state, metrics); the state that goes in is donated
@@ -49,6 +50,7 @@ class Program(NamedTuple):
     """
 
     graph: nnx.GraphDef
+    attention: str
     state_shardings: dict
     batch_sharding: NamedSharding
     init: Callable
@@ -78,54 +80,141 @@ def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "par
     return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
 
 
-def loss_and_gradient(
-    graph: nnx.GraphDef, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
-) -> tuple[Float[Array, ""], dict]:
-    """The mean next-token loss of a batch in nats, and its gradient, a tree like `params`.
+def split_specs(model: Transformer) -> tuple[dict, dict]:
+    """How a model's parameters, and its weights at all times (`model.depth(...)`), lie on the mesh: trees of specs."""
+    variables = nnx.to_pure_dict(
+        nnx.map_state(lambda _, variable: partition(variable.axes), nnx.state(model, nnx.Param))
+    )
+    field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
+    layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.times()), nnx.split(model.depth))
+    return variables, {
+        layer: {name: partition((*time, *weight_axes(field_layers[layer], name))) for name in weights}
+        for layer, weights in layers.items()
+    }
 
-    The depth weights are generated once. Each microbatch is differentiated with respect to these weights
-    and to the other parameters; their cotangents add up in fp32, and the generator is pulled back once.
-    Over several devices, each microbatch still reduces the cotangents of the weights.
+
+def without_time(specs: dict) -> dict:
+    """The specs of one step's weights."""
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
+
+
+class Losses:
+    """The losses of one model on one mesh, each device working on its examples and its part of the weights.
 
     Args:
-        params: of the model whose structure is `graph`.
-        keys: one dropout key per example, or None.
-        microbatches: parts of the batch taken one after the other.
-
-    Raises:
-        UserError: if the microbatches don't divide the batch.
+        graph: the structure of the model.
+        params: its parameters, or their shapes.
+        mesh: the devices.
+        attend: causal attention (`diffeqformer.models.attention`).
     """
-    times = nnx.merge(graph, params).times()
-    others = {name: value for name, value in params.items() if name != "depth"}
-    layers, pull_back = jax.vjp(
-        lambda depth: nnx.merge(graph, {**others, "depth": depth}).depth(times), params["depth"]
-    )
 
-    def loss_of(others, layers, tokens, keys):
-        model = nnx.merge(graph, {**others, "depth": params["depth"]})
-        return token_losses(model(tokens, model.stack(layers, times), keys), tokens)[:, :-1].mean()
+    def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain):
+        abstract = jax.eval_shape(lambda: params)
+        model = nnx.merge(graph, abstract)
+        self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
+        self.param_specs, self.layer_specs = split_specs(model)
+        self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
+        self.step_specs = self.layer_specs if model.depth.constant else without_time(self.layer_specs)
 
-    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1))
+    def device_losses(self, others, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
+        """The sum over this device's share of positions of `scored` [B, S] times the next token's loss in nats.
+
+        Devices that share the work of every token (`tensor`) compute all states, and share the positions of the loss.
+        """
+        model = nnx.merge(
+            self.graph, {**gather(others, self.other_specs, ("fsdp", "tensor")), "depth": self.abstract["depth"]}
+        )
+        if self.mesh.shape["fsdp"] > 1:
+            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
+        shared = self.mesh.shape["tensor"]
+        total = (lambda y: jax.lax.psum(y, "tensor")) if shared > 1 else as_it_is
+        context = Context(keys, model.dropout, attend=self.attend, total=total)
+        x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
+        if shared > 1:
+            length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
+            x, targets, scored = (jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (x, targets, scored))
+        x = model.normalize(x).reshape(-1, x.shape[-1])
+        return cross_entropy(x, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
+
+    def sums(self, others, weights: StackedWeights, tokens, valid) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The summed loss of every token but the first of the valid windows, and their number."""
+
+        def on_device(others, layers, step_sizes, tokens, valid):
+            here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
+            scored = valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
+            sums = self.device_losses(others, here, tokens, None, scored.astype(jnp.float32))
+            return jax.lax.psum(sums, AXES), jax.lax.psum(jnp.sum(scored, dtype=jnp.float32), BATCH)
+
+        everywhere, by_example = PartitionSpec(), PartitionSpec(BATCH)
+        specs = (self.other_specs, self.layer_specs, everywhere, by_example, by_example)
+        on_devices = by_device(self.mesh, on_device, specs, everywhere)
+        return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
+
+    def loss_and_gradient(
+        self, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
+    ) -> tuple[Float[Array, ""], dict]:
+        """The mean next-token loss of a batch in nats, and its gradient, a tree like `params`.
+
+        The depth weights are generated once. Each microbatch is differentiated with respect to these weights
+        and to the other parameters; their cotangents add up in fp32 on each device, are summed over the devices
+        that have copies of the same part, and the generator is pulled back, all once.
+
+        Args:
+            keys: one dropout key per example, or None.
+            microbatches: parts of each device's examples taken one after the other.
+
+        Raises:
+            UserError: if the microbatches don't divide them.
+        """
+        model = nnx.merge(self.graph, params)
+        times, dtype, stack = model.times(), model.weights_dtype, model.stack
+        others = {name: value for name, value in params.items() if name != "depth"}
+        layers, pull_back = jax.vjp(
+            lambda depth: in_compute_type(nnx.merge(self.graph, {**others, "depth": depth}).depth(times), dtype),
+            params["depth"],
+        )
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
+
+        def on_device(others, layers, tokens, keys):
+            def loss_of(others, layers, tokens, keys):
+                scored = jnp.zeros(tokens.shape).at[:, :-1].set(microbatches / count)
+                return self.device_losses(others, stack(layers, times), tokens, keys, scored)
+
+            loss, gradients = add_up(
+                jax.value_and_grad(loss_of, argnums=(0, 1)), (others, layers), (tokens, keys), microbatches
+            )
+            return jax.lax.psum(loss, AXES), sum_copies(gradients, (self.other_specs, self.layer_specs))
+
+        by_example = PartitionSpec(BATCH)
+        specs = (self.other_specs, self.layer_specs, by_example, None if keys is None else by_example)
+        on_devices = by_device(self.mesh, on_device, specs, (PartitionSpec(), specs[:2]))
+        loss, (d_others, d_layers) = on_devices(others, layers, tokens, keys)
+        return loss, {**d_others, "depth": pull_back(d_layers)[0]}
+
+
+def add_up(differentiate: Callable, at: tuple, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], tuple]:
+    """The mean over microbatches of a value and its gradient `at` something; their sums are fp32."""
     if microbatches == 1:
-        loss, (d_others, d_layers) = differentiate(others, layers, tokens, keys)
-    else:
-        parts = jax.tree.map(lambda array: split_batch(array, microbatches), (tokens, keys))
+        return differentiate(*at, *batch)
+    parts = jax.tree.map(lambda array: split_batch(array, microbatches), batch)
 
-        def add(total, part):
-            return jax.tree.map(jnp.add, total, differentiate(others, layers, *part)), None
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, differentiate(*at, *part)), None
 
-        like = (jnp.float32(0.0), (others, layers))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like)
-        total, _ = jax.lax.scan(add, zeros, parts)
-        mean = jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)
-        loss, (d_others, d_layers) = mean
-    return loss, {**d_others, "depth": pull_back(d_layers)[0]}
+    like = (jnp.float32(0.0), at)
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like), parts)
+    return jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)
 
 
 def make_program(config, mesh: Mesh) -> Program:
     """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
-    graph, abstract = nnx.split(abstract_model(config), nnx.Param)
-    param_shardings = nnx.to_pure_dict(nnx.map_state(lambda _, variable: sharding(mesh, *variable.axes), abstract))
+    graph, abstract = split(abstract_model(config))
+    head_width = config.model.width // config.model.heads
+    platform = mesh.devices.flat[0].platform
+    attend, attention = choose(platform, config.model.dtype, config.sequence_length, head_width)
+    losses = Losses(graph, abstract, mesh, attend)
+    place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # noqa: E731
+    param_shardings, replicated = place(losses.param_specs), place(PartitionSpec())
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
@@ -133,7 +222,6 @@ def make_program(config, mesh: Mesh) -> Program:
         params = nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))
         return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
-    replicated = sharding(mesh)
     optimizer_shardings = optax.tree_map_params(
         optimizer,
         lambda _, param_sharding: param_sharding,
@@ -146,7 +234,7 @@ def make_program(config, mesh: Mesh) -> Program:
 
     def train_step(state, tokens):
         keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
-        loss, grads = loss_and_gradient(graph, state["params"], tokens, keys, config.microbatches)
+        loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
@@ -154,15 +242,19 @@ def make_program(config, mesh: Mesh) -> Program:
 
     def weights(params, num_steps):
         model = nnx.merge(graph, params)
-        return model.weights(model.times(num_steps))
+        made = model.weights(model.times(num_steps))
+        return dataclasses.replace(
+            made, layers=jax.lax.with_sharding_constraint(made.layers, place(losses.layer_specs))
+        )
 
     def evaluate(params, weights, tokens, valid):
-        losses = token_losses(nnx.merge(graph, params)(tokens, weights), tokens)
-        targets = losses[:, :-1]
-        return metrics.Average.from_model_output(targets, mask=jnp.broadcast_to(valid, targets.shape))
+        others = {name: value for name, value in params.items() if name != "depth"}
+        total, count = losses.sums(others, weights, tokens, valid)
+        return metrics.Average(total=total, count=count)
 
     return Program(
         graph,
+        attention,
         state_shardings,
         by_example,
         init=jax.jit(init, out_shardings=state_shardings),

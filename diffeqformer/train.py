@@ -13,16 +13,16 @@ from clu import metrics, parameter_overview
 from flax import nnx
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_resumable, check_tokenizer, saved_config
+from diffeqformer import checkpoint, hosts
+from diffeqformer.config import check_config, check_resumable, check_tokenizer
 from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import open_tokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import Stopped, UserError
 from diffeqformer.models.transformer import MODELS, Transformer
 from diffeqformer.progress import Progress, token_progress
 from diffeqformer.sampling import Choice, generate, printable
-from diffeqformer.sharding import make_mesh
+from diffeqformer.sharding import make_mesh, mesh_shape
 from diffeqformer.step import Program, make_program, random_key
 
 
@@ -41,23 +41,31 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
         UserError: for whatever the user can put right; the message says how.
     """
     started = time.monotonic() if started is None else started
-    check_config(config, jax.device_count())
+    check_config(config, jax.device_count(), jax.default_backend())
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
+    workdir = pathlib.Path(workdir)
+    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
+    if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
+        make_folder(workdir)
+        hosts.check_shared(workdir)
+    saved = read_saved(config, workdir, about)  # before a corpus is prepared, which can take hours
     splits = open_prepared(config.data, tokenizer, config.sequence_length)
-    workdir = make_folder(workdir)
-    about = {
-        "config": config.to_dict(),
-        "tokenizer": tokenizer.name,
-        "tokenizer_data": tokenizer.save(),
-        "data_sha256": splits["train"].sha256,
-    }
-    program = make_program(config, make_mesh())
+    about["data_sha256"] = splits["train"].sha256
+    check_same("data_sha256", about, saved, workdir)
+    make_folder(workdir)
+    hosts.check_same("config.data.dir: the token store", about["data_sha256"])
     with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
-        state = start_or_resume(config, workdir, program, checkpoints, about)
-        describe(config, workdir, state["params"], splits["train"])
+        program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+        state = start_or_resume(config, workdir, program, checkpoints)
+        describe(config, workdir, program, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
-            state = train_steps(config, workdir, program, state, splits, checkpoints, about, started)
+            with hosts.Notice() as notice:
+                state = train_steps(config, workdir, program, state, splits, checkpoints, about, started, notice)
+            if int(state["step"]) < config.steps:
+                raise Stopped(
+                    f"told to stop, and saved at step {int(state['step']):,} in {workdir}; the same command goes on from it"
+                )
             beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
             program_name = "tensorboard" if shutil.which("tensorboard") else beside
             print(f"Finished. Checkpoints and curves are in {workdir}: {program_name} --logdir {workdir}")
@@ -76,44 +84,55 @@ def sample(config: ConfigDict, model: Transformer, tokenizer) -> str:
     return prompt + text
 
 
-def make_folder(workdir: str | os.PathLike) -> pathlib.Path:
-    """The work folder, made if it is missing.
+def make_folder(workdir: pathlib.Path) -> None:
+    """Make the work folder if it is missing.
 
     Raises:
         UserError: if it can't be made or written.
     """
-    workdir = pathlib.Path(workdir)
     try:
         (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
         (workdir / "parameters.txt").touch()
     except OSError as error:
         raise UserError(f"--workdir: {error.filename}: {error.strerror}; choose a folder that can be written") from None
-    return workdir
 
 
-def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints, about: dict) -> dict:
-    """A new state, or that of the newest checkpoint after checking that it belongs to this config and data.
+def read_saved(config: ConfigDict, workdir: pathlib.Path, about: dict) -> dict | None:
+    """What the newest checkpoint says of itself; None if there is none.
 
     Raises:
-        UserError: if it doesn't.
+        UserError: if a run of this config can't go on from it.
     """
-    step = checkpoints.latest_step()
-    if step is None:
-        return program.init()
-    saved = checkpoint.read_about(checkpoints, step)
+    try:
+        with checkpoint.open_to_read(workdir) as (_, _, saved, config_there):
+            pass
+    except checkpoint.NoCheckpoint:
+        return None
     if "materialized_from" in saved:
         raise UserError(
             f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
         )
-    check_resumable(config, saved_config(saved["config"]), workdir)
-    for what in ("tokenizer", "data_sha256"):
-        if saved[what] != about[what]:
-            raise UserError(
-                f"config.data.dir: the token store has another {what} ({about[what]}) than the run in {workdir} "
-                f"({saved[what]}); use another --workdir, or the old store"
-            )
+    check_resumable(config, config_there, workdir)
+    check_same("tokenizer", about, saved, workdir)
+    return saved
+
+
+def check_same(what: str, about: dict, saved: dict | None, workdir: pathlib.Path) -> None:
+    """Raise a UserError if the run so far was trained with another tokenizer, or on other ids."""
+    if saved is not None and saved[what] != about[what]:
+        raise UserError(
+            f"config.data.dir: the token store has another {what} ({about[what]}) than the run in {workdir} "
+            f"({saved[what]}); use another --workdir, or the old store"
+        )
+
+
+def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints) -> dict:
+    """A new state, or that of the newest checkpoint."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return program.init()
     if step < config.steps:
-        print(f"Resuming {workdir} from its checkpoint at step {step:,}")
+        print(f"Resuming {workdir} from its checkpoint at step {step:,}", flush=True)
     shapes = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
         jax.eval_shape(program.init),
@@ -122,9 +141,11 @@ def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program,
     return checkpoint.restore_state(checkpoints, step, shapes)
 
 
-def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Split) -> None:
-    """Say in three lines what is about to be trained; the table of all parameters goes into a file."""
-    (workdir / "parameters.txt").write_text(parameter_overview.get_parameter_overview(params, include_stats=False))
+def describe(config: ConfigDict, workdir: pathlib.Path, program: Program, params: dict, split: Split) -> None:
+    """Say in four lines what is about to be trained; the table of all parameters goes into a file."""
+    if hosts.is_first():
+        overview = parameter_overview.get_parameter_overview(params, include_stats=False)
+        (workdir / "parameters.txt").write_text(overview)
     count, devices = parameter_overview.count_parameters(params), jax.devices()
     tokens = config.steps * config.batch_size * config.sequence_length
     per_layer = MODELS[config.model.kind].weights == "per_layer"
@@ -136,10 +157,15 @@ def describe(config: ConfigDict, workdir: pathlib.Path, params: dict, split: Spl
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {workdir}")
+    mesh = ", ".join(f"{axis} {size}" for axis, size in program.batch_sharding.mesh.shape.items())
+    print(f"mesh: {mesh}; attention: {program.attention}", flush=True)
 
 
-def train_steps(config, workdir, program: Program, state: dict, splits, checkpoints, about: dict, started: float):
-    """The loop: from the state's step to the last one. Scalars are read one step late, so dispatch never waits."""
+def train_steps(config, workdir, program: Program, state: dict, splits, checkpoints, about, started: float, notice):
+    """The loop: from the state's step to the last one, or to a notice to stop.
+
+    Scalars are read one step late, so dispatch never waits.
+    """
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
     pending = collections.deque()
@@ -162,8 +188,9 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
         )
         state, scalars = program.train_step(state, tokens)
         pending.append((step, scalars))
-        last = step == config.steps
-        evaluating, saving = (last or step % every == 0 for every in (config.eval_every, config.checkpoint_every))
+        last, stopping = step == config.steps, notice.at(step)
+        evaluating = last or (step % config.eval_every == 0 and not stopping)
+        saving = last or stopping or step % config.checkpoint_every == 0
         while len(pending) > (0 if evaluating or saving else 1):
             read_scalars()
         pause = time.monotonic()
@@ -173,7 +200,10 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
             progress.flush()
             checkpoint.save(checkpoints, step, state, about)
         progress.pause(time.monotonic() - pause)
-    checkpoints.wait_until_finished()
+        checkpoint.check(checkpoints)
+        if stopping:
+            break
+    checkpoint.check(checkpoints, wait=True)
     progress.close()
     return state
 
@@ -189,10 +219,15 @@ def evaluate(
     weights = program.weights(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
     show = token_progress("validation")
-    for batch in split.evaluation_batches(config.batch_size, config.sequence_length):
+    shape = config.batch_size, config.sequence_length
+    for number in range(-(-(split.size // config.sequence_length) // config.batch_size)):
         tokens, valid = (
-            jax.make_array_from_callback(array.shape, program.batch_sharding, lambda index, array=array: array[index])
-            for array in batch
+            jax.make_array_from_callback(
+                (config.batch_size, width),
+                program.batch_sharding,
+                lambda index, what=what: split.evaluation_batch(number, *shape, rows=index[0])[what],
+            )
+            for what, width in enumerate((config.sequence_length, 1))
         )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
         pending.append(total)

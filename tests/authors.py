@@ -48,7 +48,7 @@ def model_config(kind: str, field: str | None = None, **changes) -> ConfigDict:
     config = dict(
         kind=kind, field=field, norm_of_norm=True, width=32, heads=4, mlp=64 if field == "llama" else 128,
         num_steps=6, vocab_size=64, vocab_multiple=1, max_length=16, time_embed_dim=12, sinusoidal_dim=8, time_frequency=1000.0,
-        generator_start="published", dropout=0.0, dtype="float32", remat=False,
+        generator_start="published", dropout=0.0, dtype="float32", remat="none", state_dtype="float32", weights_dtype="float32",
     )  # fmt: skip
     return ConfigDict({**config, **changes})
 

@@ -1,7 +1,9 @@
 """Tests run on eight virtual CPU devices, with the types and shapes of annotations checked."""
 
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -43,3 +45,22 @@ def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("model") / "spm.model"
     path.write_bytes(train_sentencepiece())
     return path
+
+
+@pytest.fixture(scope="session")
+def short_stores(stdlib_stores, tmp_path_factory) -> pathlib.Path:
+    """The standard library's store with a short validation split."""
+    from diffeqformer.data.store import open_store, sha256
+
+    folder = tmp_path_factory.mktemp("stores")
+    store = pathlib.Path(shutil.copytree(stdlib_stores / "python_stdlib-bytes", folder / "python_stdlib-bytes"))
+    about = json.loads((store / "store.json").read_text())
+    split = about["splits"]["validation"]
+    [shard] = split["shards"]
+    with open(store / shard["file"], "r+b") as file:
+        file.truncate(2 * 2000)
+    split["tokens"] = shard["tokens"] = 2000
+    split["sha256"] = shard["sha256"] = sha256(store / shard["file"])
+    (store / "store.json").write_text(json.dumps(about))
+    assert open_store(store, "bytes", 64)["validation"].size == 2000
+    return folder

@@ -16,12 +16,14 @@ from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
+from diffeqformer.sharding import make_mesh
+from diffeqformer.step import Losses
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
 FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
 NO_DROPOUT = Context()
-ONE_DEVICE = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+ONE_DEVICE = make_mesh(devices=jax.devices()[:1])
 
 
 def load_config(name: str, model: str = "diffeqformer"):
@@ -46,6 +48,11 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
 
 
+def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
+    """Those of a batch, as in training, on one device."""
+    return Losses(graph, params, ONE_DEVICE).loss_and_gradient(params, tokens, keys, microbatches)
+
+
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 
@@ -64,7 +71,7 @@ def train_sentencepiece(**options) -> bytes:
 def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:
     """Write a token store as `diffeqformer.data.prepare` would, from the documents of each shard of each split."""
     folder.mkdir(parents=True)
-    about = {"format": 2, "task": "task", "origin": "made up", "files": "", "tokenizer": tokenizer.name}
+    about = {"format": 2, "task": "python_stdlib", "origin": "made up", "files": "", "tokenizer": tokenizer.name}
     about |= {"vocab_size": tokenizer.vocab_size, "dtype": "<u2", "splits": {}}
     for split, shards in splits.items():
         entries, whole = [], b""

@@ -8,8 +8,8 @@ from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import split
-from diffeqformer.step import dropout_keys, loss_and_gradient, make_program, split_batch
-from helpers import ONE_DEVICE, lively_model, toy_config
+from diffeqformer.step import dropout_keys, make_program, split_batch
+from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
 
 compute = jax.jit(loss_and_gradient, static_argnums=(0, 4))
 

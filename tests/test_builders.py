@@ -135,7 +135,7 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
         ("a.parquet", parquet(text=pa.array([], pa.string())), r"a\.parquet: the file has no rows"),
         ("a.parquet", parquet(text=["a", None]), r"a\.parquet: row 1 has no text \(null\)"),
-        ("a.parquet", parquet(text=NOT_UTF8), r"a\.parquet: a text after row 0 isn't UTF-8"),
+        ("a.parquet", parquet(text=NOT_UTF8), r"a\.parquet: a text from row 0 on isn't UTF-8"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence):

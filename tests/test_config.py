@@ -63,11 +63,18 @@ WRONG = {
     "model.generator_start": "best",
     "model.dropout": 1.0,
     "model.dtype": "float16",
+    "model.state_dtype": "float16",
+    "model.weights_dtype": "int8",
+    "model.remat": "all",
+    "mesh.data": -3,
+    "mesh.fsdp": 0,
+    "mesh.tensor": -2,
     "optimizer.learning_rate": -1e-3,
     "optimizer.weight_decay": float("nan"),
     "optimizer.beta1": 1.0,
     "optimizer.beta2": -0.1,
     "optimizer.epsilon": 0.0,
+    "optimizer.moment_dtype": "float64",
     "optimizer.clip_norm": -1.0,
     "optimizer.warmup_fraction": 1.5,
     "optimizer.final_fraction": -0.1,
@@ -104,7 +111,24 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("diffeqformer", "gpt"),
             {"microbatches": 3},
-            "batch_size: must be a multiple of .* \\(8\\) times microbatches \\(3\\)",
+            r"batch_size: must be a multiple of the 8 devices .* times microbatches \(3\), such as 24, but it is 8",
+        ),
+        (
+            ("gpt", "gpt"),
+            {"mesh__fsdp": 3},
+            "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1",
+        ),
+        (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
+        (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
+        (
+            ("gpt", "gpt"),
+            {"mesh__tensor": 8},
+            r"mesh.tensor: must divide config.model.heads \(4\), as 1, 2, 4 do, but it is 8",
+        ),
+        (
+            ("gpt", "gpt"),
+            {"mesh__fsdp": 2},
+            r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) into equal parts, as 1 would",
         ),
         (("diffeqformer", "llama"), {"model__width": 36}, "model.heads: must leave an even width for each head"),
         (("gpt", "gpt"), {"model__field": "llama"}, "model.field: must be that of model.kind, gpt, but it is 'llama'"),
@@ -128,6 +152,8 @@ def test_an_impossible_combination_is_refused(model, changes, sentence):
 def test_a_config_saved_before_a_field_existed_has_its_default():
     fields = toy_config("gpt").to_dict()
     del fields["model"]["field"], fields["model"]["vocab_multiple"], fields["microbatches"], fields["data"]["tokenizer"]
+    del fields["mesh"], fields["model"]["state_dtype"], fields["optimizer"]["moment_dtype"]
+    fields["model"]["remat"] = False
     config = saved_config(fields)
     check_config(config, num_devices=8)
     assert config.to_dict() == toy_config("gpt").to_dict()
@@ -151,7 +177,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip
@@ -174,14 +200,17 @@ def test_what_may_change_between_runs(name):
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
     free = {
         "name",
-        "model.remat",
         "model.norm_of_norm",
         "data.dir",
         "data.module",
         "data.tfds_dir",
     }  # any value will do
     free.add("sample.prompt")  # what it must be depends on the tokenizer
-    assert {rule.field for rule in RULES} == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
+    assert (
+        {rule.field for rule in RULES} | {"mesh.data", "mesh.fsdp", "mesh.tensor"}
+        == set(WRONG)
+        == set(field_names(base_config("", "gpt"))) - free
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +223,7 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=configs/tiny\.py:gpt"),
         ("--config.model=gpt", r"config\.model: choose the model .*--config=configs/tiny\.py:gpt"),
         ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
-        ("--config.model.remat=maybe", r"config\.model\.remat: must be of type bool"),
+        ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(argument, sentence):
@@ -226,11 +255,11 @@ def test_right_overrides_pass():
             "main.py",
             "--config=a.py:gpt",
             "--config.steps=3",
-            "--config.model.remat=false",
+            "--config.model.norm_of_norm=false",
             "--config.data.dir=a=b",
             "--config.steps",
             "4",
-            "--config.model.remat",
+            "--config.model.norm_of_norm",
         ]
     )
 
@@ -251,6 +280,10 @@ def test_right_overrides_pass():
         (
             ["--config=configs/tiny.py", "--config.data.task=pile"],
             "config.data.task: must be one of python_stdlib, wiki",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.data.task=../up", "--config.data.module=mine"],
+            "config.data.task: must be a name of letters, digits, dots",
         ),
         (
             ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=absent.model"],
@@ -282,3 +315,10 @@ def test_resuming_with_another_config_is_refused_but_logging_may_change():
 
 def test_fields_are_found_by_dotted_name():
     assert get_field(toy_config(), "model.width") == 32 and abstract_model(toy_config()).field.width == 32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_machine_that_prepares_needs_no_devices(name):
+    config = load_config(name)
+    config.data.tokenizer_file = "a.model" if config.data.tokenizer == "sentencepiece" else ""
+    check_config(config, num_devices=None)

@@ -1,6 +1,9 @@
 """Token store: a pure function of seed and step, and refusal of anything broken."""
 
+import contextlib
 import json
+import shutil
+import threading
 
 import fsspec
 import numpy as np
@@ -57,7 +60,9 @@ def test_hosts_read_the_parts_of_one_global_batch(small_store, hosts):
 
 def test_evaluation_covers_every_whole_window_once_in_order(small_store):
     split = open_store(small_store, "bytes", 8)["validation"]
-    batches = list(split.evaluation_batches(4, 8))
+    batches = [split.evaluation_batch(number, 4, 8) for number in range(-(-(split.size // 8) // 4))]
+    part = split.evaluation_batch(1, 4, 8, rows=slice(2, 3))
+    np.testing.assert_array_equal(part[0], batches[1][0][2:3])
     assert all(tokens.shape == (4, 8) and valid.shape == (4, 1) for tokens, valid in batches)
     windows = np.concatenate([tokens[valid[:, 0]] for tokens, valid in batches])
     np.testing.assert_array_equal(windows.ravel(), split.ids(0, split.size // 8 * 8))
@@ -137,6 +142,9 @@ def test_a_changed_store_is_found_by_its_hashes(small_store):
 def test_a_store_of_other_text_is_refused(small_store):
     with pytest.raises(UserError, match=r"was made from other text \(made up\); choose another config.data.dir"):
         open_store(small_store, "bytes", 8, files="fingerprint")
+    open_store(small_store, "bytes", 8, task="python_stdlib")
+    with pytest.raises(UserError, match="was made from other text"):
+        open_store(small_store, "bytes", 8, task="openwebtext")
 
 
 def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, monkeypatch, capsys):
@@ -245,10 +253,31 @@ def test_an_interrupted_replacement_is_no_store(small_store, tmp_path, monkeypat
         stage(remote, tmp_path / "here" / "task")
 
 
-def test_two_processes_do_not_copy_into_one_folder(small_store, tmp_path):
-    upload(small_store, "memory://seventh/stores")
-    with only_process(tmp_path / "here" / "task.copying"), pytest.raises(UserError, match="another process"):
-        stage("memory://seventh/stores", tmp_path / "here" / "task")
+def test_a_second_process_waits_for_the_first(small_store, tmp_path, capsys):
+    """Which may have made the store by then, or have given it up."""
+    remote, here = "memory://seventh/stores", tmp_path / "here" / "task"
+    upload(small_store, remote)
+    for finished in (True, False):
+        with contextlib.ExitStack() as first:
+            first.enter_context(only_process(here.with_suffix(".copying")))
+            second = threading.Thread(target=stage, args=(remote, here))
+            second.start()
+            while "waiting for it" not in capsys.readouterr().out:
+                assert second.is_alive()
+            assert not here.exists()
+            if finished:
+                shutil.copytree(small_store, here)
+        second.join(timeout=30)
+        assert [path.name for path in here.parent.iterdir()] == ["task"]
+        verify(here, read_about(here))
+        shutil.rmtree(here)
+
+
+def test_nothing_stays_of_a_store_that_is_nowhere(tmp_path):
+    fsspec.filesystem("memory").mkdirs("/eighth/stores", exist_ok=True)
+    with pytest.raises(UserError, match="there is no token store task at"):
+        stage("memory://eighth/stores", tmp_path / "task")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_grew_is_refused(small_store):

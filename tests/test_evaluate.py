@@ -58,7 +58,7 @@ def workdir(tmp_path_factory):
 
 def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "diffeqformer.evaluate", f"--workdir={workdir}", f"--files={text}", *more]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +149,12 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
             ["--files=", "--task=python_stdlib", "--split=test"],
             "--split: python_stdlib has train, validation, but it is",
         ),
+        (["--files={broken}"], "broken.txt: byte 8 isn't UTF-8; convert the file to UTF-8"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence):
-    done = evaluate(workdir, text, *more)
+def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
+    (tmp_path / "broken.txt").write_bytes(b"long caf\xe9 " * 1000)
+    done = evaluate(workdir, text, *(option.format(broken=tmp_path / "broken.txt") for option in more))
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -178,8 +180,9 @@ def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentenc
 def test_results_are_never_overwritten(results, tmp_path):
     with pytest.raises(UserError, match="holds results already; choose another folder"):
         results_folder(str(results[2]), tmp_path)
-    made = [results_folder(None, tmp_path / "evaluation"), results_folder(str(tmp_path / "mine"), tmp_path)]
-    assert all(folder.is_dir() for folder in made) and made[1] == tmp_path / "mine"
+    made = [results_folder(None, tmp_path / "evaluation") for _ in range(3)]  # in one second
+    made.append(results_folder(str(tmp_path / "mine"), tmp_path))
+    assert all(folder.is_dir() for folder in made) and len(set(made)) == 4 and made[3] == tmp_path / "mine"
 
 
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):

@@ -363,7 +363,8 @@ def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs,
         "group: mmlu\ntask: [last_word, piqa]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
     )
     (folder / "loose.yaml").write_text("group: loose\ntask: [last_word, piqa]\n")
-    for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5})):
+    (folder / "tagged.yaml").write_text(f"include: {folder}/everyday.yaml\ntask: tagged\ntag: some\n")
+    for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5}), ("some", {"tagged": 5})):
         downstream.run_all(options(runs, include=str(folder), tasks=[group], output=str(tmp_path / group)))
         [run] = json.loads((tmp_path / group / "results.json").read_text())["runs"]
         assert {task: results["examples"] for task, results in run["tasks"].items()} == rows

@@ -1,5 +1,6 @@
 """Preparing a token store: the same however many processes there are and however often they are killed."""
 
+import fcntl
 import json
 import os
 import re
@@ -111,15 +112,23 @@ def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
         preparation.begin_or_go_on(tmp_path / "python_stdlib-bytes.partial", plan | {"tokenizer": "gpt2"})
 
 
-def test_a_prepared_store_is_verified_again(corpus, store, tmp_path):
-    """Also: text that changed, and a second preparation at the same time."""
+def test_a_prepared_store_is_verified_again(corpus, store):
+    """Also: text that changed."""
     done = run(corpus, store.parent)
     assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
     other = run(corpus, store.parent, f"--config.data.validation_files={corpus[0]}/train-0.jsonl")
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
-    with only_process(tmp_path / "python_stdlib-bytes.partial"):
-        busy = run(corpus, tmp_path)
-    assert busy.returncode == 1 and "another process is preparing this store" in busy.stderr
+
+
+def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
+    data = toy_config(data__dir=str(store.parent), data__remote="memory://stores").data
+    for folder in (corpus[0], "another/machine"):
+        data.update(train_files=f"{folder}/train-*", validation_files=f"{folder}/validation-*")
+        assert preparation.open_prepared(data, TOKENIZER, 16)["train"].size > 10_000
+    data.train_files = f"{corpus[0]}/train-0*"
+    data.validation_files = f"{corpus[0]}/validation-*"
+    with pytest.raises(UserError, match="was made from other text"):
+        preparation.open_prepared(data, TOKENIZER, 16)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +177,9 @@ def test_patterns_and_fingerprints(tmp_path):
     assert preparation.fingerprint({"train": files, "validation": files[:1]}) != before
     with pytest.raises(UserError, match="--files: .* is a folder; name the files in it"):
         preparation.matching_files(str(tmp_path), "--files")
+    (tmp_path / "d.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="--files: .*d.jsonl can't be read"):
+        preparation.matching_files(f"{tmp_path}/d*", "--files")
     with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
         preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
 
@@ -211,8 +223,9 @@ def test_a_worker_holds_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation.subprocess, "Popen", lambda command, **options: start(["cat"], **options))
     with only_process(tmp_path / "x.partial") as lock:
         worker = preparation.Worker({}, lock, str(tmp_path))
-    with pytest.raises(UserError, match="another process"), only_process(tmp_path / "x.partial"):
-        pass
-    worker.__exit__()
-    with only_process(tmp_path / "x.partial"):
-        pass
+        (tmp_path / "x.partial" / "plan.json").touch()
+    with open(tmp_path / "x.partial" / "lock") as another:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        worker.__exit__()
+        fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -56,7 +56,7 @@ assert TokenizerVocabulary(ByteTokenizer()) != vocabulary
 
 
 def test_local_files_take_the_place_of_wikitext(tmp_path):
-    """Articles of a WikiText file, detokenized or not; rows of others as they are. A shard for each file."""
+    """Articles of a WikiText file, detokenized or not; rows of others as they are. A shard for each file, or some."""
     articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
     (tmp_path / "a.txt").write_text("".join(articles))
     (tmp_path / "b.jsonl").write_text('{"text": " = Three = \\n \\n As it is , here . \\n"}\n')
@@ -75,4 +75,9 @@ detokenized = texts("wikitext103")
 assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
 assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
 assert len(texts("openwebtext")) == 2  # a text file is a document there
+tasks.MOST_SHARDS = 2
+files["validation"] = files["validation"][:1] * 2 + files["validation"][1:]
+assert len(tasks.LocalFiles(files).list_shards("validation")) == 2
+assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw]
+assert texts("wikitext103_raw") == raw[:2] + raw
 """)

@@ -86,6 +86,11 @@ def test_byte_pairs_are_those_of_a_plain_implementation(small_bpe, text):
     assert small_bpe.encode(text) == plain_bpe(text)
 
 
+def test_what_tiktoken_cannot_take_is_one_sentence(small_bpe):
+    with pytest.raises(UserError, match="begins with 'a .* can't be encoded by tiktoken; shorten the long runs"):
+        small_bpe.encode("a" + " " * 1_500_000 + "b")
+
+
 def test_byte_pairs_of_random_text(small_bpe):
     random = np.random.default_rng(0)
     for _ in range(200):

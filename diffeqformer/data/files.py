@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def read_lines(path: str | os.PathLike) -> Iterator[str]:
         with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
             for line in file:
                 try:
-                    yield line.decode("utf-8")
+                    yield line.decode("utf-8" if offset else "utf-8-sig")
                 except UnicodeDecodeError as error:
                     raise UserError(
                         f"{path}: byte {offset + error.start:,} isn't UTF-8; convert the file to UTF-8"
@@ -77,10 +77,10 @@ def _json_text(path: str | os.PathLike, number: int, line: str) -> str:
         text = json.loads(line)["text"]
         text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but no text
         return text
-    except json.JSONDecodeError:
-        found = "isn't a JSON object"
     except UnicodeEncodeError:
         found = "holds half of a surrogate pair"
+    except ValueError:
+        found = "isn't a JSON object"
     except (KeyError, TypeError, AttributeError):
         found = "has no string 'text'"
     raise UserError(f'{path}: line {number:,} {found}; write one {{"text": "..."}} a line')
@@ -106,14 +106,14 @@ def _open_parquet(path: str | os.PathLike):
     return file
 
 
-def _strings(path: str | os.PathLike, column, first_row: int) -> list[str]:
-    """A pyarrow column as Python strings; Parquet files can hold nulls and bytes that aren't UTF-8."""
+def _strings(path: str | os.PathLike, column, rows: Sequence[int]) -> list[str]:
+    """The texts of these rows from a pyarrow column; Parquet files can hold nulls and bytes that aren't UTF-8."""
     try:
         texts = column.to_pylist()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: a text after row {first_row:,} isn't UTF-8; convert the file to UTF-8") from None
+        raise UserError(f"{path}: a text from row {rows[0]:,} on isn't UTF-8; convert the file to UTF-8") from None
     if None in texts:
-        raise UserError(f"{path}: row {first_row + texts.index(None):,} has no text (null); leave it out")
+        raise UserError(f"{path}: row {rows[texts.index(None)]:,} has no text (null); leave it out")
     return texts
 
 
@@ -124,7 +124,7 @@ def _parquet_texts(path: str | os.PathLike) -> Iterator[str]:
     with _open_parquet(path) as file:
         try:
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=["text"]):
-                yield from _strings(path, batch.column(0), row)
+                yield from _strings(path, batch.column(0), range(row, row + batch.num_rows))
                 row += batch.num_rows
         except (OSError, pyarrow.ArrowInvalid):
             raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
@@ -164,6 +164,6 @@ def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
                     column = file.read_row_group(group, columns=["text"]).column(0).take(pyarrow.array(here - start))
                 except (OSError, pyarrow.ArrowInvalid):
                     raise UserError(f"{path}: this Parquet file is damaged after row {start:,}; get it again") from None
-                texts.update(zip(here.tolist(), _strings(path, column, start)))
+                texts.update(zip(here.tolist(), _strings(path, column, here.tolist())))
             start = end
     return texts

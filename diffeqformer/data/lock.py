@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import IO
@@ -11,21 +12,41 @@ from diffeqformer.errors import UserError
 
 @contextlib.contextmanager
 def only_process(partial: pathlib.Path) -> Iterator[IO]:
-    """Make the folder of an unfinished store and hold it against other processes of this machine.
+    """Make the folder of an unfinished store and hold it against other processes, waiting until none of them has it.
 
     It stays held for as long as any process has the file that this gives open.
 
     Raises:
-        UserError: if another one holds it, or it can't be made.
+        UserError: if it can't be made.
     """
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = open(partial / "lock", "w")
-    except OSError as error:
-        raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
-    with lock:
+    while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{partial}: another process is preparing this store; wait until it has finished") from None
-        yield lock
+            partial.mkdir(parents=True, exist_ok=True)
+            lock = open(partial / "lock", "w")
+        except FileNotFoundError:  # it has just got its final name
+            continue
+        except FileExistsError as error:
+            if not partial.exists() or partial.is_dir():  # it has just been removed
+                continue
+            raise UserError(f"config.data.dir: {partial}: {error.strerror}; choose another folder") from None
+        except OSError as error:
+            raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{partial}: another process is preparing this store; waiting for it", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                still_there = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
+            except FileNotFoundError:
+                still_there = False
+            if still_there:
+                try:
+                    yield lock
+                finally:
+                    with contextlib.suppress(OSError):  # another process may have begun in it
+                        if os.listdir(partial) == ["lock"]:  # nothing to go on from
+                            (partial / "lock").unlink()
+                            partial.rmdir()
+                return

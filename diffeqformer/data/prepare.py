@@ -58,6 +58,8 @@ def matching_files(patterns: str, option: str) -> list[str]:
         for path in found:
             if os.path.isdir(path):
                 raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
+            if not os.access(path, os.R_OK):
+                raise UserError(f"{option}: {path} can't be read; put a readable file there")
         files += found
     return files
 
@@ -74,12 +76,22 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
             stage(data.remote, folder)
         else:
             prepare(data, tokenizer)
-    return open_store(folder, tokenizer.name, sequence_length, expected_files(data))
+    return open_stored(data, tokenizer, sequence_length)
 
 
-def expected_files(data: ConfigDict) -> str | None:
-    """The fingerprint that a store must have; None if it comes from `data.remote`, where any machine may have made it."""
-    return None if data.train_files and data.remote else fingerprint(local_files(data))
+def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
+    """The splits of a config's store, which is there.
+
+    Raises:
+        UserError: if it isn't whole, or isn't the one that is meant.
+    """
+    try:
+        files = fingerprint(local_files(data))
+    except UserError:
+        if not data.remote:
+            raise
+        files = None  # another machine made it, and has them
+    return open_store(store_folder(data, tokenizer), tokenizer.name, sequence_length, files, data.task)
 
 
 def fingerprint(files: dict[str, list[str]] | None) -> str:

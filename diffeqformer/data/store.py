@@ -12,10 +12,9 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 
 from diffeqformer.errors import UserError
 
@@ -80,14 +79,16 @@ class Split:
             indices[here] = _order(seed, int(epoch), count)[positions[here]]
         return self.windows(indices, sequence_length)
 
-    def evaluation_batches(
-        self, batch_size: int, sequence_length: int
-    ) -> Iterator[tuple[Int[np.ndarray, "B S"], np.ndarray]]:
-        """All whole windows in order, as (tokens [B, S], whether each window counts [B, 1] bool); others fill up the last batch."""
+    def evaluation_batch(
+        self, number: int, batch_size: int, sequence_length: int, rows: slice = slice(None)
+    ) -> tuple[Int[np.ndarray, "B S"], Bool[np.ndarray, "B 1"]]:
+        """Of all whole windows in order the `number`-th batch, or some rows of it, and whether each window counts.
+
+        What fills up the last batch doesn't.
+        """
         count = self.size // sequence_length
-        for start in range(0, count, batch_size):
-            indices = np.arange(start, start + batch_size)
-            yield self.windows(np.minimum(indices, count - 1), sequence_length), (indices < count)[:, None]
+        indices = (number * batch_size + np.arange(batch_size))[rows]
+        return self.windows(np.minimum(indices, count - 1), sequence_length), (indices < count)[:, None]
 
 
 @functools.lru_cache(maxsize=2)
@@ -165,7 +166,7 @@ def verify(folder: pathlib.Path, about: dict) -> None:
 
 
 def open_store(
-    folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = ""
+    folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = "", task: str | None = None
 ) -> dict[str, Split]:
     """The training and validation splits of the store in `folder`, after checking that it is whole and the one that is meant.
 
@@ -173,6 +174,7 @@ def open_store(
         tokenizer: name of the tokenizer.
         files: fingerprint of the local files that take the task's place (`diffeqformer.data.prepare.fingerprint`),
             empty for none, None for any.
+        task: name of the corpus; None for any.
 
     Raises:
         UserError: if the store is missing, incomplete, of another tokenizer or text, or shorter than one window.
@@ -183,7 +185,8 @@ def open_store(
         raise UserError(
             f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; {REMEDY}"
         )
-    if not about["files"] if files is None else about["files"] != files:
+    other_files = not about["files"] if files is None else about["files"] != files
+    if other_files or task not in (None, about["task"]):
         raise UserError(
             f"{folder}: this token store was made from other text ({about['origin']}); choose another config.data.dir, "
             "or delete the folder"

@@ -11,6 +11,7 @@ their text. A module of yours adds a corpus with `add_corpus`; name it in `confi
 
 import hashlib
 import importlib
+import itertools
 import pathlib
 import platform
 import re
@@ -22,13 +23,14 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data import builders  # noqa: F401 (registers the TFDS builders)
+from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS, builders  # noqa: F401 (registers the TFDS builders)
 from diffeqformer.data.files import PLAIN, kind, read_texts
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
 VALIDATION_PART = 50  # one file of the standard library in so many
+MOST_SHARDS = 256  # of a split of local files: each costs a tenth of a second, and an open file in training
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -74,7 +76,9 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
 
 class LocalFiles(seqio.DataSource):
-    """Documents in local files, one shard for each file: text (a file is a document), JSON lines or Parquet.
+    """Documents in local files: text (a file is a document), JSON lines or Parquet.
+
+    A shard is a file, or of very many files the next few of them.
 
     Args:
         files: paths of each split.
@@ -91,14 +95,20 @@ class LocalFiles(seqio.DataSource):
     def supports_arbitrary_sharding(self):
         return False
 
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard."""
+        files = self.files[split]
+        count = min(len(files), MOST_SHARDS)
+        return [files[i * len(files) // count : (i + 1) * len(files) // count] for i in range(count)]
+
     def list_shards(self, split: str):
-        return self.files[split]
+        return [files[0] for files in self.groups(split)]
 
     def get_dataset(self, split, shuffle=False, seed=None, shard_info=None, **_):
         index, count = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
 
         def texts():
-            for path in self.files[split][index::count]:
+            for path in itertools.chain.from_iterable(self.groups(split)[index::count]):
                 for text in read_texts(path):
                     for document in self.cut(text) if kind(path) in PLAIN else [text]:
                         yield {"text": document}
@@ -144,7 +154,11 @@ def fetch(task: seqio.Task) -> None:
         UserError: if it can't be had.
     """
     if isinstance(task.source, seqio.TfdsDataSource):
-        task.source.tfds_dataset.builder.download_and_prepare()
+        try:
+            task.source.tfds_dataset.builder.download_and_prepare()
+        except OSError as error:
+            where = error.filename or "its folder"
+            raise UserError(f"config.data.tfds_dir: {where}: {error.strerror or error}") from None
 
 
 def one_sentence(error: Exception) -> str:
@@ -177,7 +191,9 @@ def add_task(
         UserError: if there is no such corpus.
     """
     if corpus not in CORPORA and not files:
-        raise UserError(f"config.data.task: must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
+        raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
+    if not re.fullmatch(TASK_NAME, corpus):
+        raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
     source, _, cut = CORPORA.get(corpus, Corpus(None, ""))
     name = f"{corpus}_{tokenizer.name}{suffix}".replace("-", "_")
     if name in seqio.TaskRegistry.names():
@@ -236,17 +252,17 @@ add_corpus(
 add_corpus(
     "wikitext103",
     seqio.TfdsDataSource("wikitext103/detokenized:1.0.0"),
-    "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub",
+    "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir",
     cut=lambda text: map(detokenize, articles(text)),
 )
 add_corpus(
     "wikitext103_raw",
     seqio.TfdsDataSource("wikitext103/raw:1.0.0"),
-    "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub",
+    "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir",
     cut=articles,
 )
 add_corpus(
     "openwebtext",
     seqio.TfdsDataSource("openwebtext:1.0.0"),
-    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub; 0.0005 of it, by seed 2357, is validation",
+    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; 0.0005 of it is validation",
 )

@@ -94,8 +94,20 @@ class GPT2Tokenizer:
             raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id."""
-        return self._encoding.encode_ordinary(text)
+        """The ids of a text, without the end-of-text id.
+
+        Raises:
+            UserError: for a run of white space of about a million characters, which tiktoken can't take.
+        """
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:  # of pyo3, which names it in no module
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(
+                f"a text of {len(text):,} characters that begins with {text[:40]!r} can't be encoded by tiktoken; "
+                "shorten the long runs of white space in it"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""

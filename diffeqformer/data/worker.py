@@ -23,8 +23,11 @@ from diffeqformer.errors import UserError
 
 def answer(**fields) -> None:
     """One line of JSON for the process that waits for it."""
-    ANSWERS.write(json.dumps(fields) + "\n")
-    ANSWERS.flush()
+    try:
+        ANSWERS.write(json.dumps(fields) + "\n")
+        ANSWERS.flush()
+    except BrokenPipeError:
+        os._exit(1)  # that process was killed; the next one removes what is unfinished here
 
 
 def open_task(request: dict):
@@ -48,10 +51,7 @@ def plan(task, request: dict) -> None:
     """
     from diffeqformer.data.tasks import CORPORA, fetch
 
-    try:
-        fetch(task)
-    except OSError as error:
-        raise UserError(f"config.data.tfds_dir: {error.filename or 'its folder'}: {error.strerror or error}") from None
+    fetch(task)
     missing = [split for split in SPLITS if split not in task.splits]
     if missing:
         raise UserError(
@@ -59,7 +59,7 @@ def plan(task, request: dict) -> None:
         )
     files, splits = request["files"] or {}, {}
     for split in SPLITS:
-        sizes = [os.path.getsize(path) for path in files.get(split, ())]
+        sizes = [sum(map(os.path.getsize, group)) for group in task.source.groups(split)] if files else []
         splits[split] = {"shards": len(task.source.list_shards(split)), "documents": task.num_input_examples(split)}
         splits[split]["file_sizes"] = sizes
     paths = [pathlib.Path(path) for part in files.values() for path in part]

@@ -7,6 +7,7 @@ of its own.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diffeqformer.errors import UserError
-from diffeqformer.models.layers import Linear, Norm, parameter
+from diffeqformer.models.layers import Linear, Norm, as_it_is, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -26,11 +27,20 @@ class StackedWeights:
     layers: {layer: {kernel | bias | scale | shift: [T, ...]}}; without the axis T if `constant`.
     step_sizes: length in time of each step, fp32.
     constant: the same weights serve every step.
+    gather: makes one step's layers whole, where devices share them (`diffeqformer.sharding`).
     """
 
     layers: dict
     step_sizes: Float[Array, "T"]
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
+    gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
+
+
+def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
+    """The logical axes of a layer's kernel, bias, scale or shift at one time."""
+    if isinstance(layer, Norm):
+        return ("embed",)
+    return layer.axes if name == "kernel" else layer.axes[1:]
 
 
 def step_sizes(times: np.ndarray) -> Float[Array, "T"]:

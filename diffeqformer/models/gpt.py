@@ -46,14 +46,18 @@ class GPT:
         """The attention branch F of equation (4), its norm included."""
         batch, sequence, width = x.shape
         qkv = linear(weights["qkv"], layer_norm(weights["norm_attention"], x, self.epsilon))
-        qkv = qkv.reshape(batch, sequence, self.heads, 3, width // self.heads)
+        qkv = qkv.reshape(batch, sequence, -1, 3, width // self.heads)  # of this device's heads
         mixed = context.attend(qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :])
-        return dropout(linear(weights["attention_out"], mixed.reshape(x.shape)), context, site=0)
+        return dropout(
+            linear(weights["attention_out"], mixed.reshape(batch, sequence, -1), context.total), context, site=0
+        )
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The feed-forward branch G of equation (5), its norm included."""
         hidden = linear(weights["mlp_up"], layer_norm(weights["norm_mlp"], x, self.epsilon))
-        return dropout(linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True)), context, site=1)
+        return dropout(
+            linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True), context.total), context, site=1
+        )
 
     def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from diffeqformer.models import attention
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
@@ -53,9 +55,14 @@ def parameter(
     return nnx.Param(value, axes=axes)
 
 
-def linear(weights: dict, x: Float[Array, "*B inputs"]) -> Float[Array, "*B outputs"]:
-    """Apply one linear layer in the type of its kernel."""
-    y = x.astype(weights["kernel"].dtype) @ weights["kernel"]
+def as_it_is(x):
+    """What one device does where several would sum or gather."""
+    return x
+
+
+def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_is) -> Float[Array, "*B outputs"]:
+    """Apply one linear layer in the type of its kernel; `total` sums the products of devices that share the inputs."""
+    y = total(x.astype(weights["kernel"].dtype) @ weights["kernel"])
     return y + weights["bias"] if "bias" in weights else y
 
 
@@ -74,26 +81,21 @@ def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Ar
     return y + weights["shift"] if "shift" in weights else y
 
 
-def causal_attention(
-    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
-) -> Float[Array, "B S H K"]:
-    """Equation (1) of the paper for every head, each position attending to itself and to earlier ones."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-
 class Context(NamedTuple):
     """What a vector field needs beside weights and state.
 
     keys: one random key per example for the dropout masks of this depth step; None, no dropout.
     dropout: the share of each branch's outputs that is dropped.
     position: of the first token; beyond 0 only while a text is written token by token.
-    attend: (query, key, value) -> mixed values; a key-value cache takes the place of the default.
+    attend: (query, key, value) -> mixed values; faster ones and a key-value cache take the place of the default.
+    total: sums a branch's outputs over the devices that share its heads or hidden units.
     """
 
     keys: Key[Array, "B"] | None = None
     dropout: float = 0.0
     position: int | Int[Array, ""] = 0
-    attend: Callable = causal_attention
+    attend: Callable = attention.plain
+    total: Callable = as_it_is
 
     def at_step(self, index) -> "Context":
         """The context of depth step `index`; 0 is the embedding, blocks count from 1."""

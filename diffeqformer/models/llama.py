@@ -96,18 +96,20 @@ class Llama:
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
-        by_head = (*x.shape[:2], self.heads, self.width // self.heads)
+        by_head = (*x.shape[:2], -1, self.width // self.heads)  # this device's heads
         query, key, value = (linear(weights[name], y).reshape(by_head) for name in ("query", "key", "value"))
         query, key = self.rotate(query, context.position), self.rotate(key, context.position)
         mixed = context.attend(query, key, value)
-        return dropout(linear(weights["attention_out"], mixed.reshape(x.shape)), context, site=0)
+        return dropout(
+            linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
+        )
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The feed-forward branch, its norm (or norms) included: down(silu(gate(y)) * up(y))."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon) if self.norm_of_norm else x
         y = rms_norm(weights["norm_mlp"], y, self.epsilon)
         hidden = jax.nn.silu(linear(weights["mlp_gate"], y)) * linear(weights["mlp_up"], y)
-        return dropout(linear(weights["mlp_down"], hidden), context, site=1)
+        return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)
 
     def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""

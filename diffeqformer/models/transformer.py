@@ -91,6 +91,7 @@ class Transformer(nnx.Module):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps, self.solver = config.num_steps, kind.unit_steps, kind.solver
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
+        self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size = config.max_length, config.vocab_size
         self.field = field = vector_field(config)
         rows, width = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple, config.width
@@ -140,10 +141,17 @@ class Transformer(nnx.Module):
         Raises:
             UserError: if S exceeds `max_length`.
         """
+        return self.head(self.last_state(tokens, weights, Context(dropout_keys, self.dropout)))
+
+    def last_state(self, tokens: Int[Array, "B S"], weights: StackedWeights, context: Context) -> Float[Array, "B S D"]:
+        """x(1), the state that `head` reads.
+
+        Raises:
+            UserError: if S exceeds `max_length`.
+        """
         self._check_length(tokens)
-        context = Context(dropout_keys, self.dropout)
-        x = self.solver(self.field, weights, self.embed(tokens, context), context, remat=self.remat)
-        return self.head(x)
+        x = self.embed(tokens, context).astype(self.state_dtype)
+        return self.solver(self.field, weights, x, context, remat=self.remat)
 
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
         """The state at time 0 and after every step, T + 1 in all, without dropout.
@@ -189,15 +197,19 @@ class Transformer(nnx.Module):
 
         The rows that fill up the vocabulary to a multiple have the logit -inf, so no probability and no gradient.
         """
-        x = self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
-        if self.field.tied_head:
-            embedding = self.token_embedding[...].astype(self.dtype)
-            logits = jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.matmul(x, self.lm_head[...].astype(self.dtype), preferred_element_type=jnp.float32)
+        logits = jnp.einsum("bsd,vd->bsv", self.normalize(x), self.head_matrix(), preferred_element_type=jnp.float32)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)
+
+    def normalize(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The final norm of the last state, in the compute type."""
+        return self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
+
+    def head_matrix(self) -> Float[Array, "V D"]:
+        """What a normalized state is multiplied with to give logits, in the compute type."""
+        matrix = self.token_embedding[...] if self.field.tied_head else self.lm_head[...].T
+        return matrix.astype(self.dtype)
 
 
 def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:

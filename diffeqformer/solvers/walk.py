@@ -7,8 +7,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.layers import Context
+from diffeqformer.models.layers import Context, as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
+
+
+def _all_but_gathered(primitive, *_, **__) -> bool:
+    return not primitive.name.startswith("all_gather")
+
+
+POLICIES = jax.checkpoint_policies
+REMAT = {
+    "none": _all_but_gathered,
+    "step": None,
+    "products": POLICIES.save_from_both_policies(
+        POLICIES.dots_with_no_batch_dims_saveable, POLICIES.save_only_these_names("attention")
+    ),
+}
+"""What is stored for the backward pass: everything; the state between steps; that, products with weights and attention.
+Gathered weights never are.
+"""
 
 
 def walk(
@@ -17,16 +34,16 @@ def walk(
     x: Float[Array, "B S D"],
     context: Context,
     *,
-    remat: bool = False,
+    remat: str = "none",
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
 ) -> Float[Array, "B S D"] | Float[Array, "T B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
     """Apply `step(layers, x, dt, context) -> x` for each time, in one `jax.lax.scan` over the stacked weights.
 
-    The state is carried in fp32. The compiled program does not grow with the number of steps.
+    The state is carried in the type in which it comes. The compiled program does not grow with the number of steps.
 
     Args:
-        remat: recompute each step in the backward pass instead of storing its activations.
+        remat: a key of `REMAT`: what the backward pass computes again instead of storing it.
         trajectory: return the state after every step, [T, B, S, D], instead of the last one.
         cache: keys and values of earlier tokens, which these attend to as well; return it, with theirs
             added from `context.position` on, beside the last state.
@@ -42,14 +59,16 @@ def walk(
         if cache is not None:
             attention = CachedAttention(cache, index - 1, context.position)
             here = here._replace(attend=attention)
-        x = step(weights.layers if weights.constant else layers, x, dt, here)
+        layers = whole if weights.constant else weights.gather(layers)
+        x = step(layers, x, dt, here).astype(x.dtype)
         return (x, None if cache is None else attention.updated()), x if trajectory else None
 
-    if remat:
-        body = jax.checkpoint(body, prevent_cse=False)  # inside a scan common subexpressions can't merge across steps
+    if remat != "none" or weights.gather is not as_it_is:
+        body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)  # in a scan, steps' expressions can't merge
+    whole = weights.gather(weights.layers) if weights.constant else None
     indices = jnp.arange(1, len(weights.step_sizes) + 1)  # 0 is the embedding
     layers = None if weights.constant else weights.layers
-    (last, cache), states = jax.lax.scan(body, (x.astype(jnp.float32), cache), (indices, weights.step_sizes, layers))
+    (last, cache), states = jax.lax.scan(body, (x, cache), (indices, weights.step_sizes, layers))
     if cache is not None:
         return last, cache
     return states if trajectory else last

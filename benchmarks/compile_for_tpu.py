@@ -1,0 +1,69 @@
+"""Compile the train step of a config for TPUs that aren't there, with the real TPU compiler: does it fit, and how much is free?
+
+    pip install -e '.[tpu]' -c constraints.txt
+    python benchmarks/compile_for_tpu.py --config=configs/large.py --topology=v5e:8x8
+
+Prints, per chip, the GiB of the state and the batch (arguments; the new state takes their place), of what the step
+needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the compiler's
+own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2 joins two of
+them by the data centre's network.
+"""
+
+import os
+import time
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from absl import flags  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+from diffeqformer import cli  # noqa: E402
+from diffeqformer.config import check_config  # noqa: E402
+from diffeqformer.errors import UserError  # noqa: E402
+from diffeqformer.sharding import make_mesh, mesh_shape  # noqa: E402
+from diffeqformer.step import make_program  # noqa: E402
+
+CONFIG = cli.define_config()
+TOPOLOGY = flags.DEFINE_string("topology", "v5e:8x8", "Kind and shape of the slice.")
+SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape.", lower_bound=1)
+
+
+def tpu_devices(topology: str, slices: int) -> list:
+    """The devices of a slice, or several, that isn't there.
+
+    Raises:
+        UserError: if the compiler knows no such topology.
+    """
+    more = {"num_slices": slices} if slices > 1 else {}
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"--topology: {topology} can't be had ({reason}); libtpu comes with pip install -e '.[tpu]'"
+        ) from None
+
+
+def main() -> None:
+    config, devices, start = CONFIG.value, tpu_devices(TOPOLOGY.value, SLICES.value), time.perf_counter()
+    check_config(config, len(devices), "tpu")
+    shape = mesh_shape(config.mesh, len(devices))
+    program = make_program(config, make_mesh(shape, devices))
+    print(
+        f"{config.name} on {SLICES.value} x {TOPOLOGY.value}, mesh {' x '.join(map(str, shape))}, "
+        f"attention: {program.attention}",
+        flush=True,
+    )
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
+    memory = program.train_step.lower(jax.eval_shape(program.init), tokens).compile().memory_analysis()
+    print(
+        f"  arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, temporaries "
+        f"{memory.temp_size_in_bytes / 2**30:.2f} GiB per chip; compiled in {time.perf_counter() - start:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, cli.parse_config)

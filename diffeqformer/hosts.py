@@ -1,0 +1,135 @@
+"""One run on many hosts: joining them, what only one of them does, and stopping together."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from absl import flags
+from jax.experimental import multihost_utils
+
+from diffeqformer.errors import Stopped, UserError, leave
+
+
+def define_flags() -> None:
+    """The options of a command that runs on several hosts."""
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0, where no cluster tells it (as Cloud TPU, GKE and Slurm do)."
+    )
+    flags.DEFINE_integer("num_processes", None, "Processes of the run, one a host.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
+    flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
+    """Join the other processes of the run, if there are any, before anything asks for devices.
+
+    Without a coordinator, the environment of Cloud TPU, GKE, Slurm or Open MPI tells who they are. Only process 0
+    goes on printing; what is wrong, every process says.
+
+    Raises:
+        UserError: if the options don't fit together, or a process doesn't arrive in time.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None in given and given != (None, None, None):
+        raise UserError("--coordinator, --num_processes and --process_id: must come together")
+    if coordinator is not None and not (":" in coordinator and process_id < num_processes):
+        raise UserError(
+            f"--coordinator, --process_id: must be HOST:PORT and below --num_processes ({num_processes}), but they are "
+            f"{coordinator} and {process_id}"
+        )
+    many = f"{num_processes} processes" if num_processes else "other processes of the run"
+    late = f"--join_timeout: not all of the {many} arrived within {timeout} s; start each of them, and see that process 0 can be reached"
+    watchdog = threading.Timer(timeout, leave, (1, late))  # JAX itself would abort with a stack trace
+    watchdog.start()
+    try:
+        jax.distributed.initialize(*given, initialization_timeout=timeout + 60)
+    except ValueError as error:
+        if coordinator is None and "coordinator_address" in str(error):
+            return  # no cluster: this is the only process
+        raise UserError(f"--coordinator: {error}") from None
+    finally:
+        watchdog.cancel()
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Let processes that stop leave when all do: what one leaves alone, JAX takes for a failure and aborts."""
+    try:
+        yield
+    except Stopped:
+        if jax.process_count() > 1:
+            jax.distributed.shutdown()
+        raise
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def check_shared(workdir: pathlib.Path) -> None:
+    """Check that every process of several sees the same work folder.
+
+    Raises:
+        UserError: on every process, if one doesn't.
+    """
+    number = int(multihost_utils.broadcast_one_to_all(np.int32(uuid.uuid4().int % 2**31)))
+    sign = workdir / f".shared-{number}"
+    if is_first():
+        sign.touch()
+    multihost_utils.sync_global_devices("sign")
+    seen = multihost_utils.process_allgather(np.bool_(sign.exists()))
+    if is_first():
+        sign.unlink()
+    if not seen.all():
+        blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
+        raise UserError(
+            f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one on a "
+            "disk that all hosts share"
+        )
+
+
+def check_same(what: str, digest: str) -> None:
+    """Check that every process has the same, by its hash in hexadecimal digits.
+
+    Raises:
+        UserError: on every process, if one hasn't.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
+    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
+    if others:
+        raise UserError(f"{what} on process {', '.join(others)} isn't that of process 0; make them the same")
+
+
+class Notice(contextlib.AbstractContextManager):
+    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it takes the machine away."""
+
+    def __enter__(self) -> "Notice":
+        self.told, self.previous = False, None
+        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+            self.previous = signal.signal(signal.SIGTERM, self._tell)
+        return self
+
+    def _tell(self, *_) -> None:
+        self.told = True
+
+    def at(self, step: int) -> bool:
+        """Whether to stop after this step; the same on all hosts, whichever of them was told."""
+        if jax.process_count() > 1:  # JAX's own handler has been there since `join`
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self.told
+
+    def __exit__(self, *_) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGTERM, self.previous)

@@ -1,0 +1,88 @@
+"""Cross-entropy of the next token, without ever holding all logits.
+
+At GPT-large's 256 x 1,024 positions and 50,304 entries, fp32 logits are 53 GB, far more than the model.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK = 1024  # positions whose logits exist at once
+
+
+def cross_entropy(
+    x: Float[Array, "N D"],
+    matrix: Float[Array, "V D"],
+    targets: Int[Array, "N"],
+    weights: Float[Array, "N"],
+    vocab_size: int,
+) -> Float[Array, ""]:
+    """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
+
+    Args:
+        x: last states after their norm, in the compute type.
+        matrix: the head, in the compute type; rows from `vocab_size` on get no probability.
+        targets: ids below `vocab_size`.
+        weights: fp32; 0 leaves a position out.
+    """
+    return _cross_entropy(x, matrix, targets, weights, vocab_size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(x, matrix, targets, weights, vocab_size):
+    def add(total, chunk):
+        x, targets, weights = chunk
+        losses, _ = _losses(x, matrix, targets, vocab_size)
+        return total + jnp.sum(losses * weights), None
+
+    return jax.lax.scan(add, jnp.float32(0), _chunks(x, targets, weights))[0]
+
+
+def _losses(x, matrix, targets, vocab_size):
+    """-log p of each target, and the logarithm of every p."""
+    logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
+    if len(matrix) != vocab_size:
+        logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
+    log_probs = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0], log_probs
+
+
+def _chunks(*arrays):
+    """Each array cut into parts of at most `CHUNK` rows, the last one filled up with zeros (which weigh nothing)."""
+    rows = len(arrays[0])
+    size = min(CHUNK, rows)
+    count = -(-rows // size)
+
+    def cut(array):
+        filled = jnp.pad(array, [(0, count * size - rows)] + [(0, 0)] * (array.ndim - 1))
+        return filled.reshape(count, size, *array.shape[1:])
+
+    return tuple(map(cut, arrays))
+
+
+def _forward(x, matrix, targets, weights, vocab_size):
+    """The gradient comes with the loss, chunk by chunk, so no logit is computed twice."""
+
+    def add(carry, chunk):
+        total, d_matrix = carry
+        x, targets, weights = chunk
+        losses, log_probs = _losses(x, matrix, targets, vocab_size)
+        one_hot = jnp.arange(len(matrix)) == targets[:, None]
+        d_logits = ((jnp.exp(log_probs) - one_hot) * weights[:, None]).astype(x.dtype)
+        d_x = d_logits @ matrix
+        d_matrix += jnp.einsum("nv,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
+        return (total + jnp.sum(losses * weights), d_matrix), d_x
+
+    start = (jnp.float32(0), jnp.zeros(matrix.shape, jnp.float32))
+    (total, d_matrix), d_x = jax.lax.scan(add, start, _chunks(x, targets, weights))
+    return total, (d_x.reshape(-1, x.shape[1])[: len(x)], d_matrix.astype(matrix.dtype))
+
+
+def _backward(vocab_size, gradients, d_total):
+    d_x, d_matrix = gradients
+    return (d_total * d_x).astype(d_x.dtype), (d_total * d_matrix).astype(d_matrix.dtype), None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)

@@ -1,0 +1,65 @@
+"""Causal attention: equation (1) of the paper for every head, by the fastest well-kept implementation of each platform."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+BLOCK = 512  # positions of a tile of splash attention
+
+
+def plain(
+    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+) -> Float[Array, "B S H K"]:
+    """Everywhere: XLA's own, which holds all S x S scores of each head."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+def cudnn(
+    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+) -> Float[Array, "B S H K"]:
+    """On NVIDIA GPUs: cuDNN's flash attention."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def splash(
+    query: Float[Array, "B S H K"],
+    key: Float[Array, "B S H K"],
+    value: Float[Array, "B S H K"],
+    interpret: bool = False,
+) -> Float[Array, "B S H K"]:
+    """On TPUs: the Pallas kernel that comes with JAX. Its backward pass computes the scores again, tile by tile."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    _, sequence, heads, width = query.shape
+    block = BLOCK if sequence % BLOCK == 0 else 128
+    sizes = {
+        name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    }
+    kernel = splash_attention.make_splash_mha_single_device(
+        splash_attention.MultiHeadMask([splash_attention.CausalMask((sequence, sequence))] * heads),
+        block_sizes=splash_attention.BlockSizes(**sizes),
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    query, key, value = (x.swapaxes(1, 2) for x in (query * width**-0.5, key, value))
+    return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
+
+
+def choose(platform: str, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
+    """The implementation for the devices of a platform (tpu, gpu or cpu), and a word on it for the log.
+
+    Both libraries have limits; beyond them attention is plain, and the word says why.
+    """
+    if platform == "tpu":
+        if sequence_length % 128 == 0:
+            return splash, "splash"
+        return plain, f"plain: splash needs a sequence length that is a multiple of 128, and it is {sequence_length}"
+    if platform == "gpu":
+        if dtype != "float32" and head_width <= 128 and head_width % 8 == 0:
+            return cudnn, "cuDNN"
+        return (
+            plain,
+            f"plain: cuDNN needs bfloat16 and a head width of 8, 16, ... 128, and they are {dtype}, {head_width}",
+        )
+    return plain, "plain"

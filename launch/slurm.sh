@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# A training run on GPU nodes under Slurm, one process for each GPU; told to stop or out of time, it saves and queues again.
+#
+#   sbatch --nodes=2 launch/slurm.sh --config=configs/large.py --workdir=/shared/runs/large
+#
+#SBATCH --job-name=diffeqformer
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+set -uo pipefail
+[[ $# -gt 0 ]] || { echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2; exit 1; }
+srun --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
+status=$?
+if [[ $status == 143 ]]; then # it was told to stop, and has saved itself
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

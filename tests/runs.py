@@ -1,0 +1,56 @@
+"""Small runs of the training command in processes of their own."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from helpers import ROOT
+
+TINY = [
+    "--config=configs/tiny.py", "--config.steps=24", "--config.log_every=1", "--config.eval_every=24",
+    "--config.checkpoint_every=10", "--config.batch_size=8", "--config.sequence_length=64",
+    "--config.model.num_steps=2", "--config.model.time_embed_dim=4", "--config.model.vocab_multiple=8",
+    "--config.model.dropout=0.1", "--config.sample.length=16",
+]  # fmt: skip
+
+
+def start(processes: int, devices: int, workdirs: list, stores, *options) -> list[subprocess.Popen]:
+    """The processes of one run on this machine, with so many devices each; only as many of them as there are folders."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "diffeqformer.main", *TINY, f"--config.data.dir={stores}", *options]
+    if processes > 1:
+        command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return [
+        subprocess.Popen(
+            [*command, f"--workdir={workdir}", *([f"--process_id={number}"] if processes > 1 else [])],
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        for number, workdir in enumerate(workdirs)
+    ]
+
+
+def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:
+    """What each process printed, but for the library that connects them, and complained of; all must end with `status`."""
+    said = [process.communicate(timeout=300) for process in running]
+    said = [(re.sub(r"(?m)^\[Gloo\].*\n", "", output), errors) for output, errors in said]
+    for process, (output, errors) in zip(running, said):
+        assert process.returncode == status, (output, errors)
+    return said
+
+
+def losses(workdir) -> dict[int, float]:
+    """Of training by step, and of the last validation as step 0."""
+    events = EventAccumulator(str(workdir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    found = {event.step: event.value for event in events.Scalars("train/loss")}
+    return {**found, 0: events.Scalars("validation/loss")[-1].value}

@@ -1,0 +1,83 @@
+"""Several processes train as one does, stop together, and go on as another number of them."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+
+from diffeqformer import hosts
+from diffeqformer.errors import UserError
+from helpers import ROOT
+from runs import finish, losses, start
+
+
+def test_two_processes_stop_together_and_four_go_on(tmp_path, short_stores):
+    """With the losses of one process; the notice reaches the second of two alone."""
+    finish(start(1, 1, [tmp_path / "alone"], short_stores))
+    many = [tmp_path / "many"] * 4
+    running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4")
+    for line in running[0].stdout:
+        if line.startswith("step 5/"):
+            running[1].send_signal(signal.SIGTERM)
+            break
+    (_, errors), (second, _) = finish(running, 143)
+    assert "told to stop, and saved at step" in errors and second == ""
+    stopped = int(errors.split("saved at step ")[1].split()[0])
+    assert 5 <= stopped < 24
+
+    said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"))
+    assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
+    assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
+    one, several = losses(tmp_path / "alone"), losses(tmp_path / "many")
+    assert one.keys() == several.keys() and len(one) == 25
+    np.testing.assert_allclose([several[step] for step in one], list(one.values()), rtol=2e-4)
+
+
+def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
+    for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):
+        assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors
+
+
+def test_a_process_that_never_arrives_is_said(tmp_path, short_stores):
+    [(_, errors)] = finish(start(2, 1, [tmp_path], short_stores, "--join_timeout=3"), 1)
+    assert "not all of the 2 processes arrived within 3 s" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [("host:1", None, None), ("host:1", 2, 2), ("host", 2, 0), (None, 2, None)])
+def test_options_that_do_not_fit_together_are_refused(options):
+    with pytest.raises(UserError, match="^--coordinator, --"):
+        hosts.join(*options, timeout=1)
+
+
+@pytest.mark.kill
+def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, short_stores):
+    """A notice saves; then the limit on a file's size, which stands for the disk, lets no checkpoint be written."""
+    [running] = start(1, 1, [tmp_path], short_stores)
+    for line in running.stdout:
+        if line.startswith("step 3/"):
+            running.terminate()
+    [(_, errors)] = finish([running], 143)
+    stopped = int(errors.split("saved at step ")[1].split()[0])
+    checkpoints = tmp_path / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == [str(stopped)] and stopped >= 3
+
+    limited = subprocess.run(
+        ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *running.args], cwd=ROOT, capture_output=True, text=True
+    )
+    last = limited.stderr.splitlines()[-1]  # before it, TensorStore may complain of writes that it has given up
+    assert (
+        limited.returncode == 1 and "a checkpoint can't be written: " in last and "earlier ones are untouched" in last
+    )
+    [(output, _)] = finish(start(1, 1, [tmp_path], short_stores))
+    assert f"from its checkpoint at step {stopped}" in output and "Finished." in output
+
+    for path in (checkpoints / "24" / "params" / "d").iterdir():
+        os.truncate(path, path.stat().st_size // 2)
+    [(_, errors)] = finish(start(1, 1, [tmp_path], short_stores), 1)
+    assert "checkpoints/24: this checkpoint can't be read: " in errors
+    shutil.rmtree(checkpoints / "24")
+    [(output, _)] = finish(start(1, 1, [tmp_path], short_stores))
+    assert "from its checkpoint at step 20" in output

@@ -1,0 +1,78 @@
+"""The chunked cross-entropy and the fast attentions: the plain ones, with less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diffeqformer import loss
+from diffeqformer.models import attention
+
+
+def plain_cross_entropy(x, matrix, targets, weights, vocab_size):
+    logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size]
+    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+def example(rows: int, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, matrix = (3 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, [(rows, 16), (48, 16)]))
+    targets = jax.random.randint(keys[2], (rows,), 0, 41)
+    weights = jnp.where(jnp.arange(rows) % 7 == 0, 0.0, jax.random.uniform(keys[3], (rows,)))
+    return x, matrix, targets, weights
+
+
+@pytest.mark.parametrize("dtype, close", [("float32", 2e-6), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("rows", [24, 20, 5])  # whole chunks, a part of one, and less than one
+def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK", 8)
+    x, matrix, targets, weights = example(rows, dtype)
+    results = []
+    for function in (loss.cross_entropy, plain_cross_entropy):
+        value, gradient = jax.value_and_grad(lambda x, m: 3 * function(x, m, targets, weights, 41), (0, 1))(x, matrix)
+        assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
+        results.append((value, *gradient))
+    assert function(x, matrix, targets, weights, 41) * 3 == pytest.approx(float(results[0][0]), rel=1e-5)
+    for ours, plain in zip(*results):
+        ours, plain = np.float32(ours), np.float32(plain)
+        assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
+    assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
+
+
+def test_all_logits_never_exist():
+    """By the compiler's own account, of the loss and its gradient at 16 chunks."""
+    shapes = [((16 * loss.CHUNK, 8), "float32"), ((2000, 8), "float32"), ((16 * loss.CHUNK,), "int32")]
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((16 * loss.CHUNK,), "float32")]]
+
+    def temporaries(function):
+        gradient = jax.grad(lambda *arguments: function(*arguments, 2000), (0, 1))
+        return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    logits = 4 * 16 * loss.CHUNK * 2000
+    assert temporaries(plain_cross_entropy) > logits
+    assert temporaries(loss.cross_entropy) < 0.3 * logits
+
+
+@pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_splash_attention_is_plain_attention(dtype, close):
+    """Values and gradients, the kernel interpreted."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value, cotangent = (jax.random.normal(k, (2, 256, 3, 64), dtype) for k in keys)
+
+    def both(attend):
+        mixed, pull_back = jax.vjp(attend, query, key, value)
+        return mixed, *pull_back(cotangent)
+
+    for ours, plain in zip(both(lambda *qkv: attention.splash(*qkv, interpret=True)), both(attention.plain)):
+        ours, plain = np.float32(ours), np.float32(plain)
+        assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
+
+
+def test_attention_is_never_silently_plain_on_an_accelerator():
+    assert attention.choose("tpu", "bfloat16", 1024, 64) == (attention.splash, "splash")
+    assert attention.choose("gpu", "bfloat16", 1000, 64) == (attention.cudnn, "cuDNN")
+    assert attention.choose("cpu", "float32", 1024, 64) == (attention.plain, "plain")
+    for how in (("tpu", "bfloat16", 1000, 64), ("gpu", "float32", 1024, 64), ("gpu", "bfloat16", 1024, 100)):
+        attend, word = attention.choose(*how)
+        assert attend is attention.plain and word.startswith("plain: ")

@@ -1,0 +1,108 @@
+"""Every mesh trains as one device does, and moves no more than it has to."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from diffeqformer.config import check_config
+from diffeqformer.errors import UserError
+from diffeqformer.sharding import make_mesh
+from diffeqformer.step import make_program
+from helpers import ONE_DEVICE, load_config, toy_config
+
+
+def sharded_config(kind="diffeqformer", field="gpt", **changes):
+    return toy_config(kind, field, **{"batch_size": 16, "steps": 4, "model__vocab_multiple": 16, **changes})
+
+
+def tokens_of(step: int, config):
+    return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
+
+
+def run_steps(config, mesh, steps: int):
+    program = make_program(config, mesh)
+    state, losses = program.init(), []
+    for step in range(steps):
+        state, scalars = program.train_step(state, tokens_of(step, config))
+        losses.append((float(scalars["loss"]), float(scalars["gradient_norm"])))
+    weights = program.weights(state["params"], None)
+    scored = program.evaluate(state["params"], weights, tokens_of(9, config), np.arange(16)[:, None] < 13)
+    return program, state, [*losses, (float(scored.total), float(scored.count))]
+
+
+@pytest.mark.parametrize(
+    "kind, field, changes, meshes",
+    [
+        ("diffeqformer", "gpt", {"model__dropout": 0.1, "microbatches": 2}, [(1, 8, 1), (2, 2, 2)]),
+        ("diffeqformer", "llama", {"model__remat": "none"}, [(1, 2, 4)]),
+        ("gpt", "gpt", {"model__remat": "products"}, [(2, 4, 1)]),
+        ("shared", "gpt", {}, [(2, 2, 2)]),
+    ],
+)
+def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
+    config = sharded_config(kind, field, **changes)
+    _, alone, expected = run_steps(config, ONE_DEVICE, 3)
+    for shape in meshes:
+        _, together, losses = run_steps(config, make_mesh(shape), 3)
+        np.testing.assert_allclose(losses, expected, rtol=3e-6)
+        for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=3e-5)
+
+
+def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
+    """Bytes that a device gets from each collective of the compiled train step, by kind; a loop's count once."""
+    program = make_program(config, make_mesh(shape))
+    shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
+    found = {"all-gather": [], "all-reduce": [], "reduce-scatter": []}
+    for line in program.train_step.lower(*shapes).compile().as_text().splitlines():
+        if match := re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(", line):
+            arrays = re.findall(r"[fsu](\d+)\[([\d,]*)\]", match[1])
+            sizes = [int(bits) // 8 * math.prod(map(int, dims.split(","))) if dims else 4 for bits, dims in arrays]
+            found[match[2]].append(sum(sizes))  # no other kind is expected
+    return found
+
+
+def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_gradient():
+    """In bytes: W(t_n) is gathered and its gradient scattered step by step; dW is summed once for all microbatches."""
+    shape, width, hidden, steps = (2, 4, 1), 64, 256, 6
+    sizes = dict(model__width=width, model__mlp=hidden, model__time_embed_dim=40, microbatches=2)
+    ours = collectives(sharded_config(**sizes), shape)
+    theirs = collectives(sharded_config("gpt", **sizes), shape)
+
+    kernels = [4 * width * n for n in (3 * width, width, hidden, hidden)]
+    embeddings = [4 * width * n for n in (272, 16)]
+    for found in (ours, theirs):
+        assert sorted(found["all-gather"]) == sorted(2 * kernels + embeddings)  # forward, and again backward
+        assert sorted(found["reduce-scatter"]) == sorted(n // 4 for n in kernels + embeddings)
+    summed = (steps * sum(kernels) + sum(embeddings)) // 4  # of the parts that a device has
+    for found in (ours, theirs):
+        assert summed <= sum(found["all-reduce"]) < 1.08 * summed
+    assert sum(ours["all-reduce"]) < 1.05 * sum(theirs["all-reduce"])
+
+
+def test_the_state_is_shared_and_stays_in_place():
+    config = sharded_config(model__width=64, model__mlp=256)
+    sizes = {}
+    for shape in [(8, 1, 1), (2, 4, 1), (2, 2, 2)]:
+        program = make_program(config, make_mesh(shape))
+        shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 16), "int32")
+        memory = program.train_step.lower(*shapes).compile().memory_analysis()
+        sizes[shape] = memory.argument_size_in_bytes
+        assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
+    assert sizes[2, 4, 1] < 0.27 * sizes[8, 1, 1] and sizes[2, 2, 2] < 0.27 * sizes[8, 1, 1]
+
+
+def test_rows_are_cut_into_whole_tiles_on_tpus():
+    config = load_config("large")
+    config.mesh.update(data=-1, fsdp=16, tensor=1)
+    check_config(config, 64, "tpu")
+    config.mesh.fsdp = 64  # 20 rows each
+    with pytest.raises(
+        UserError,
+        match=r"^config.mesh.fsdp: must cut config.model.width \(1280\) .* as 1, 2, 4, 8, 16 would, but it is 64",
+    ):
+        check_config(config, 64, "tpu")
+    check_config(config, 64, "gpu")

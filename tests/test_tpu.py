@@ -1,0 +1,32 @@
+"""The train steps that the configs are meant for, through the real TPU compiler: `make test-tpu`."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+pytestmark = pytest.mark.tpu
+MEMORY = {"v5e": 15.75, "v5p": 95.74}  # GiB of a chip that a program can have
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config=configs/large.py", "--topology=v5e:8x8"],
+        ["--config=configs/large.py", "--topology=v5p:2x2x4"],
+        ["--config=configs/large.py", "--topology=v5e:4x8", "--slices=2"],
+        ["--config=configs/llama_1b.py", "--topology=v5p:2x2x1", "--config.data.tokenizer_file=any"],
+    ],
+    ids=lambda options: " ".join(options[:2]).replace("--config=configs/", "").replace("--topology=", ""),
+)
+def test_a_step_fits(options):
+    command = [sys.executable, "benchmarks/compile_for_tpu.py", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    arguments, temporaries = map(float, re.search(r"arguments (\S+) GiB, temporaries (\S+) GiB", done.stdout).groups())
+    assert arguments > 1 and arguments + temporaries < MEMORY[re.search(r"=(v5.)", " ".join(options))[1]]
+    assert "attention: splash" in done.stdout

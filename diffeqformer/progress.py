@@ -4,9 +4,13 @@ import pathlib
 import time
 from collections.abc import Callable
 
-import tensorboardX
+from tensorboardX import record_writer, summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from diffeqformer.hosts import is_first
+
+FLUSH_SECONDS = 30  # after which those who watch the curves see them
 
 
 def duration(seconds: float) -> str:
@@ -42,12 +46,13 @@ class Progress:
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, tokens_per_step: int):
-        self.writer = tensorboardX.SummaryWriter(
-            str(workdir / "tensorboard"),
-            purge_step=first_step + 1,
-            filename_suffix=f".{first_step}",  # names differ by seconds alone otherwise
-            write_to_disk=is_first(),
-        )
+        self.writer, self.flushed = None, time.monotonic()
+        if is_first():  # tensorboardX's SummaryWriter writes in a thread, for which its flush doesn't wait
+            folder = str(workdir / "tensorboard")
+            record_writer.directory_check(folder)
+            self.writer = EventsWriter(f"{folder}/events", f".{first_step}")  # names differ by seconds alone otherwise
+            purge = SessionLog(status=SessionLog.START)
+            self.writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = first_step
@@ -84,11 +89,18 @@ class Progress:
         )
 
     def flush(self) -> None:
-        self.writer.flush()
+        """Return when all that was written until now is on disk."""
+        self.flushed = time.monotonic()
+        if self.writer:
+            self.writer.flush()
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer:
+            self.writer.close()
 
     def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self.writer.add_scalar(f"{group}/{name}", value, step)
+        for name, value in scalars.items() if self.writer else ():
+            scalar = summary.scalar(f"{group}/{name}", value)
+            self.writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar))
+        if time.monotonic() - self.flushed > FLUSH_SECONDS:
+            self.flush()

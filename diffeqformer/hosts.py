@@ -4,15 +4,20 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
+import traceback
 import uuid
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from diffeqformer.errors import Stopped, UserError, leave
 
@@ -44,8 +49,14 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
             f"--coordinator, --process_id: must be HOST:PORT and below --num_processes ({num_processes}), but they are "
             f"{coordinator} and {process_id}"
         )
-    many = f"{num_processes} processes" if num_processes else "other processes of the run"
-    late = f"--join_timeout: not all of the {many} arrived within {timeout} s; start each of them, and see that process 0 can be reached"
+    many = f"{num_processes} processes" if num_processes else "processes of the run"
+    late = (
+        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did says "
+        "this, so start the one that says nothing, and see that it can reach process 0"
+    )
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it counts steps from 0, also in a resumed run: see Notice
     watchdog = threading.Timer(timeout, leave, (1, late))  # JAX itself would abort with a stack trace
     watchdog.start()
     try:
@@ -62,13 +73,23 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Let processes that stop leave when all do: what one leaves alone, JAX takes for a failure and aborts."""
+    """Let processes that stop leave when all do, and one that fails at once: JAX would wait minutes for the others.
+
+    What one leaves alone, JAX takes for a failure, and aborts the others after at most 100 s.
+    """
     try:
         yield
+    except UserError:
+        raise  # which ends the process at once
     except Stopped:
         if jax.process_count() > 1:
             jax.distributed.shutdown()
         raise
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        leave(1, f"process {jax.process_index()} failed, and the others can't go on without it")
 
 
 def is_first() -> bool:
@@ -98,6 +119,27 @@ def check_shared(workdir: pathlib.Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def all_succeed(what: str) -> Iterator[None]:
+    """Do what can take each process hours, or fail on one alone; go on when all have done it. `what`: its name.
+
+    Raises:
+        UserError: on every process, if it was raised on one; the others say which.
+    """
+    error = None
+    try:
+        yield
+    except UserError as raised:
+        error = raised
+    if jax.process_count() > 1:
+        get_barrier_sync_fn()(key=what, timeout_ms=7 * 24 * 3600 * 1000)  # the devices' own patience ends after minutes
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
+        if error is None and len(failed):
+            error = UserError(f"{what}: process {', '.join(map(str, failed))} failed, and says why")
+    if error is not None:
+        raise error
+
+
 def check_same(what: str, digest: str) -> None:
     """Check that every process has the same, by its hash in hexadecimal digits.
 
@@ -116,19 +158,27 @@ class Notice(contextlib.AbstractContextManager):
     """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it takes the machine away."""
 
     def __enter__(self) -> "Notice":
-        self.told, self.previous = False, None
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+        self.told, self.previous, self.before = False, None, None
+        if threading.current_thread() is threading.main_thread():
             self.previous = signal.signal(signal.SIGTERM, self._tell)
+        mesh = Mesh(jax.devices(), ("all",))
+        self.flags = NamedSharding(mesh, PartitionSpec("all"))
+        self.any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
         return self
 
     def _tell(self, *_) -> None:
         self.told = True
 
-    def at(self, step: int) -> bool:
-        """Whether to stop after this step; the same on all hosts, whichever of them was told."""
-        if jax.process_count() > 1:  # JAX's own handler has been there since `join`
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self.told
+    def now(self) -> bool:
+        """Whether to stop after this step; the same on all hosts, whichever of them was told.
+
+        Several agree by a sum on their devices, read one call late: so the host never waits for the step in flight.
+        """
+        if jax.process_count() == 1:
+            return self.told
+        flags = jax.make_array_from_callback((jax.device_count(),), self.flags, lambda _: np.array([self.told]))
+        before, self.before = self.before, self.any(flags)
+        return before is not None and bool(before)
 
     def __exit__(self, *_) -> None:
         if self.previous is not None:

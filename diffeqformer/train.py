@@ -50,7 +50,8 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
         make_folder(workdir)
         hosts.check_shared(workdir)
     saved = read_saved(config, workdir, about)  # before a corpus is prepared, which can take hours
-    splits = open_prepared(config.data, tokenizer, config.sequence_length)
+    with hosts.all_succeed("the token store"):
+        splits = open_prepared(config.data, tokenizer, config.sequence_length)
     about["data_sha256"] = splits["train"].sha256
     check_same("data_sha256", about, saved, workdir)
     make_folder(workdir)
@@ -188,7 +189,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
         )
         state, scalars = program.train_step(state, tokens)
         pending.append((step, scalars))
-        last, stopping = step == config.steps, notice.at(step)
+        last, stopping = step == config.steps, notice.now()
         evaluating = last or (step % config.eval_every == 0 and not stopping)
         saving = last or stopping or step % config.checkpoint_every == 0
         while len(pending) > (0 if evaluating or saving else 1):
@@ -242,7 +243,7 @@ def evaluate(
 
 def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: pathlib.Path) -> str:
     """What to tell when the loss or the gradient stops being a number."""
-    checkpoints.wait_until_finished()
+    checkpoint.check(checkpoints, wait=True)
     saved = checkpoints.latest_step()
     good = (
         "no checkpoint had been saved yet"

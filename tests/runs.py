@@ -18,8 +18,11 @@ TINY = [
 ]  # fmt: skip
 
 
-def start(processes: int, devices: int, workdirs: list, stores, *options) -> list[subprocess.Popen]:
-    """The processes of one run on this machine, with so many devices each; only as many of them as there are folders."""
+def start(processes: int, devices: int, workdirs: list, stores, *options, last=()) -> list[subprocess.Popen]:
+    """The processes of one run on this machine, with so many devices each; only as many of them as there are folders.
+
+    Options are those of all of them, and `last` of the last one alone.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,7 +32,12 @@ def start(processes: int, devices: int, workdirs: list, stores, *options) -> lis
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return [
         subprocess.Popen(
-            [*command, f"--workdir={workdir}", *([f"--process_id={number}"] if processes > 1 else [])],
+            [
+                *command,
+                f"--workdir={workdir}",
+                *([f"--process_id={number}"] if processes > 1 else []),
+                *(last if number == len(workdirs) - 1 else ()),
+            ],
             cwd=ROOT,
             env={**os.environ, "XLA_FLAGS": flags},
             stdout=subprocess.PIPE,

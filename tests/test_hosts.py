@@ -14,19 +14,20 @@ from helpers import ROOT
 from runs import finish, losses, start
 
 
-def test_two_processes_stop_together_and_four_go_on(tmp_path, short_stores):
-    """With the losses of one process; the notice reaches the second of two alone."""
+def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores):
+    """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
     finish(start(1, 1, [tmp_path / "alone"], short_stores))
-    many = [tmp_path / "many"] * 4
-    running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4")
-    for line in running[0].stdout:
-        if line.startswith("step 5/"):
-            running[1].send_signal(signal.SIGTERM)
-            break
-    (_, errors), (second, _) = finish(running, 143)
-    assert "told to stop, and saved at step" in errors and second == ""
-    stopped = int(errors.split("saved at step ")[1].split()[0])
-    assert 5 <= stopped < 24
+    many, stopped = [tmp_path / "many"] * 4, 0
+    for told in (5, 1):  # steps after the start
+        running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4")
+        for line in running[0].stdout:
+            if line.startswith(f"step {stopped + told}/"):
+                running[1].send_signal(signal.SIGTERM)
+                break
+        (_, errors), (second, _) = finish(running, 143)
+        assert "told to stop, and saved at step" in errors and second == ""
+        before, stopped = stopped, int(errors.split("saved at step ")[1].split()[0])
+        assert before + told <= stopped < 20
 
     said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"))
     assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
@@ -41,9 +42,18 @@ def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
         assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors
 
 
+def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
+    damaged = shutil.copytree(short_stores, tmp_path / "damaged")
+    os.truncate(damaged / "python_stdlib-bytes" / "validation-00000.bin", 100)
+    last = [f"--config.data.dir={damaged}"]
+    (_, first), (_, second) = finish(start(2, 1, [tmp_path / "run"] * 2, short_stores, last=last), 1)
+    assert first == "diffeqformer: the token store: process 1 failed, and says why\n"
+    assert second.startswith(f"diffeqformer: {damaged}") and second.count("\n") == 1
+
+
 def test_a_process_that_never_arrives_is_said(tmp_path, short_stores):
     [(_, errors)] = finish(start(2, 1, [tmp_path], short_stores, "--join_timeout=3"), 1)
-    assert "not all of the 2 processes arrived within 3 s" in errors and errors.count("\n") == 1
+    assert "waited 3 s, and not all of the 2 processes arrived" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [("host:1", None, None), ("host:1", 2, 2), ("host", 2, 0), (None, 2, None)])

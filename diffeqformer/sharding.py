@@ -86,23 +86,42 @@ def check_mesh(config, num_devices: int, platform: str) -> None:
                 f"config.mesh.tensor: must divide config.{field} ({size}), as {', '.join(map(str, works))} do, but it "
                 f"is {tensor}"
             )
+    check_tiles(config, num_devices, fsdp, tensor, tiled=platform == "tpu")
+
+
+def check_tiles(config, num_devices: int, fsdp: int, tensor: int, tiled: bool) -> None:
+    """Check that rows are cut evenly, and, if memory is `tiled`, into whole tiles of the type in which they are gathered.
+
+    Raises:
+        UserError: with the sizes that would work.
+    """
+    model = config.model
     vocabulary = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
-    rows = [  # what is cut into rows, and the rows of a tile of the type in which they are gathered
-        ("config.model.width", model.width, 16),
-        ("the heads' width of a device", model.width // tensor, 16),
-        ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
-        ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
-        *([("config.model.max_length", model.max_length, 8)] if model.field == "gpt" else []),
-    ]
-    if platform != "tpu":
-        rows = [(what, size, 1) for what, size, _ in rows]
-    for what, size, tile in rows if fsdp > 1 else ():
-        if size % (fsdp * tile):
-            works = [n for n in range(2, num_devices + 1) if not any(size % (n * tile) for _, size, tile in rows)]
-            raise UserError(
-                f"config.mesh.fsdp: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * (tile > 1)}, "
-                f"as {', '.join(map(str, [1, *works]))} would, but it is {fsdp}"
-            )
+
+    def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
+        """What is not cut well, its rows, and those of a tile."""
+        rows = [
+            ("config.model.width", model.width, 16),
+            ("the heads' width of a device", model.width // tensor, 16),
+            ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
+            ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
+            *([("config.model.max_length", model.max_length, 8)] if model.field == "gpt" else []),
+        ]
+        rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
+        return [(what, size, tile) for what, size, tile in rows if fsdp * tensor > 1 and size % (fsdp * tile)]
+
+    if wrong := misfits(fsdp, tensor):
+        what, size, tile = wrong[0]
+        axis, found = ("tensor", tensor) if fsdp == 1 else ("fsdp", fsdp)
+        sizes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        if axis == "tensor":
+            sizes = [n for n in sizes if model.heads % n == 0 and model.mlp % n == 0 and not misfits(1, n)]
+        else:
+            sizes = [1, *(n for n in sizes[1:] if not misfits(n, tensor))]
+        raise UserError(
+            f"config.mesh.{axis}: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}, "
+            f"as {', '.join(map(str, sizes))} would, but it is {found}"
+        )
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
@@ -117,7 +136,8 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = 
     """
     devices = jax.devices() if devices is None else devices
     shape = (len(devices), 1, 1) if shape is None else shape
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    on_tpus = devices[0].platform == "tpu"  # a GPU's slice is its node, and nodes are fast enough for more
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if on_tpus else 1
     if shape[0] % slices:
         raise UserError(
             f"config.mesh.data: must be a multiple of the {slices} slices, between which only data parallelism is "

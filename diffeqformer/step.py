@@ -210,8 +210,7 @@ def make_program(config, mesh: Mesh) -> Program:
     """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
     graph, abstract = split(abstract_model(config))
     head_width = config.model.width // config.model.heads
-    platform = mesh.devices.flat[0].platform
-    attend, attention = choose(platform, config.model.dtype, config.sequence_length, head_width)
+    attend, attention = choose(mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width)
     losses = Losses(graph, abstract, mesh, attend)
     place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # noqa: E731
     param_shardings, replicated = place(losses.param_specs), place(PartitionSpec())

@@ -17,7 +17,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
 from diffeqformer.sharding import make_mesh
-from diffeqformer.step import Losses
+from diffeqformer.step import Losses, make_program
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
@@ -100,3 +100,18 @@ def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
         section, _, field = name.rpartition("__")
         (config[section] if section else config)[field] = value
     return config
+
+
+def tokens_of(step: int, config) -> np.ndarray:
+    """A batch [B, S] for one step."""
+    return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
+
+
+def run_steps(config, mesh, steps: int):
+    """A program, its state after so many steps on two batches in turn, and the loss and gradient norm [steps, 2] of each."""
+    program = make_program(config, mesh)
+    state, scalars = program.init(), []
+    for step in range(steps):
+        state, new = program.train_step(state, tokens_of(step % 2, config))
+        scalars.append((float(new["loss"]), float(new["gradient_norm"])))
+    return program, state, np.array(scalars)

@@ -57,8 +57,9 @@ def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, 
     return said
 
 
-def losses(workdir) -> dict[int, float]:
-    """Of training by step, and of the last validation as step 0."""
+def curves(workdir) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows of a run: every scalar's values by step."""
     events = EventAccumulator(str(workdir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    found = {event.step: event.value for event in events.Scalars("train/loss")}
-    return {**found, 0: events.Scalars("validation/loss")[-1].value}
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
+    return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}

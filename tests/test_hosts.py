@@ -11,7 +11,7 @@ import pytest
 from diffeqformer import hosts
 from diffeqformer.errors import UserError
 from helpers import ROOT
-from runs import finish, losses, start
+from runs import curves, finish, start
 
 
 def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores):
@@ -32,9 +32,10 @@ def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores
     said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"))
     assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
-    one, several = losses(tmp_path / "alone"), losses(tmp_path / "many")
-    assert one.keys() == several.keys() and len(one) == 25
-    np.testing.assert_allclose([several[step] for step in one], list(one.values()), rtol=2e-4)
+    one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")
+    for tag, count in (("train/loss", 24), ("validation/loss", 1)):
+        assert one[tag].keys() == several[tag].keys() and len(one[tag]) == count
+        np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):

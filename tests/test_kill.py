@@ -9,11 +9,15 @@ import re
 import signal
 import time
 
+import jax
+import numpy as np
 import pytest
 
-from runs import finish, losses, start
+from diffeqformer import checkpoint, train
+from diffeqformer.sampling import printable
+from runs import curves, finish, start
 
-KILLING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=30"]
+KILLING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=10"]
 
 
 def newest(workdir: pathlib.Path) -> int:
@@ -37,10 +41,23 @@ def kill_one(workdir, stores, when) -> int:
 
 
 def check_as_if_nothing_had_been(tmp_path, stores) -> None:
-    """The killed run's curves are those of one that was left alone."""
-    finish(start(1, 1, [tmp_path / "killed"], stores, *KILLING))
-    finish(start(1, 1, [tmp_path / "alone"], stores, *KILLING))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "alone")
+    """Curves, sample, parameters and Adam moments of the killed run are those of one that was left alone."""
+    [(output, _)] = finish(start(1, 1, [tmp_path / "killed"], stores, *KILLING))
+    [(alone, _)] = finish(start(1, 1, [tmp_path / "alone"], stores, *KILLING))
+    assert output[output.index("--- sample ---") :] == alone[alone.index("--- sample ---") :]
+    found, expected = curves(tmp_path / "killed"), curves(tmp_path / "alone")
+    assert set(expected["train/loss"]) == set(range(1, 31)) and set(expected["validation/loss"]) == {10, 20, 30}
+    assert {tag for tag in expected if found[tag] != expected[tag]} == {"train/tokens_per_second"}
+    killed, alone = (saved_state(tmp_path / folder) for folder in ("killed", "alone"))
+    jax.tree.map(np.testing.assert_array_equal, killed, alone)
+
+
+def saved_state(workdir) -> dict:
+    """Parameters and optimizer state of the last step."""
+    items = {name: checkpoint.ocp.args.StandardRestore() for name in ("params", "optimizer")}
+    with checkpoint.open_to_read(workdir) as (manager, step, _, _):
+        assert step == 30 and manager.all_steps() == [27, 30]
+        return dict(manager.restore(step, args=checkpoint.ocp.args.Composite(**items)).items())
 
 
 def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
@@ -53,6 +70,12 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
         kill_one(tmp_path / "killed", short_stores, saving)
         kills += bool(list((tmp_path / "killed" / "checkpoints").glob("*tmp*")))  # or the save was faster
     check_as_if_nothing_had_been(tmp_path, short_stores)
+
+    [(again, _)] = finish(start(1, 1, [tmp_path / "alone"], short_stores, *KILLING))
+    assert "has already finished its 30 steps" in again and "first step" not in again
+    opened = checkpoint.load(tmp_path / "alone")  # by itself: config, model and tokenizer come from the checkpoint
+    text = train.sample(opened.config, opened.model, opened.tokenizer)
+    assert f"--- sample ---\n{printable(text)}\n" in again
 
 
 @pytest.mark.kill

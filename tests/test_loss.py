@@ -1,13 +1,19 @@
 """The chunked cross-entropy and the fast attentions: the plain ones, with less memory."""
 
+import importlib
+import re
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from diffeqformer import loss
+from diffeqformer import loss, step
 from diffeqformer.models import attention
+from diffeqformer.sharding import make_mesh
+from helpers import toy_config
 
 
 def plain_cross_entropy(x, matrix, targets, weights, vocab_size):
@@ -69,10 +75,36 @@ def test_splash_attention_is_plain_attention(dtype, close):
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
 
 
+def device(platform: str, compute_capability: str = ""):
+    return types.SimpleNamespace(platform=platform, compute_capability=compute_capability)
+
+
 def test_attention_is_never_silently_plain_on_an_accelerator():
-    assert attention.choose("tpu", "bfloat16", 1024, 64) == (attention.splash, "splash")
-    assert attention.choose("gpu", "bfloat16", 1000, 64) == (attention.cudnn, "cuDNN")
-    assert attention.choose("cpu", "float32", 1024, 64) == (attention.plain, "plain")
-    for how in (("tpu", "bfloat16", 1000, 64), ("gpu", "float32", 1024, 64), ("gpu", "bfloat16", 1024, 100)):
+    assert attention.choose(device("tpu"), "bfloat16", 1024, 64) == (attention.splash, "splash")
+    assert attention.choose(device("gpu", "8.0"), "bfloat16", 1000, 64) == (attention.cudnn, "cuDNN")
+    assert attention.choose(device("gpu", "9.0"), "bfloat16", 1000, 256) == (attention.cudnn, "cuDNN")
+    assert attention.choose(device("cpu"), "float32", 1024, 64) == (attention.plain, "plain")
+    for how in (
+        (device("tpu"), "bfloat16", 1000, 64),
+        (device("gpu", "9.0"), "float32", 1024, 64),
+        (device("gpu", "8.6"), "bfloat16", 1024, 256),
+        (device("gpu", "7.5"), "bfloat16", 1024, 64),
+        (device("gpu", "gfx942"), "bfloat16", 1024, 64),
+    ):
         attend, word = attention.choose(*how)
         assert attend is attention.plain and word.startswith("plain: ")
+
+
+@pytest.mark.parametrize("remat, forward_passes", [("step", 2), ("products", 1)])
+def test_a_train_step_for_gpus_calls_cudnn(remat, forward_passes, monkeypatch):
+    """Lowered for GPUs that aren't there, on a mesh of all kinds; `products` keeps what attention gave."""
+    library = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(library, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(step, "choose", lambda *_: (attention.cudnn, "cuDNN"))
+    config = toy_config(batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)
+    config.model.update(max_length=128, vocab_multiple=16, width=64, heads=8, mlp=64, dtype="bfloat16")
+    program = step.make_program(config, make_mesh((2, 2, 2)))
+    shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 128), "int32")
+    text = program.train_step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [len(re.findall(rf"custom_call @__cudnn\$fmhaSoftmax{kind}\(", text)) for kind in ("", "Backward")]
+    assert calls == [forward_passes, 1]

@@ -11,42 +11,35 @@ from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import make_program
-from helpers import ONE_DEVICE, load_config, toy_config
+from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
 
 
 def sharded_config(kind="diffeqformer", field="gpt", **changes):
     return toy_config(kind, field, **{"batch_size": 16, "steps": 4, "model__vocab_multiple": 16, **changes})
 
 
-def tokens_of(step: int, config):
-    return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
-
-
-def run_steps(config, mesh, steps: int):
-    program = make_program(config, mesh)
-    state, losses = program.init(), []
-    for step in range(steps):
-        state, scalars = program.train_step(state, tokens_of(step, config))
-        losses.append((float(scalars["loss"]), float(scalars["gradient_norm"])))
+def run_and_score(config, mesh):
+    """The state after three steps, and their scalars with the score of a part of another batch."""
+    program, state, scalars = run_steps(config, mesh, 3)
     weights = program.weights(state["params"], None)
     scored = program.evaluate(state["params"], weights, tokens_of(9, config), np.arange(16)[:, None] < 13)
-    return program, state, [*losses, (float(scored.total), float(scored.count))]
+    return state, [*scalars.flatten(), float(scored.total), float(scored.count)]
 
 
 @pytest.mark.parametrize(
     "kind, field, changes, meshes",
     [
-        ("diffeqformer", "gpt", {"model__dropout": 0.1, "microbatches": 2}, [(1, 8, 1), (2, 2, 2)]),
-        ("diffeqformer", "llama", {"model__remat": "none"}, [(1, 2, 4)]),
-        ("gpt", "gpt", {"model__remat": "products"}, [(2, 4, 1)]),
+        ("diffeqformer", "gpt", {"model__dropout": 0.1, "microbatches": 2}, [(8, 1, 1), (2, 2, 2)]),
+        ("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)]),
+        ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
         ("shared", "gpt", {}, [(2, 2, 2)]),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
     config = sharded_config(kind, field, **changes)
-    _, alone, expected = run_steps(config, ONE_DEVICE, 3)
+    alone, expected = run_and_score(config, ONE_DEVICE)
     for shape in meshes:
-        _, together, losses = run_steps(config, make_mesh(shape), 3)
+        together, losses = run_and_score(config, make_mesh(shape))
         np.testing.assert_allclose(losses, expected, rtol=3e-6)
         for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=3e-5)
@@ -106,3 +99,22 @@ def test_rows_are_cut_into_whole_tiles_on_tpus():
     ):
         check_config(config, 64, "tpu")
     check_config(config, 64, "gpu")
+    config.mesh.update(fsdp=1, tensor=32)
+    config.model.heads = 32
+    with pytest.raises(
+        UserError,
+        match=r"^config.mesh.tensor: must cut the heads' width .* \(40\) .* as 1, 2, 4, 8, 16 would, but it is 32",
+    ):
+        check_config(config, 32, "tpu")
+
+
+def test_only_data_parallel_devices_are_in_several_slices_of_tpus_but_nodes_of_gpus_are_no_slices():
+    class Device:
+        process_index, device_kind, slice_index = 0, "any", 0
+
+        def __init__(self, platform, number):
+            self.platform, self.id, self.slice_index = platform, number, number
+
+    with pytest.raises(UserError, match="^config.mesh.data: must be a multiple of the 2 slices"):
+        make_mesh((1, 2, 1), [Device("tpu", 0), Device("tpu", 1)])
+    assert make_mesh((1, 2, 1), [Device("gpu", 0), Device("gpu", 1)]).shape["fsdp"] == 2

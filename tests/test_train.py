@@ -1,8 +1,6 @@
-"""Training: the step, and whole runs from the command line that are killed, resumed and finished."""
+"""Training: the step, its curves, and what a run saves."""
 
 import os
-import pathlib
-import signal
 import subprocess
 import sys
 
@@ -12,23 +10,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffeqformer import checkpoint, optimizer, train
+from diffeqformer.config import check_config
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.progress import Progress
-from diffeqformer.sampling import printable
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import dropout_keys, make_program, new_model
-from helpers import FAMILY, ONE_DEVICE, ROOT, toy_config
-
-TINY = [
-    "--config=configs/tiny.py", "--config.steps=24", "--config.checkpoint_every=5", "--config.log_every=3",
-    "--config.eval_every=10", "--config.model.dropout=0.1", "--config.model.width=32", "--config.model.mlp=64",
-    "--config.batch_size=4", "--config.model.num_steps=2", "--config.model.time_embed_dim=4",
-]  # fmt: skip
+from helpers import FAMILY, ONE_DEVICE, ROOT, load_config, run_steps, tokens_of, toy_config
+from runs import curves
 
 
 @pytest.fixture
@@ -37,24 +29,11 @@ def one_device_loop(monkeypatch):
     monkeypatch.setattr(train, "make_mesh", lambda *_: ONE_DEVICE)
 
 
-def tokens_of(step: int, config):
-    return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
-
-
-def run_steps(config, mesh, steps: int):
-    program = make_program(config, mesh)
-    state, losses = program.init(), []
-    for step in range(steps):
-        state, scalars = program.train_step(state, tokens_of(step % 2, config))
-        losses.append(float(scalars["loss"]))
-    return program, state, losses
-
-
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_model_learns_with_one_compilation(kind, field):
     config = toy_config(kind, field, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
     program, state, losses = run_steps(config, make_mesh(), 40)
-    assert losses[-1] < losses[0] - 1 and int(state["step"]) == 40
+    assert losses[-1, 0] < losses[0, 0] - 1 and int(state["step"]) == 40
     assert program.train_step._cache_size() == 1
 
 
@@ -78,16 +57,6 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
         assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)
         losses.append(float(loss))
     assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
-
-
-def test_eight_devices_share_the_batch_and_train_as_one_does():
-    config = toy_config(model__dropout=0.1, batch_size=16, microbatches=2)
-    (_, alone, losses), (program, together, same) = run_steps(config, ONE_DEVICE, 4), run_steps(config, make_mesh(), 4)
-    assert program.batch_sharding.shard_shape((16, 16)) == (2, 16)
-    assert "all-reduce" in program.train_step.lower(together, tokens_of(0, config)).compile().as_text()
-    np.testing.assert_allclose(losses, same, rtol=1e-6)
-    for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
 def test_the_state_is_donated():
@@ -215,7 +184,8 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     poison, tmp_path, stdlib_stores, monkeypatch, one_device_loop
 ):
     config = toy_config(steps=6, checkpoint_every=2, data__dir=str(stdlib_stores))
-    real = make_program
+    real, read, seen = make_program, Split.batch, []
+    monkeypatch.setattr(Split, "batch", lambda *args, **rows: seen.append(args[1]) or read(*args, **rows))
 
     def poisoned(config, mesh):
         program = real(config, mesh)
@@ -234,6 +204,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     ):
         train.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
+    assert sorted(set(seen))[:4] == [0, 1, 2, 3]  # step n on batch n - 1: a shift is unseen when two runs are compared
 
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about
@@ -241,20 +212,11 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
         train.read_saved(config, tmp_path, {**about, "tokenizer": "other"})
     with pytest.raises(UserError, match="another data_sha256"):
         train.check_same("data_sha256", {"data_sha256": "other"}, about, tmp_path)
+    with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
+        train.train(toy_config(steps=6, seed=1, data__dir=str(stdlib_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
         train.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
     assert not (tmp_path / "stores").exists()
-
-
-def test_batches_follow_the_steps(tmp_path, stdlib_stores, monkeypatch, one_device_loop):
-    """Step n trains on batch(n - 1), from batch 0 on: a shift would go unnoticed when two runs are compared."""
-    seen = []
-    read = Split.batch
-    monkeypatch.setattr(
-        Split, "batch", lambda split, step, *rest, **rows: seen.append(step) or read(split, step, *rest, **rows)
-    )
-    train.train(toy_config(steps=3, data__dir=str(stdlib_stores)), tmp_path)
-    assert sorted(set(seen)) == [0, 1, 2]
 
 
 def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
@@ -266,132 +228,27 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
     assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
-def command(workdir, stores, *overrides):
-    return [
-        sys.executable,
-        "-m",
-        "diffeqformer.main",
-        f"--workdir={workdir}",
-        *TINY,
-        f"--config.data.dir={stores}",
-        *overrides,
-    ]
-
-
-def one_device():
-    return {**os.environ, "XLA_FLAGS": ""}
-
-
-def complete_run(workdir, stores, *overrides) -> str:
-    done = subprocess.run(
-        command(workdir, stores, *overrides), cwd=ROOT, env=one_device(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def curves(workdir) -> dict[str, dict[int, float]]:
-    events = EventAccumulator(str(pathlib.Path(workdir) / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
-    return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
-
-
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, stdlib_stores):
-    """SIGKILL in the middle, dropout on: parameters, Adam moments, losses and sample are those of a run left alone."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    output = complete_run(whole, stdlib_stores)
-    process = subprocess.Popen(
-        command(broken, stdlib_stores), cwd=ROOT, env=one_device(), stdout=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("step 18/"):  # past checkpoints and an evaluation, before the next ones
-            process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    resumed = complete_run(broken, stdlib_stores)
-    start = int(resumed.split("from its checkpoint at step ")[1].split()[0])
-    assert start in (10, 15)
-    assert resumed[resumed.index("--- sample ---") :] == output[output.index("--- sample ---") :]
-
-    one, other = curves(whole), curves(broken)
-    assert set(one["train/loss"]) == set(range(3, 25, 3)) and set(one["validation/bits_per_byte"]) == {10, 20, 24}
-    for tag in (
-        "train/loss",
-        "train/gradient_norm",
-        "validation/loss",
-        "validation/perplexity",
-        "validation/bits_per_byte",
-    ):
-        assert one[tag] == other[tag], tag
-    states = []
-    for workdir in (whole, broken):
-        with checkpoint.open_checkpoints(workdir, kept=2) as manager:
-            assert manager.all_steps() == [20, 24]
-            states.append(manager.restore(24, args=checkpoint.ocp.args.Composite(
-                params=checkpoint.ocp.args.StandardRestore(), optimizer=checkpoint.ocp.args.StandardRestore())))  # fmt: skip
-    jax.tree.map(np.testing.assert_array_equal, dict(states[0].items()), dict(states[1].items()))
-
-    again = complete_run(whole, stdlib_stores)  # a finished run says so, and prints its sample
-    assert "has already finished its 24 steps" in again and "first step" not in again
-    assert again[again.index("--- sample ---") :] == output[output.index("--- sample ---") :]
-
-    opened = checkpoint.load(whole)  # by itself: config, model and tokenizer come from the checkpoint
-    text = train.sample(opened.config, opened.model, opened.tokenizer)
-    assert opened.step == 24 and f"--- sample ---\n{printable(text)}\n" in output
-
-    refused = subprocess.run(
-        command(whole, stdlib_stores, "--config.seed=1"), cwd=ROOT, env=one_device(), capture_output=True, text=True
-    )
-    assert refused.returncode == 1 and "another config.seed (there 0, now 1)" in refused.stderr
-
-
 def test_gpt_small_takes_a_step_on_a_cpu():
-    script = """
-import sys
-sys.path.insert(0, "tests")
-import numpy as np
-from diffeqformer.config import check_config
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import make_program
-from helpers import load_config
-config = load_config("small")
-config.update(batch_size=1, sequence_length=64, steps=2)
-config.data.tokenizer = "bytes"
-check_config(config, num_devices=1)
-program = make_program(config, make_mesh())
-state = program.init()
-for step in range(2):
-    state, scalars = program.train_step(state, np.random.RandomState(step).randint(257, size=(1, 64)))
-    assert np.isfinite(scalars["loss"]) and np.isfinite(scalars["gradient_norm"])
-assert int(state["step"]) == 2
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env=one_device())
+    config = load_config("small")
+    config.update(batch_size=1, sequence_length=64, steps=2)
+    config.data.tokenizer = "bytes"
+    check_config(config, num_devices=1)
+    _, state, scalars = run_steps(config, ONE_DEVICE, 1)
+    assert np.isfinite(scalars).all() and int(state["step"]) == 1
 
 
-def test_models_import_without_tensorflow():
-    script = """
-import sys
-for name in ("tensorflow", "seqio", "tensorflow_datasets"):
-    sys.modules[name] = None  # importing it fails
-import diffeqformer.models.transformer, diffeqformer.reference, diffeqformer.sharding, diffeqformer.checkpoint
-import diffeqformer.generate, diffeqformer.materialize
-from diffeqformer.config import base_config
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-
-
-def test_training_runs_without_tensorflow(tmp_path, stdlib_stores):
+def test_training_and_models_run_without_tensorflow(tmp_path, stdlib_stores):
     script = f"""
 import sys
 for name in ("tensorflow", "seqio", "tensorflow_datasets"):
-    sys.modules[name] = None
+    sys.modules[name] = None  # importing it fails
 sys.path.insert(0, "tests")
+import diffeqformer.generate, diffeqformer.materialize, diffeqformer.reference
 from helpers import toy_config
 from diffeqformer.train import train
 train(toy_config(steps=1, data__dir={str(stdlib_stores)!r}), {str(tmp_path)!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env=one_device())
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""})
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])

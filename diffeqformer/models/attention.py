@@ -46,20 +46,23 @@ def splash(
     return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
-def choose(platform: str, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
-    """The implementation for the devices of a platform (tpu, gpu or cpu), and a word on it for the log.
+def choose(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
+    """The implementation for devices like this `jax.Device` (or one of a topology that isn't there), and a word on it for the log.
 
     Both libraries have limits; beyond them attention is plain, and the word says why.
     """
-    if platform == "tpu":
+    if device.platform == "tpu":
         if sequence_length % 128 == 0:
             return splash, "splash"
         return plain, f"plain: splash needs a sequence length that is a multiple of 128, and it is {sequence_length}"
-    if platform == "gpu":
-        if dtype != "float32" and head_width <= 128 and head_width % 8 == 0:
+    if device.platform == "gpu":
+        capability = str(getattr(device, "compute_capability", ""))  # "9.0", or AMD's "gfx942"
+        generation = int(capability.partition(".")[0]) if capability.replace(".", "").isdigit() else 0
+        widest = 256 if generation >= 9 else 128
+        if generation >= 8 and dtype != "float32" and head_width <= widest and head_width % 8 == 0:
             return cudnn, "cuDNN"
-        return (
-            plain,
-            f"plain: cuDNN needs bfloat16 and a head width of 8, 16, ... 128, and they are {dtype}, {head_width}",
+        return plain, (
+            f"plain: cuDNN needs an NVIDIA GPU of compute capability 8 or more, bfloat16 and a head width of 8, 16, ... {widest}, "
+            f"and they are {capability or 'unknown'}, {dtype}, {head_width}"
         )
     return plain, "plain"

@@ -15,12 +15,17 @@ def _all_but_gathered(primitive, *_, **__) -> bool:
     return not primitive.name.startswith("all_gather")
 
 
+def _attention_of_cudnn(primitive, *_, **__) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 POLICIES = jax.checkpoint_policies
 REMAT = {
     "none": _all_but_gathered,
     "step": None,
     "products": POLICIES.save_from_both_policies(
-        POLICIES.dots_with_no_batch_dims_saveable, POLICIES.save_only_these_names("attention")
+        POLICIES.dots_with_no_batch_dims_saveable,
+        POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
     ),
 }
 """What is stored for the backward pass: everything; the state between steps; that, products with weights and attention.

@@ -53,7 +53,8 @@ def benchmark() -> None:
 
 def measure(name: str, counts: list[int]) -> None:
     """Print one model's table."""
-    config, tokens = make_config(name), random_tokens()
+    config = make_config(name)
+    tokens = random_tokens(config)
     graph, params = split(new_model(config))
     losses = Losses(graph, params, make_mesh())
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None

@@ -5,6 +5,8 @@ all alike. A time is the median over all timed calls, a ratio of times the media
 were made in the same round.
 """
 
+import pathlib
+import runpy
 import time
 from collections.abc import Callable
 
@@ -32,6 +34,12 @@ SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per seque
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step (training).")
 DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate (training).")
 DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
+FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that share the parameters (training).")
+SHAPE = flags.DEFINE_string(
+    "shape",
+    None,
+    "A config of configs/, such as large: its model, sequence length and types, whatever the other flags say.",
+)
 REMAT = flags.DEFINE_enum("remat", "step", list(REMAT_KINDS), "What the backward pass computes again (training).")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternating rounds.")
 CALLS = flags.DEFINE_integer("calls", 3, "Timed calls in each round.")
@@ -48,8 +56,11 @@ def make_config(name: str):
         raise UserError(
             f"--models: {name!r} is not a model; join a field and a kind that fit, for example gpt:diffeqformer"
         )
+    if SHAPE.value:
+        return shape_of_a_run(SHAPE.value, kind, remat)
     config = base_config("benchmark", kind, field)
     config.update(steps=1000, batch_size=BATCH_SIZE.value, sequence_length=SEQUENCE_LENGTH.value)
+    config.mesh.fsdp = FSDP.value
     config.model.update(
         width=WIDTH.value, heads=HEADS.value, mlp=4 * WIDTH.value, num_steps=NUM_STEPS.value,
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
@@ -60,6 +71,18 @@ def make_config(name: str):
     return config
 
 
+def shape_of_a_run(name: str, kind: str, remat: str):
+    """The config of `configs/<name>.py`, but for batch, mesh and rematerialisation, which the flags tell."""
+    path = pathlib.Path(__file__).parent.parent / "configs" / f"{name}.py"
+    if not path.is_file():
+        raise UserError(f"--shape: there is no file {path}")
+    config = runpy.run_path(str(path))["get_config"](kind)
+    config.batch_size, config.model.remat = BATCH_SIZE.value, remat
+    config.mesh.update(data=-1, fsdp=FSDP.value, tensor=1)
+    check_config(config, jax.device_count(), jax.default_backend())
+    return config
+
+
 def ratio(values: dict[str, np.ndarray], name: str) -> float | str:
     """A model's values over those of the vanilla model of its flavour, call by call; "-" if that one isn't there."""
     field = name.partition(":")[0]
@@ -67,9 +90,9 @@ def ratio(values: dict[str, np.ndarray], name: str) -> float | str:
     return "-" if vanilla is None else float(np.median(values[name] / vanilla))
 
 
-def random_tokens() -> np.ndarray:
+def random_tokens(config) -> np.ndarray:
     """A batch [B, S] of synthetic tokens."""
-    return np.random.RandomState(0).randint(VOCAB_SIZE.value, size=(BATCH_SIZE.value, SEQUENCE_LENGTH.value))
+    return np.random.RandomState(0).randint(config.model.vocab_size, size=(config.batch_size, config.sequence_length))
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -106,7 +129,7 @@ def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
         return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
     device = jax.devices()[0]
-    print(f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}, {DTYPE.value}\n")
+    print(f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}\n")
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
         print("| " + " | ".join(map(show, row)) + " |")

@@ -2,10 +2,14 @@
 
     python benchmarks/train_step.py                            # every model against the vanilla one of its flavour
     python benchmarks/train_step.py --models=gpt:shared,gpt:gpt --width=768 --heads=12 --batch_size=2
+    python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16       # a GPU with 141 GB
 
 A forward pass is the loss of one batch, weight generation included. Memory is XLA's own account of the
 compiled train step: arguments (parameters, Adam moments, tokens; donated, so that the new state takes
-their place) and temporaries. Ratios are to the vanilla model of the same flavour, if it is among those timed.
+their place) and temporaries. Utilisation is the FLOPs of a vanilla transformer of that shape (six for each weight of a
+matrix product and token, and those of the causal half of attention; not those of what is computed again,
+nor of the generator), over the dense bfloat16 peak of the chip, if that is known here. Ratios are to the vanilla model
+of the same flavour, if it is among those timed.
 """
 
 import time
@@ -17,10 +21,17 @@ from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, 
 
 from diffeqformer import cli
 from diffeqformer.config import check_config
-from diffeqformer.sharding import make_mesh
+from diffeqformer.models.layers import Linear
+from diffeqformer.models.transformer import vector_field
+from diffeqformer.sharding import make_mesh, mesh_shape
 from diffeqformer.step import make_program
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
+
+PEAKS = {  # dense bfloat16 TFLOPs/s by the vendors' data sheets, for kinds of device that begin so
+    "NVIDIA A100": 312, "NVIDIA H100 PCIe": 756, "NVIDIA H100": 989, "NVIDIA H200": 989,
+    "TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918,
+}  # fmt: skip
 
 
 class Run:
@@ -29,8 +40,8 @@ class Run:
     def __init__(self, config):
         config.optimizer.clip_norm = CLIP_NORM.value
         check_config(config, jax.device_count())
-        program = make_program(config, make_mesh())
-        self.tokens, self.state = random_tokens(), program.init()
+        program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+        self.config, self.tokens, self.state = config, random_tokens(config), program.init()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))
 
         def forward(params, tokens):
@@ -46,6 +57,19 @@ class Run:
         return self.state, metrics
 
 
+def utilisation(config, step_seconds: float) -> float | str:
+    """Model FLOPs over the peak of all devices, in percent; "-" for a device or a type whose peak isn't known."""
+    kind = jax.devices()[0].device_kind
+    peak = next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+    if peak is None or config.model.dtype != "bfloat16":
+        return "-"
+    layers = [layer for layer in vector_field(config.model).layers().values() if isinstance(layer, Linear)]
+    one_step = sum(layer.inputs * layer.outputs for layer in layers) + config.model.width * config.sequence_length
+    by_token = 6 * (config.model.num_steps * one_step + config.model.vocab_size * config.model.width)
+    flops = by_token * config.batch_size * config.sequence_length
+    return 100 * flops / step_seconds / (peak * 1e12 * jax.device_count())
+
+
 def benchmark() -> None:
     configs = {name: make_config(name) for name in MODEL_NAMES.value}
     runs = {name: Run(config) for name, config in configs.items()}
@@ -56,11 +80,11 @@ def benchmark() -> None:
     rows = [
         (
             name, run.parameters, run.compile_seconds, 1e3 * np.median(steps[name]), 1e3 * np.median(forwards[name]), *memory[name],
-            ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
+            utilisation(runs[name].config, np.median(steps[name])), ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
         )
         for name, run in runs.items()
     ]  # fmt: skip
-    columns = "model, parameters, compile s, step ms, forward ms, arguments MiB, temporaries MiB, step, forward, memory"
+    columns = "model, parameters, compile s, step ms, forward ms, arguments MiB, temporaries MiB, utilisation %, step, forward, memory"
     print_table(tuple(columns.split(", ")), rows)
 
 

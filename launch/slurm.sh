@@ -15,9 +15,10 @@
 
 set -uo pipefail
 [[ $# -gt 0 ]] || { echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2; exit 1; }
-srun --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
+# srun doesn't take --cpus-per-task over from the job by itself
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
 status=$?
-if [[ $status == 143 ]]; then # it was told to stop, and has saved itself
+if [[ $status == 143 ]]; then # it was told to stop; where Slurm has queued a preempted job again itself, this changes nothing
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

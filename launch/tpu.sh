@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # A training run on a Cloud TPU slice, spot or not, whatever its number of hosts. docs/cloud.md walks through it.
 #
-#   launch/tpu.sh create                      ask for the slice, and wait until it is there and lets us in
+#   launch/tpu.sh create                      ask for the slice, unless it is asked for already; wait until it lets us in
 #   launch/tpu.sh setup                       copy the last commit to all hosts, and install it
 #   launch/tpu.sh run --config=configs/large.py --workdir=/mnt/runs/large     start training on all hosts
 #   launch/tpu.sh watch                       follow what process 0 prints; Ctrl-C stops watching only
-#   launch/tpu.sh stop                        let the run save itself and end
+#   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its newest checkpoint
 #   launch/tpu.sh delete                      give the slice back
 #
-# --dry-run in front of the command prints what would be done. Settings are variables of the environment:
+# --dry-run in front of the command prints what would be done. What was interrupted goes on by the same command.
+# Settings are variables of the environment:
 #   NAME     of the slice (diffeqformer)              ZONE     such as us-west4-a (needed)
 #   TYPE     of the slice (v5litepod-64)              RUNTIME  of its hosts (v2-alpha-tpuv5-lite)
 #   PROJECT  (gcloud's own)                           SPOT     1 for a spot slice, much cheaper and taken away at any time
-#   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs: work folders must be on a disk that all hosts share
+#   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs, since work folders must be where all hosts see
+#            them; not needed when --workdir is on gs://
 #   PAUSE    seconds between two looks at what we wait for (30)
 
 set -euo pipefail
@@ -22,7 +24,8 @@ name=${NAME:-diffeqformer}
 type=${TYPE:-v5litepod-64}
 runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 pause=${PAUSE:-30}
-here=.launch/$name # the options of the last run
+here=.launch/$name # options: those of the last run, quoted; ready: is there once the slice's hosts are set up
+lost='FAILED|SUSPENDING|SUSPENDED' # states that a slice doesn't come back from
 
 fail() {
   echo "launch/tpu.sh: $1" >&2
@@ -32,12 +35,13 @@ fail() {
 dry=
 [[ ${1-} == --dry-run ]] && dry=1 && shift
 command=${1-}
-[[ $command =~ ^(create|setup|run|watch|stop|resume|delete)$ ]] || { sed -n '2,19s/^# \{0,1\}//p' "$0" && exit 2; }
+[[ $command =~ ^(create|setup|run|watch|stop|resume|delete)$ ]] || { sed -n '2,/^$/s/^# \{0,1\}//p' launch/tpu.sh && exit 2; }
 shift
 [[ $command == run || $# == 0 ]] || fail "$command: takes no options, but got $1"
 [[ -n ${ZONE-} ]] || fail "ZONE: name the zone of the slice, for example ZONE=us-west4-a"
 [[ -n $dry ]] || command -v gcloud >/dev/null || fail "gcloud: isn't installed; see https://cloud.google.com/sdk/docs/install"
 where=(--zone="$ZONE" ${PROJECT:+--project="$PROJECT"})
+[[ -n $dry ]] || mkdir -p "$here"
 
 do_it() { # print a command, and run it unless this is a dry run
   printf '+' >&2
@@ -52,66 +56,116 @@ on() { # WORKERS COMMAND
   do_it gcloud compute tpus tpu-vm ssh "$name" --worker="$1" --command="$2" "${where[@]}"
 }
 
-state() {
-  gcloud compute tpus queued-resources describe "$name" --format='value(state.state)' "${where[@]}" 2>/dev/null || echo NONE
+say() { echo "$(date +%T) $name: $1"; }
+
+look() { # set state, which is NONE only if gcloud knows that there is no slice; if it doesn't, set problem, and fail
+  if ! state=$(gcloud compute tpus queued-resources describe "$name" --format='value(state.state)' "${where[@]}" 2>"$here/problem"); then
+    problem=$(paste -s -d ' ' "$here/problem")
+    [[ $problem == *NOT_FOUND* ]] || return 1
+    state=NONE
+  fi
+}
+
+look_or_fail() {
+  state=NONE # a dry run asks nothing
+  [[ -n $dry ]] || look || fail "$name: its state isn't known, so nothing was done; gcloud says: $problem"
+}
+
+wait_for() { # STATE ENDS: wait until the slice is in STATE, and fail in the states ENDS, from which it won't come there
+  local failures=0
+  while true; do
+    if look; then
+      failures=0
+      [[ $state != "$1" ]] || return 0
+      [[ ! $state =~ ^($2)$ ]] || fail "$name: the slice is $state; see 'gcloud compute tpus queued-resources describe $name --zone=$ZONE', then delete it"
+      say "$state"
+    else # a network or a login may come back
+      failures=$((failures + 1))
+      [[ $failures -lt 10 ]] || fail "$name: its state wasn't known at 10 looks in a row; gcloud says: $problem"
+      say "its state isn't known; gcloud says: $problem"
+    fi
+    sleep "$pause"
+  done
 }
 
 create() {
-  queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${SPOT:+--spot}
+  look_or_fail
+  [[ ! $state =~ ^($lost)$ ]] || fail "$name: the slice is $state; delete it first"
+  [[ $state != DELETING ]] || wait_for NONE "ACTIVE|$lost"
+  if [[ $state == NONE ]]; then
+    [[ -n $dry ]] || rm -f "$here/ready"
+    queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${SPOT:+--spot}
+  else
+    say "is asked for already, and $state"
+  fi
   [[ -z $dry ]] || return 0
-  local now
-  until now=$(state) && [[ $now == ACTIVE ]]; do
-    [[ ! $now =~ ^(FAILED|SUSPENDING|SUSPENDED|DELETING|NONE)$ ]] || fail "$name: the slice is $now; see 'gcloud compute tpus queued-resources describe $name', then delete it"
-    echo "$(date +%T) $name: $now"
-    sleep "$pause"
-  done
-  until on all true; do
-    echo "$(date +%T) $name: waiting for ssh"
+  while wait_for ACTIVE "$lost|DELETING|NONE" && ! on all true; do
+    say "waiting for ssh"
     sleep "$pause"
   done
 }
 
 setup() {
-  local archive
-  archive=$(mktemp -d)/diffeqformer.tar.gz
+  local archive=$here/source.tar.gz
   do_it git archive --output="$archive" HEAD
   do_it gcloud compute tpus tpu-vm scp "$archive" "$name:diffeqformer.tar.gz" --worker=all "${where[@]}"
+  # a new host's own updates hold apt's lock for a while
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
-command -v ~/.local/bin/uv || curl -LsSf https://astral.sh/uv/install.sh | sh
+command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
-~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu]' -c constraints.txt
-${NFS:+sudo apt-get install -qq nfs-common; sudo mkdir -p /mnt/runs; mountpoint -q /mnt/runs || sudo mount $NFS /mnt/runs; sudo chmod 777 /mnt/runs}"
+~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]' -c constraints.txt
+${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; mountpoint -q /mnt/runs || sudo mount $NFS /mnt/runs; sudo chmod 777 /mnt/runs}"
+  [[ -n $dry ]] || touch "$here/ready"
+}
+
+# for a host: is the process of run.pid a run, and not another one that has its number since a reboot?
+alive="alive() { grep -qzxF diffeqformer.main /proc/\$(cat run.pid)/cmdline; } 2>/dev/null"
+
+start() { # OPTIONS, quoted
+  on all "cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || { echo \"\$HOSTNAME: isn't set up; use 'setup' first\" >&2; exit 1; }
+$alive
+if alive; then echo \"\$HOSTNAME: a run is going on already, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
+nohup .venv/bin/python -m diffeqformer.main$1 >>run.log 2>&1 </dev/null & echo \$! >run.pid"
 }
 
 run() {
   [[ $# -gt 0 ]] || fail "run: give the options of diffeqformer.main, for example --config=configs/large.py"
   local options
   options=$(printf ' %q' "$@")
-  if [[ -z $dry ]]; then
-    mkdir -p "$here"
-    printf '%s\n' "$@" >"$here/options"
-  fi
-  on all "cd diffeqformer; nohup .venv/bin/python -m diffeqformer.main$options >>run.log 2>&1 </dev/null & echo \$! >run.pid"
+  start "$options"
+  [[ -n $dry ]] || echo "$options" >"$here/options" # not before: those of a run that goes on must stay
 }
 
 resume() {
   [[ -f $here/options ]] || fail "resume: no run was started from here on $name; use 'run'"
-  local options
-  mapfile -t options <"$here/options"
-  if [[ -n $dry || $(state) != ACTIVE ]]; then
-    delete
+  look_or_fail
+  [[ -z $dry && ! $state =~ ^($lost)$ ]] || delete
+  if [[ $state != ACTIVE || ! -e $here/ready ]]; then
     create
     setup
   fi
-  run "${options[@]}"
+  start "$(<"$here/options")"
 }
 
 watch() { on 0 "tail -n 50 -F diffeqformer/run.log"; }
 
-stop() { on all "kill -TERM \$(cat diffeqformer/run.pid)"; }
+stop() {
+  on all "cd diffeqformer 2>/dev/null
+$alive
+alive || { echo \"\$HOSTNAME: no run is going on\"; exit 0; }
+kill -TERM \$(cat run.pid) || exit 1; echo \"\$HOSTNAME: the run was told to stop, and saves itself\"
+for look in \$(seq 120); do alive || { echo \"\$HOSTNAME: the run has ended\"; exit 0; }; sleep 5; done
+echo \"\$HOSTNAME: the run hasn't ended in 10 minutes; 'watch' shows what it does\" >&2; exit 1"
+}
 
 delete() {
-  [[ -z $dry && $(state) == NONE ]] || queue delete "$name" --force --quiet
+  look_or_fail
+  [[ -n $dry ]] || rm -f "$here/ready"
+  if [[ -n $dry || ! $state =~ ^(NONE|DELETING)$ ]]; then
+    queue delete "$name" --force --quiet
+  else
+    say "there is nothing to delete: the slice is $state"
+  fi
 }
 
 "$command" "$@"

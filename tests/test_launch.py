@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -13,19 +14,42 @@ TPU = "launch/tpu.sh"
 STAND_IN = """#!/usr/bin/env bash
 printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 if [[ "$*" == *" describe "* ]]; then
-  line=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; [[ $line != NONE ]] || exit 1; echo "$line"
+  line=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; echo "WARNING: there is a newer gcloud" >&2
+  case $line in
+    LOGIN) printf 'ERROR: (gcloud)\\nyour login has expired\\n' >&2; exit 1 ;;
+    NONE | "") echo "ERROR: (gcloud) NOT_FOUND: Resource 'slice' was not found" >&2; exit 1 ;;
+    *) echo "$line" ;;
+  esac
+  exit
 elif [[ "$*" == *" ssh "*--command=true* ]]; then
   line=$(head -n 1 "$DOORS"); sed -i 1d "$DOORS"; exit "${line:-0}"
+elif [[ "$*" == *" ssh "* && -n ${HOST_FOLDER-} ]]; then # be the host
+  for word; do [[ $word != --command=* ]] || { cd "$HOST_FOLDER" && exec bash -c "${word#--command=}"; }; done
 fi
+[[ "$*" != *" ${BROKEN:-nothing} "* ]] || exit 1
 exit "${STATUS:-0}"
 """
+RUN = """#!/usr/bin/env bash
+trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
+printf '%s|' "$@" >>said
+while [[ ! -e end ]]; do /bin/sleep 0.05; done
+"""
+SLEEP = """#!/usr/bin/env bash
+exec /bin/sleep "${SLEEP:-0.05}"
+"""
+VERBS = {"create", "describe", "delete", "ssh", "scp"}
+NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
+
+
+def verbs_of(calls):
+    return [next(word for word in call.split() if word in VERBS) for call in calls if call.startswith("gcloud")]
 
 
 @pytest.fixture
-def cloud(tmp_path, monkeypatch):
+def cloud(tmp_path):
     """Runs a script beside the stand-ins, and gives what came of it and the calls that were made."""
-    for name in ("gcloud", "srun", "scontrol"):
-        (tmp_path / name).write_text(STAND_IN)
+    for name, text in (("gcloud", STAND_IN), ("srun", STAND_IN), ("scontrol", STAND_IN), ("sleep", SLEEP)):
+        (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     files = {name: tmp_path / name for name in ("CALLS", "STATES", "DOORS")}
 
@@ -35,12 +59,30 @@ def cloud(tmp_path, monkeypatch):
         environment = {**os.environ, **{name: str(path) for name, path in files.items()}, **settings}
         environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NAME": f"test-{os.getpid()}", "PAUSE": "0"}
         done = subprocess.run(
-            [ROOT / script, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path
+            [ROOT / script, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60
         )
         return done, files["CALLS"].read_text().replace(environment["NAME"], "slice").splitlines()
 
     yield run
     subprocess.run(["rm", "-rf", ROOT / ".launch" / f"test-{os.getpid()}"], check=True)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A host that is set up: its folder, where remote commands run with a stand-in for the training program."""
+    folder = tmp_path / "host" / "diffeqformer"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "python").write_text(RUN)
+    (folder / ".venv" / "bin" / "python").chmod(0o755)
+    yield folder
+    (folder / "end").touch()
+
+
+def until(ready):
+    deadline = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_the_scripts_pass_shellcheck():
@@ -52,55 +94,169 @@ def test_the_scripts_pass_shellcheck():
 def test_a_slice_is_waited_for_until_it_lets_us_in(cloud):
     done, calls = cloud(
         TPU, "create", ZONE="z", SPOT="1", PROJECT="p",
-        states=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"], doors=[255, 0],
+        states=["NONE", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE", "ACTIVE"], doors=[255, 0],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     asked = "gcloud compute tpus queued-resources create slice --node-id=slice --accelerator-type=v5litepod-64"
-    assert calls[0] == f"{asked} --runtime-version=v2-alpha-tpuv5-lite --spot --zone=z --project=p"
-    assert [call.split()[3:5] for call in calls[1:]] == [["queued-resources", "describe"]] * 3 + [["tpu-vm", "ssh"]] * 2
+    assert calls[1] == f"{asked} --runtime-version=v2-alpha-tpuv5-lite --spot --zone=z --project=p"
+    assert verbs_of(calls) == ["describe", "create", *["describe"] * 3, "ssh", "describe", "ssh"]
     assert "WAITING_FOR_RESOURCES" in done.stdout and "waiting for ssh" in done.stdout
 
 
-def test_a_slice_that_fails_is_said(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", states=["PROVISIONING", "FAILED"])
-    assert done.returncode == 1 and "the slice is FAILED" in done.stderr and "ssh" not in calls[-1]
+@pytest.mark.parametrize("states", [["NONE", "PROVISIONING", "FAILED"], ["NONE", "ACTIVE", "FAILED"], ["FAILED"]])
+def test_a_slice_that_fails_is_said(cloud, states):
+    done, calls = cloud(TPU, "create", ZONE="z", states=states, doors=[255, 0])
+    assert done.returncode == 1 and "the slice is FAILED" in done.stderr and "describe" in calls[-1]
 
 
-def test_all_hosts_are_set_up_and_run_what_was_asked(cloud):
+@pytest.mark.parametrize("state", ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+def test_an_interrupted_create_goes_on(cloud, state):
+    done, calls = cloud(TPU, "create", ZONE="z", states=[state, state, "ACTIVE", "ACTIVE"])
+    assert done.returncode == 0, done.stderr
+    assert {*verbs_of(calls)} == {"describe", "ssh"} and f"is asked for already, and {state}" in done.stdout
+
+
+def test_a_slice_that_goes_is_waited_for_before_the_next_is_asked_for(cloud):
+    done, calls = cloud(TPU, "create", ZONE="z", states=["DELETING", "DELETING", "NONE", "ACTIVE"])
+    assert done.returncode == 0 and verbs_of(calls) == ["describe"] * 3 + NEW[:3]
+
+
+def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
+    nine = ["LOGIN"] * 9
+    done, _ = cloud(TPU, "create", ZONE="z", states=["NONE", *nine, "PROVISIONING", *nine, "ACTIVE"])
+    assert done.returncode == 0 and done.stdout.count("ERROR: (gcloud) your login has expired") == 18
+    done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *nine, "LOGIN", "ACTIVE"])
+    assert done.returncode == 1 and "10 looks in a row; gcloud says: WARNING" in done.stderr
+    assert "your login has expired" in done.stderr and verbs_of(calls)[-1] == "describe"
+
+
+@pytest.mark.parametrize("command", ["create", "resume", "delete"])
+def test_nothing_is_done_to_a_slice_of_unknown_state(cloud, command):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
+    done, calls = cloud(TPU, command, ZONE="z", states=["LOGIN", "ACTIVE"])
+    assert done.returncode == 1 and len(calls) == 1 and done.stderr.count("\n") == 1
+    assert "nothing was done; gcloud says: WARNING" in done.stderr and "your login has expired" in done.stderr
+
+
+def test_all_hosts_are_set_up(cloud):
     done, calls = cloud(TPU, "setup", ZONE="z", NFS="10.0.0.2:/share")
-    assert done.returncode == 0 and " scp " in calls[0] and calls[0].endswith("--worker=all --zone=z")
-    assert "mount 10.0.0.2:/share /mnt/runs" in "\n".join(calls)
-    done, calls = cloud(TPU, "run", "--config=configs/large.py", "--config.sample.prompt=a b'c", ZONE="z")
+    assert done.returncode == 0 and " scp .launch/slice/source.tar.gz " in calls[0]
+    assert calls[0].endswith("--worker=all --zone=z")
+    assert "mount 10.0.0.2:/share /mnt/runs" in "\n".join(calls) and "-e '.[tpu,gcs]'" in "\n".join(calls)
+    assert not any("mount" in call for call in cloud(TPU, "setup", ZONE="z")[1])
+
+
+def test_hosts_run_what_was_asked_once(cloud, host):
+    options = ["--config=configs/large.py", "--config.sample.prompt=a b'c\n$d"]
+    done, calls = cloud(TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0 and " --worker=all --command=" in calls[0], done.stderr
+    until((host / "said").exists)
+    once = "|".join(["-m", "diffeqformer.main", *options, ""])
+    assert (host / "said").read_text() == once
+    done, _ = cloud(TPU, "run", "--config=configs/tiny.py", ZONE="z", HOST_FOLDER=str(host.parent))
+    pid = (host / "run.pid").read_text().strip()
+    assert done.returncode == 1 and f"a run is going on already, as process {pid}" in done.stderr
+    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0 and (host / "saved").exists(), "stop waits until the run has saved itself"
+    assert "was told to stop, and saves itself" in done.stdout and "has ended" in done.stdout
+    assert (host / "said").read_text() == once
+    cloud(TPU, "setup", ZONE="z")
+    done, _ = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"], HOST_FOLDER=str(host.parent))
     assert done.returncode == 0, done.stderr
-    [call] = calls
-    remote = call.split("--command=")[1].rsplit(" --zone", 1)[0]
-    script = remote.replace("cd diffeqformer;", "").replace(".venv/bin/python", "printf '%s|'").replace("nohup ", "")
-    said = subprocess.run(
-        ["bash", "-c", script.replace(">>run.log", "").replace(">run.pid", ">/dev/null")],
-        capture_output=True,
-        text=True,
-    )
-    assert said.stdout == "-m|diffeqformer.main|--config=configs/large.py|--config.sample.prompt=a b'c|"
+    until(lambda: (host / "said").read_text() == once * 2)  # not the options of the run that was refused
 
 
-def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud):
+def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
+    with subprocess.Popen(["/bin/sleep", "60"]) as other:
+        (host / "run.pid").write_text(str(other.pid))
+        done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
+        assert done.returncode == 0 and done.stdout.endswith("no run is going on\n") and other.poll() is None
+        done, _ = cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
+        assert done.returncode == 0 and other.poll() is None
+        until((host / "said").exists)
+        other.kill()
+
+
+def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
+    for folder in (host.parent, tmp_path):  # set up or not
+        done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(folder))
+        assert done.returncode == 0 and done.stdout.endswith(": no run is going on\n")
+        assert all(line.startswith("+ ") for line in done.stderr.splitlines())
+    (host / ".venv" / "bin" / "python").unlink()
+    for folder in (host.parent, tmp_path):  # the set-up wasn't finished, or wasn't begun
+        done, _ = cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(folder))
+        assert done.returncode == 1 and done.stderr.endswith(": isn't set up; use 'setup' first\n")
+
+
+def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent), STUBBORN="1")
+    until((host / "said").exists)
+    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
+    assert done.returncode == 1 and "hasn't ended in 10 minutes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "states, verbs",
+    [
+        (["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], ["describe", "describe", "delete", "describe", *NEW]),
+        (["FAILED", "FAILED", "DELETING", "NONE", "ACTIVE"], ["describe"] * 2 + ["delete"] + ["describe"] * 2 + NEW),
+        (["NONE", "NONE", "ACTIVE"], ["describe", "describe", *NEW]),
+        (["DELETING", "DELETING", "NONE", "ACTIVE"], ["describe"] * 3 + NEW),
+        (["ACCEPTED", "ACCEPTED", "ACTIVE"], ["describe", "describe", *NEW[1:]]),
+        (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # was interrupted before its setup's end
+    ],
+)
+def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, verbs):
     cloud(TPU, "run", "--config=configs/large.py", "--workdir=/mnt/runs/a b", ZONE="z")
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["SUSPENDED", "SUSPENDED", "ACTIVE"])
-    assert done.returncode == 0, done.stderr
-    verbs = [next(word for word in call.split() if word in VERBS) for call in calls if call.startswith("gcloud")]
-    assert verbs == ["describe", "describe", "delete", "create", "describe", "ssh", "scp", "ssh", "ssh"]
-    assert "--workdir=/mnt/runs/a\\ b" in calls[-1]
+    done, calls = cloud(TPU, "resume", ZONE="z", states=states)
+    assert done.returncode == 0 and verbs_of(calls) == verbs, done.stderr
+    assert "--workdir=/mnt/runs/a\\ b" in "\n".join(calls[-8:])
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"])  # the slice is there: only the run is begun again
-    assert done.returncode == 0 and len(calls) == 2 and " ssh " in calls[1]
+    assert done.returncode == 0 and verbs_of(calls) == ["describe", "ssh"]
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["NONE", "NONE", "ACTIVE"])  # it was deleted by other means
+    assert done.returncode == 0 and verbs_of(calls) == ["describe", "describe", *NEW]
 
 
-VERBS = {"create", "describe", "delete", "ssh", "scp"}
+@pytest.mark.parametrize("command, states", [("create", ["NONE", "ACTIVE"]), ("delete", ["ACTIVE"])])
+def test_another_slice_is_not_set_up(cloud, command, states):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
+    cloud(TPU, "setup", ZONE="z")
+    cloud(TPU, command, ZONE="z", states=states)
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
+    assert done.returncode == 0 and "scp" in verbs_of(calls)
 
 
-def test_a_dry_run_calls_nothing(cloud):
+def test_a_setup_that_fails_is_not_done(cloud):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3, BROKEN="scp")
+    assert done.returncode == 1 and verbs_of(calls)[-1] == "scp"
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
+    assert done.returncode == 0 and verbs_of(calls)[-3:] == ["scp", "ssh", "ssh"]
+
+
+def test_a_slice_that_is_not_there_is_not_deleted(cloud):
+    for state in ("NONE", "DELETING"):
+        done, calls = cloud(TPU, "delete", ZONE="z", states=[state])
+        assert done.returncode == 0 and verbs_of(calls) == ["describe"] and f"the slice is {state}" in done.stdout
+
+
+def test_the_commands_are_printed_from_any_folder():
+    done = subprocess.run(["bash", "../launch/tpu.sh"], capture_output=True, text=True, cwd=ROOT / "tests")
+    assert done.returncode == 2 and done.stderr == ""
+    assert "\n  launch/tpu.sh resume " in done.stdout and "on gs://" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("  PAUSE")
+
+
+def test_a_dry_run_calls_and_writes_nothing(cloud):
     for command in (["create"], ["setup"], ["run", "--config=configs/large.py"], ["watch"], ["stop"], ["delete"]):
         done, calls = cloud(TPU, "--dry-run", *command, ZONE="z")
         assert done.returncode == 0 and calls == [] and done.stderr.startswith("+ g"), done.stderr
+    assert not (ROOT / ".launch" / f"test-{os.getpid()}").exists()
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
+    done, calls = cloud(TPU, "--dry-run", "resume", ZONE="z")
+    assert done.returncode == 0 and calls == [] and "configs/large.py" in done.stderr
+    lines = [line.removeprefix("+ ") for line in done.stderr.splitlines()]
+    assert verbs_of(lines) == ["delete", "create", "scp", "ssh", "ssh"]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +275,8 @@ def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):
 
 @pytest.mark.parametrize("status, more", [(0, []), (143, ["scontrol requeue 7"]), (1, [])])
 def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
-    done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), SLURM_JOB_ID="7")
-    assert calls[0] == "srun --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main --config=configs/large.py"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
+    done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), **slurm)
+    program = ".venv/bin/python -m diffeqformer.main --config=configs/large.py"
+    assert calls[0] == f"srun --cpus-per-task=5 --kill-on-bad-exit=0 {program}"
     assert calls[1:] == more and done.returncode == status

@@ -16,6 +16,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "clu>=0.0.12",
+        "etils[epath]>=1.10",
         "flax>=0.12,<0.13",
         "fsspec>=2024.6",
         "importlib_resources>=6",  # tensorflow-datasets needs it and doesn't say so
@@ -40,7 +41,7 @@ setup(
     extras_require={
         "tpu": ["gcsfs>=2024.6", "jax[tpu]"],
         "cuda": ["jax[cuda12]"],
-        "gcs": ["gcsfs>=2024.6"],  # token stores on gs://
+        "gcs": ["gcsfs>=2024.6"],  # token stores and runs on gs://
         "eval": ["lm-eval>=0.4.13,<0.5"],
         # TFDS's test case needs dill
         "test": [

@@ -9,12 +9,12 @@ a materialized model (`diffeqformer.materialize`) has no optimizer.
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Iterator
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -34,7 +34,13 @@ def handlers() -> dict[str, ocp.CheckpointHandler]:
     }
 
 
-def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
+def folder_of(workdir: epath.PathLike) -> epath.Path:
+    """Where the checkpoints of a work folder are, which can be on gs:// as well."""
+    folder = epath.Path(workdir) / "checkpoints"
+    return folder if "://" in str(folder) else folder.absolute()
+
+
+def open_checkpoints(workdir: epath.PathLike, kept: int) -> ocp.CheckpointManager:
     """The checkpoints of a run, for the one process that writes them; the newest `kept` stay.
 
     Saves go on in the background. What an interrupted save left behind is removed.
@@ -42,7 +48,7 @@ def open_checkpoints(workdir: pathlib.Path, kept: int) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
     )
-    return ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_handlers=handlers())
+    return ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers())
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) -> None:
@@ -93,9 +99,25 @@ def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
         return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
 
+@contextlib.contextmanager
+def reachable(option: str, folder: epath.PathLike) -> Iterator[None]:
+    """Turns what went wrong with a file system, a cloud's or this machine's, into a UserError that names the option."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{option}: {folder} needs a package: pip install -e '.[gcs]' -c constraints.txt") from None
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"{option}: {reason}; choose a folder that can be written") from None
+    except Exception as error:  # a cloud's client has many of its own
+        if "://" not in str(folder):
+            raise
+        raise UserError(f"{option}: {folder} can't be reached: {_reason(error)}") from error
+
+
 def _reason(error: Exception) -> str:
-    """The end of an error's first line, where TensorStore says what the system said."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The end of an error's first line, where TensorStore says what the system said before it shows the array's description."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
     return line if len(line) <= 200 else f"... {line[-200:]}"
 
 
@@ -146,20 +168,22 @@ class NoCheckpoint(UserError):
 
 
 @contextlib.contextmanager
-def open_to_read(workdir: str | pathlib.Path) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
+def open_to_read(workdir: epath.PathLike) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
     """The checkpoints of a folder, and of the newest one its step, what it says of itself, and its config. Writes nothing.
 
     Raises:
         NoCheckpoint: if there is none.
+        UserError: if it can't be read.
     """
-    workdir = pathlib.Path(workdir)
-    if not (workdir / "checkpoints").is_dir():
+    with reachable("--workdir", workdir):
+        there = folder_of(workdir).is_dir()
+    if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
     options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
     try:
-        manager = ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options, item_handlers=handlers())
+        manager = ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers())
     finally:
         logging.set_verbosity(verbosity)
     with manager:
@@ -170,7 +194,7 @@ def open_to_read(workdir: str | pathlib.Path) -> Iterator[tuple[ocp.CheckpointMa
         yield manager, step, about, saved_config(about["config"])
 
 
-def load_config(workdir: str | pathlib.Path) -> ConfigDict:
+def load_config(workdir: epath.PathLike) -> ConfigDict:
     """The config of a folder's newest checkpoint, whose parameters aren't read.
 
     Raises:
@@ -180,7 +204,7 @@ def load_config(workdir: str | pathlib.Path) -> ConfigDict:
         return config
 
 
-def load(workdir: str | pathlib.Path) -> Checkpoint:
+def load(workdir: epath.PathLike) -> Checkpoint:
     """Open the newest checkpoint of a run, or a materialized model, on this machine's first device.
 
     Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so

@@ -45,7 +45,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as many as in training.")
     flags.DEFINE_integer("limit", None, "Only so many examples of each task, for a trial.", lower_bound=1)
     flags.DEFINE_string(
-        "output", None, "Folder for the results; by default <first workdir>/downstream/<date and time>."
+        "output",
+        None,
+        "Folder for the results; by default <first workdir>/downstream/<date and time>, or within runs/ for one on gs://.",
     )
 
 
@@ -203,7 +205,7 @@ def run_all(options) -> None:
 
     from diffeqformer.harness import HarnessModel
 
-    folder = results_folder(options.output, pathlib.Path(options.workdir[0], "downstream"))
+    folder = results_folder(options.output, options.workdir[0], "downstream")
     report = {
         "lm_eval": importlib.metadata.version("lm_eval"),
         "seed": SEED,

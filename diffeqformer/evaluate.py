@@ -48,7 +48,9 @@ def define_flags() -> None:
         "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
     )
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
-    flags.DEFINE_string("output", None, "Folder of the results; by default <workdir>/evaluation.")
+    flags.DEFINE_string(
+        "output", None, "Folder of the results; by default <workdir>/evaluation, or within runs/ for one on gs://."
+    )
 
 
 def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | None]:
@@ -96,7 +98,7 @@ def evaluate(options) -> dict:
         config.data.tfds_dir if options.tfds_dir is None else options.tfds_dir,
     )
     evaluation = Evaluation(task, options.split, opened.tokenizer, window, stride, files)
-    folder = results_folder(options.output, pathlib.Path(options.workdir, "evaluation", f"{task}-{options.split}"))
+    folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
     results = {
         "workdir": str(options.workdir),
         "config": config.name,

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
@@ -97,7 +97,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def check_shared(workdir: pathlib.Path) -> None:
+def check_shared(workdir: epath.Path) -> None:
     """Check that every process of several sees the same work folder.
 
     Raises:

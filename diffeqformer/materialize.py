@@ -7,13 +7,11 @@ and opens wherever a run does.
 """
 
 import functools
-import os
-import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
 from absl import flags, logging
+from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -57,11 +55,11 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
 
 
 def materialize(
-    workdir: str | os.PathLike,
+    workdir: epath.PathLike,
     num_steps: int | None = None,
     dtype: str | None = None,
-    output: str | os.PathLike | None = None,
-) -> pathlib.Path:
+    output: epath.PathLike | None = None,
+) -> epath.Path:
     """Write the newest checkpoint of a run as a discretized model.
 
     Args:
@@ -80,14 +78,12 @@ def materialize(
     opened = checkpoint.load(workdir)
     num_steps = opened.config.model.num_steps if num_steps is None else num_steps
     dtype = dtype or opened.config.model.dtype
-    output = pathlib.Path(output or pathlib.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+    output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
     _, params = split(discretize(opened.model, opened.config, num_steps, dtype))
     jax.block_until_ready(params)  # what goes wrong does so before there is a folder
-    try:
+    with checkpoint.reachable("--output", output):
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        occupied = any((output / "checkpoints").iterdir())
-    except OSError as error:
-        raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None
+        occupied = (output / "checkpoints").exists() and any((output / "checkpoints").iterdir())
     if occupied:
         raise UserError(
             f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
@@ -101,9 +97,14 @@ def materialize(
         with checkpoint.open_checkpoints(output, kept=1) as manager:
             checkpoint.save(manager, opened.step, {"params": params}, about)
     except BaseException:
-        shutil.rmtree(output / "checkpoints", ignore_errors=True)  # it was empty: this is what has just been begun
+        (output / "checkpoints").rmtree(missing_ok=True)  # it was empty: this is what has just been begun
         raise
     return output
+
+
+def size_of(path: epath.Path) -> int:
+    """Bytes of a file, or of all in a folder."""
+    return sum(map(size_of, path.iterdir())) if path.is_dir() else path.stat().length
 
 
 def main() -> None:
@@ -116,8 +117,7 @@ def main() -> None:
 
     def command() -> None:
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        print(f"{folder}: {size / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
+        print(f"{folder}: {size_of(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     cli.run(command, verbosity=logging.ERROR)
 

@@ -1,9 +1,9 @@
 """What a run shows while it works: lines on the terminal, and curves in TensorBoard."""
 
-import pathlib
 import time
 from collections.abc import Callable
 
+from etils import epath
 from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -45,10 +45,10 @@ class Progress:
         tokens_per_step: tokens of one global batch.
     """
 
-    def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, tokens_per_step: int):
+    def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int):
         self.writer, self.flushed = None, time.monotonic()
         if is_first():  # tensorboardX's SummaryWriter writes in a thread, for which its flush doesn't wait
-            folder = str(workdir / "tensorboard")
+            folder = str(epath.Path(workdir) / "tensorboard")
             record_writer.directory_check(folder)
             self.writer = EventsWriter(f"{folder}/events", f".{first_step}")  # names differ by seconds alone otherwise
             purge = SessionLog(status=SessionLog.START)

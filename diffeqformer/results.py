@@ -7,14 +7,19 @@ import pathlib
 from diffeqformer.errors import UserError
 
 
-def results_folder(output: str | None, default: pathlib.Path) -> pathlib.Path:
-    """Make the folder for the results of one command: `output`, or one named by date and time within `default`.
+def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
+    """Make the folder for the results of one command: `output`, or one named by date and time `inside` a run's folder.
+
+    Results are written on this machine: those of a run gs://bucket/name are in runs/name, by default.
 
     Raises:
         UserError: if it can't be made, or holds results already.
     """
+    if "://" in (output or ""):
+        raise UserError(f"--output: must be a folder of this machine, but it is {output}")
+    home = pathlib.Path("runs", pathlib.Path(workdir).name) if "://" in workdir else pathlib.Path(workdir)
     try:
-        folder = pathlib.Path(output) if output else _new_folder(default)
+        folder = pathlib.Path(output) if output else _new_folder(home.joinpath(*inside))
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output: {error.filename}: {error.strerror}; choose a folder that can be written") from None

@@ -10,6 +10,7 @@ import time
 
 import jax
 from clu import metrics, parameter_overview
+from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -26,12 +27,12 @@ from diffeqformer.sharding import make_mesh, mesh_shape
 from diffeqformer.step import Program, make_program, random_key
 
 
-def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None = None) -> Transformer:
+def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
     """Train as `config` says, from the newest checkpoint in `workdir` if there is one, and print a sample.
 
     Args:
         config: see `diffeqformer.config`; checked before anything else is done.
-        workdir: folder of checkpoints and curves; made if it is missing.
+        workdir: folder of checkpoints and curves, here or on gs://; made if it is missing.
         started: `time.monotonic()` from which the time to the first step is told; by default now.
 
     Returns:
@@ -44,7 +45,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike, started: float | None 
     check_config(config, jax.device_count(), jax.default_backend())
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
-    workdir = pathlib.Path(workdir)
+    workdir = epath.Path(workdir)
     about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
     if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
         make_folder(workdir)
@@ -85,20 +86,18 @@ def sample(config: ConfigDict, model: Transformer, tokenizer) -> str:
     return prompt + text
 
 
-def make_folder(workdir: pathlib.Path) -> None:
+def make_folder(workdir: epath.Path) -> None:
     """Make the work folder if it is missing.
 
     Raises:
         UserError: if it can't be made or written.
     """
-    try:
+    with checkpoint.reachable("--workdir", workdir):
         (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
         (workdir / "parameters.txt").touch()
-    except OSError as error:
-        raise UserError(f"--workdir: {error.filename}: {error.strerror}; choose a folder that can be written") from None
 
 
-def read_saved(config: ConfigDict, workdir: pathlib.Path, about: dict) -> dict | None:
+def read_saved(config: ConfigDict, workdir: epath.PathLike, about: dict) -> dict | None:
     """What the newest checkpoint says of itself; None if there is none.
 
     Raises:
@@ -118,7 +117,7 @@ def read_saved(config: ConfigDict, workdir: pathlib.Path, about: dict) -> dict |
     return saved
 
 
-def check_same(what: str, about: dict, saved: dict | None, workdir: pathlib.Path) -> None:
+def check_same(what: str, about: dict, saved: dict | None, workdir: epath.PathLike) -> None:
     """Raise a UserError if the run so far was trained with another tokenizer, or on other ids."""
     if saved is not None and saved[what] != about[what]:
         raise UserError(
@@ -127,7 +126,7 @@ def check_same(what: str, about: dict, saved: dict | None, workdir: pathlib.Path
         )
 
 
-def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program, checkpoints) -> dict:
+def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints) -> dict:
     """A new state, or that of the newest checkpoint."""
     step = checkpoints.latest_step()
     if step is None:
@@ -142,7 +141,7 @@ def start_or_resume(config: ConfigDict, workdir: pathlib.Path, program: Program,
     return checkpoint.restore_state(checkpoints, step, shapes)
 
 
-def describe(config: ConfigDict, workdir: pathlib.Path, program: Program, params: dict, split: Split) -> None:
+def describe(config: ConfigDict, workdir: epath.Path, program: Program, params: dict, split: Split) -> None:
     """Say in four lines what is about to be trained; the table of all parameters goes into a file."""
     if hosts.is_first():
         overview = parameter_overview.get_parameter_overview(params, include_stats=False)
@@ -241,7 +240,7 @@ def evaluate(
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 
-def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: pathlib.Path) -> str:
+def diverged(step: int, scalars: dict[str, float], checkpoints, workdir: epath.PathLike) -> str:
     """What to tell when the loss or the gradient stops being a number."""
     checkpoint.check(checkpoints, wait=True)
     saved = checkpoints.latest_step()

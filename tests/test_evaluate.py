@@ -177,12 +177,17 @@ def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentenc
         evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
 
 
-def test_results_are_never_overwritten(results, tmp_path):
+def test_results_are_never_overwritten_and_stay_on_this_machine(results, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds results already; choose another folder"):
-        results_folder(str(results[2]), tmp_path)
-    made = [results_folder(None, tmp_path / "evaluation") for _ in range(3)]  # in one second
-    made.append(results_folder(str(tmp_path / "mine"), tmp_path))
-    assert all(folder.is_dir() for folder in made) and len(set(made)) == 4 and made[3] == tmp_path / "mine"
+        results_folder(str(results[2]), str(tmp_path))
+    made = [results_folder(None, str(tmp_path), "evaluation") for _ in range(3)]  # in one second
+    made.append(results_folder(str(tmp_path / "mine"), str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    made.append(results_folder(None, "gs://bucket/some/run", "evaluation"))
+    assert str(made[-1].parent) == "runs/run/evaluation"
+    with pytest.raises(UserError, match="^--output: must be a folder of this machine, but it is gs://bucket"):
+        results_folder("gs://bucket/results", str(tmp_path))
+    assert all(folder.is_dir() for folder in made) and len(set(made)) == 5 and made[3] == tmp_path / "mine"
 
 
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):

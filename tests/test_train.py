@@ -219,6 +219,20 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     assert not (tmp_path / "stores").exists()
 
 
+def test_work_folders_can_be_in_a_bucket_and_what_goes_wrong_there_is_said():
+    assert str(checkpoint.folder_of("gs://bucket/run")) == "gs://bucket/run/checkpoints"
+    assert checkpoint.folder_of("run").is_absolute()
+    for error, said in (
+        (ImportError("gcsfs"), r"^--workdir: gs://b/run needs a package: pip install -e '.\[gcs\]'"),
+        (FileNotFoundError("no bucket"), "^--workdir: gs://b/run: no bucket; choose a folder that can be written"),
+        (KeyError("token"), "^--workdir: gs://b/run can't be reached: 'token'"),
+    ):
+        with pytest.raises(UserError, match=said), checkpoint.reachable("--workdir", "gs://b/run"):
+            raise error
+    with pytest.raises(KeyError), checkpoint.reachable("--workdir", "runs/tiny"):  # a mistake of ours
+        raise KeyError
+
+
 def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
     for first, value in ((0, 1.0), (2, 2.0)):  # the second process resumes at step 2
         progress = Progress(tmp_path, first, steps=5, tokens_per_step=1)

@@ -53,6 +53,12 @@ def parse_config(arguments: list[str]) -> list[str]:
         raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
 
 
+def _but_for_late_news(unraisable) -> None:
+    """Report what no one could catch, but not TensorStore's news of writes, after a save has failed, to those who are gone."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 def run(
     command: Callable[[], None],
     parse: Callable[[list[str]], list[str]] = parse_flags,
@@ -77,6 +83,7 @@ def run(
 
     def main(_):
         logging.set_verbosity(verbosity)
+        sys.unraisablehook = _but_for_late_news
         try:
             command()
         except UserError as error:

@@ -3,7 +3,7 @@
 #
 #   launch/tpu.sh create                      ask for the slice, unless it is asked for already; wait until it lets us in
 #   launch/tpu.sh setup                       copy the last commit to all hosts, and install it
-#   launch/tpu.sh run --config=configs/large.py --workdir=/mnt/runs/large     start training on all hosts
+#   launch/tpu.sh run --config=configs/large.py --workdir=gs://my-bucket/runs/large     start training on all hosts
 #   launch/tpu.sh watch                       follow what process 0 prints; Ctrl-C stops watching only
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its newest checkpoint

@@ -28,9 +28,10 @@ from diffeqformer.step import make_program
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
 
-PEAKS = {  # dense bfloat16 TFLOPs/s by the vendors' data sheets, for kinds of device that begin so
-    "NVIDIA A100": 312, "NVIDIA H100 PCIe": 756, "NVIDIA H100": 989, "NVIDIA H200": 989,
-    "TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918,
+PEAKS = {  # dense bfloat16 TFLOPs/s by the vendors' data sheets, of the first name with which a kind of device begins
+    "NVIDIA A100": 312, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H100": 989,
+    "NVIDIA H200 NVL": 835, "NVIDIA H200": 989,
+    "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5": 459, "TPU v6": 918,
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, config):
         config.optimizer.clip_norm = CLIP_NORM.value
-        check_config(config, jax.device_count())
+        check_config(config, jax.device_count(), jax.default_backend())
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         self.config, self.tokens, self.state = config, random_tokens(config), program.init()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))

@@ -2,7 +2,7 @@
 
     <workdir>/checkpoints/<step>/{params, optimizer, about}
 
-A checkpoint appears under its step only when it is complete. `about` holds the config, the tokenizer
+A checkpoint appears under its step only when it is complete (on gs://, when `commit_success.txt` is in it). `about` holds the config, the tokenizer
 and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
 a materialized model (`diffeqformer.materialize`) has no optimizer.
 """
@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import Stopped, UserError
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import abstract_model
 
@@ -49,6 +49,21 @@ def open_checkpoints(workdir: epath.PathLike, kept: int) -> ocp.CheckpointManage
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
     )
     return ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers())
+
+
+@contextlib.contextmanager
+def open_to_write(workdir: epath.PathLike, kept: int) -> Iterator[ocp.CheckpointManager]:
+    """The same for a `with` block, at whose end saves have ended; but not if one of several processes fails in it alone,
+    as Orbax would wait there for the others.
+    """
+    manager = open_checkpoints(workdir, kept)
+    try:
+        yield manager
+    except Exception as error:
+        if jax.process_count() == 1 or isinstance(error, Stopped):
+            manager.close()
+        raise
+    manager.close()
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) -> None:
@@ -82,11 +97,13 @@ def written(manager: ocp.CheckpointManager) -> Iterator[None]:
 
 
 def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
-    """Raise a UserError if a save in the background has failed; `wait` for those that go on."""
+    """Raise a UserError if a save in the background has failed; `wait` for one that goes on.
+
+    Not by `manager.check_for_errors`: an error that it has told, Orbax itself no longer sees, and takes the save for complete.
+    """
     with written(manager):
-        if wait:
+        if wait or not manager.is_saving_in_progress():
             manager.wait_until_finished()
-        manager.check_for_errors()
 
 
 def read_about(manager: ocp.CheckpointManager, step: int) -> dict:

@@ -8,7 +8,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffeqformer.config import check_overrides
-from diffeqformer.errors import Stopped, UserError, leave
+from diffeqformer.errors import Stopped, UserError, leave, out_of_memory
 
 
 def define_config() -> flags.FlagHolder:
@@ -91,7 +91,7 @@ def run(
         except Stopped as stopped:
             leave(143, str(stopped))  # as of a process that SIGTERM ends
         except RuntimeError as error:  # of which JAX's own is one
-            if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+            if not out_of_memory(error):
                 raise
             leave(1, "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts")
         except KeyboardInterrupt:

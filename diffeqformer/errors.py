@@ -11,8 +11,17 @@ class UserError(ValueError):
     """
 
 
+class UserErrorEverywhere(UserError):
+    """One that every process of a run raises at the same place."""
+
+
 class Stopped(Exception):
     """A run was told to stop (SIGTERM), and has saved itself."""
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had not enough memory, as JAX says it."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def leave(status: int, sentence: str) -> None:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-from diffeqformer.errors import Stopped, UserError, leave
+from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory
 
 
 def define_flags() -> None:
@@ -27,7 +27,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "coordinator", None, "HOST:PORT of process 0, where no cluster tells it (as Cloud TPU, GKE and Slurm do)."
     )
-    flags.DEFINE_integer("num_processes", None, "Processes of the run, one a host.", lower_bound=1)
+    flags.DEFINE_integer("num_processes", None, "Processes of the run: one a host, or one a GPU.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
 
@@ -44,7 +44,8 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
         raise UserError("--coordinator, --num_processes and --process_id: must come together")
-    if coordinator is not None and not (":" in coordinator and process_id < num_processes):
+    port = (coordinator or "").rpartition(":")[2]
+    if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16 and process_id < num_processes):
         raise UserError(
             f"--coordinator, --process_id: must be HOST:PORT and below --num_processes ({num_processes}), but they are "
             f"{coordinator} and {process_id}"
@@ -64,7 +65,9 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     except ValueError as error:
         if coordinator is None and "coordinator_address" in str(error):
             return  # no cluster: this is the only process
-        raise UserError(f"--coordinator: {error}") from None
+        raise UserError(f"the processes of the run can't be joined: {error}") from None
+    except RuntimeError as error:  # a port that is taken, for one
+        raise UserError(f"--coordinator: {str(error).splitlines()[0]}") from None
     finally:
         watchdog.cancel()
     if jax.process_index():
@@ -79,14 +82,15 @@ def together() -> Iterator[None]:
     """
     try:
         yield
+    except (Stopped, UserErrorEverywhere):
+        if jax.process_count() > 1:
+            with contextlib.suppress(Exception):  # another may have been killed meanwhile
+                jax.distributed.shutdown()
+        raise
     except UserError:
         raise  # which ends the process at once
-    except Stopped:
-        if jax.process_count() > 1:
-            jax.distributed.shutdown()
-        raise
-    except Exception:
-        if jax.process_count() == 1:
+    except Exception as error:
+        if jax.process_count() == 1 or out_of_memory(error):
             raise
         traceback.print_exc()
         leave(1, f"process {jax.process_index()} failed, and the others can't go on without it")
@@ -105,15 +109,17 @@ def check_shared(workdir: epath.Path) -> None:
     """
     number = int(multihost_utils.broadcast_one_to_all(np.int32(uuid.uuid4().int % 2**31)))
     sign = workdir / f".shared-{number}"
-    if is_first():
-        sign.touch()
-    multihost_utils.sync_global_devices("sign")
-    seen = multihost_utils.process_allgather(np.bool_(sign.exists()))
-    if is_first():
-        sign.unlink()
+    try:
+        if is_first():
+            sign.touch()
+        multihost_utils.sync_global_devices("sign")
+        seen = multihost_utils.process_allgather(np.bool_(sign.exists()))
+    finally:
+        if is_first():
+            sign.unlink(missing_ok=True)
     if not seen.all():
         blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
-        raise UserError(
+        raise UserErrorEverywhere(
             f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one on a "
             "disk that all hosts share"
         )
@@ -130,12 +136,12 @@ def all_succeed(what: str) -> Iterator[None]:
     try:
         yield
     except UserError as raised:
-        error = raised
+        error = UserErrorEverywhere(str(raised))
     if jax.process_count() > 1:
         get_barrier_sync_fn()(key=what, timeout_ms=7 * 24 * 3600 * 1000)  # the devices' own patience ends after minutes
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
         if error is None and len(failed):
-            error = UserError(f"{what}: process {', '.join(map(str, failed))} failed, and says why")
+            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed, and says why")
     if error is not None:
         raise error
 
@@ -151,7 +157,7 @@ def check_same(what: str, digest: str) -> None:
     digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     if others:
-        raise UserError(f"{what} on process {', '.join(others)} isn't that of process 0; make them the same")
+        raise UserErrorEverywhere(f"{what} on process {', '.join(others)} isn't that of process 0; make them the same")
 
 
 class Notice(contextlib.AbstractContextManager):

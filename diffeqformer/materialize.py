@@ -96,6 +96,7 @@ def materialize(
     try:
         with checkpoint.open_checkpoints(output, kept=1) as manager:
             checkpoint.save(manager, opened.step, {"params": params}, about)
+            checkpoint.check(manager, wait=True)
     except BaseException:
         (output / "checkpoints").rmtree(missing_ok=True)  # it was empty: this is what has just been begun
         raise
@@ -119,7 +120,7 @@ def main() -> None:
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
         print(f"{folder}: {size_of(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
-    cli.run(command, verbosity=logging.ERROR)
+    cli.run(command, verbosity=logging.FATAL)
 
 
 if __name__ == "__main__":

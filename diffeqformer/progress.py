@@ -8,6 +8,7 @@ from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from diffeqformer.checkpoint import reachable
 from diffeqformer.hosts import is_first
 
 FLUSH_SECONDS = 30  # after which those who watch the curves see them
@@ -35,8 +36,22 @@ def token_progress(what: str) -> Callable[[int, int], None]:
     return show
 
 
+def open_writer(folder: str, first_step: int) -> EventsWriter:
+    """A new file of curves; TensorBoard drops what others have from after `first_step` on.
+
+    tensorboardX's usual writer works in a thread, for which its `flush` doesn't wait.
+    """
+    record_writer.directory_check(folder)
+    writer = EventsWriter(f"{folder}/events", f".{first_step}")  # names differ by seconds alone otherwise
+    purge = SessionLog(status=SessionLog.START)
+    writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
+    return writer
+
+
 class Progress:
     """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
+
+    A curve that can't be written ends no run: that is said once, and tried again.
 
     Args:
         workdir: folder of the run.
@@ -46,13 +61,10 @@ class Progress:
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int):
-        self.writer, self.flushed = None, time.monotonic()
-        if is_first():  # tensorboardX's SummaryWriter writes in a thread, for which its flush doesn't wait
-            folder = str(epath.Path(workdir) / "tensorboard")
-            record_writer.directory_check(folder)
-            self.writer = EventsWriter(f"{folder}/events", f".{first_step}")  # names differ by seconds alone otherwise
-            purge = SessionLog(status=SessionLog.START)
-            self.writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
+        self.writer, self.flushed, self.failed = None, time.monotonic(), False
+        if is_first():
+            with reachable("--workdir", workdir):
+                self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step)
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = first_step
@@ -91,16 +103,24 @@ class Progress:
     def flush(self) -> None:
         """Return when all that was written until now is on disk."""
         self.flushed = time.monotonic()
-        if self.writer:
-            self.writer.flush()
+        self._put(lambda writer: writer.flush())
 
     def close(self) -> None:
+        self._put(lambda writer: writer.close())
+
+    def _put(self, action: Callable[[EventsWriter], None]) -> None:
         if self.writer:
-            self.writer.close()
+            try:
+                action(self.writer)
+            except Exception as error:  # of the file system, or of a cloud's client
+                if not self.failed:
+                    print(f"the curves can't be written: {error}; what they lack is tried again", flush=True)
+                self.failed = True
 
     def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items() if self.writer else ():
+        for name, value in scalars.items():
             scalar = summary.scalar(f"{group}/{name}", value)
-            self.writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar))
+            event = Event(wall_time=time.time(), step=step, summary=scalar)
+            self._put(lambda writer, event=event: writer.write_event(event))
         if time.monotonic() - self.flushed > FLUSH_SECONDS:
             self.flush()

@@ -112,12 +112,11 @@ def check_tiles(config, num_devices: int, fsdp: int, tensor: int, tiled: bool) -
 
     if wrong := misfits(fsdp, tensor):
         what, size, tile = wrong[0]
-        axis, found = ("tensor", tensor) if fsdp == 1 else ("fsdp", fsdp)
-        sizes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        if axis == "tensor":
-            sizes = [n for n in sizes if model.heads % n == 0 and model.mlp % n == 0 and not misfits(1, n)]
-        else:
-            sizes = [1, *(n for n in sizes[1:] if not misfits(n, tensor))]
+        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        axis, found, sizes = "fsdp", fsdp, [n for n in divisors if not misfits(n, tensor)]
+        if fsdp == 1 or not sizes:
+            axis, found = "tensor", tensor
+            sizes = [n for n in divisors if model.heads % n == 0 and model.mlp % n == 0 and not misfits(fsdp, n)]
         raise UserError(
             f"config.mesh.{axis}: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}, "
             f"as {', '.join(map(str, sizes))} would, but it is {found}"

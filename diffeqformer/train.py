@@ -50,19 +50,21 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
     if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
         make_folder(workdir)
         hosts.check_shared(workdir)
-    saved = read_saved(config, workdir, about)  # before a corpus is prepared, which can take hours
+    with hosts.all_succeed("the newest checkpoint"):
+        saved = read_saved(config, workdir, about)  # before a corpus is prepared, which can take hours
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
     about["data_sha256"] = splits["train"].sha256
-    check_same("data_sha256", about, saved, workdir)
+    check_unchanged("data_sha256", about, saved, workdir)
     make_folder(workdir)
     hosts.check_same("config.data.dir: the token store", about["data_sha256"])
-    with checkpoint.open_checkpoints(workdir, config.checkpoints_kept) as checkpoints:
+    with checkpoint.open_to_write(workdir, config.checkpoints_kept) as checkpoints:
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         state = start_or_resume(config, workdir, program, checkpoints)
         describe(config, workdir, program, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
             with hosts.Notice() as notice:
+                about["validation_due"] = bool(saved and saved.get("validation_due"))
                 state = train_steps(config, workdir, program, state, splits, checkpoints, about, started, notice)
             if int(state["step"]) < config.steps:
                 raise Stopped(
@@ -113,11 +115,11 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: dict) -> dict
             f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
         )
     check_resumable(config, config_there, workdir)
-    check_same("tokenizer", about, saved, workdir)
+    check_unchanged("tokenizer", about, saved, workdir)
     return saved
 
 
-def check_same(what: str, about: dict, saved: dict | None, workdir: epath.PathLike) -> None:
+def check_unchanged(what: str, about: dict, saved: dict | None, workdir: epath.PathLike) -> None:
     """Raise a UserError if the run so far was trained with another tokenizer, or on other ids."""
     if saved is not None and saved[what] != about[what]:
         raise UserError(
@@ -129,6 +131,7 @@ def check_same(what: str, about: dict, saved: dict | None, workdir: epath.PathLi
 def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints) -> dict:
     """A new state, or that of the newest checkpoint."""
     step = checkpoints.latest_step()
+    hosts.check_same(f"{workdir}: the newest checkpoint that is seen", f"{0 if step is None else step:016x}")
     if step is None:
         return program.init()
     if step < config.steps:
@@ -144,8 +147,10 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
 def describe(config: ConfigDict, workdir: epath.Path, program: Program, params: dict, split: Split) -> None:
     """Say in four lines what is about to be trained; the table of all parameters goes into a file."""
     if hosts.is_first():
-        overview = parameter_overview.get_parameter_overview(params, include_stats=False)
-        (workdir / "parameters.txt").write_text(overview)
+        with checkpoint.reachable("--workdir", workdir):
+            (workdir / "parameters.txt").write_text(
+                parameter_overview.get_parameter_overview(params, include_stats=False)
+            )
     count, devices = parameter_overview.count_parameters(params), jax.devices()
     tokens = config.steps * config.batch_size * config.sequence_length
     per_layer = MODELS[config.model.kind].weights == "per_layer"
@@ -169,6 +174,8 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
     pending = collections.deque()
+    if about["validation_due"]:  # the run was told to stop, and left that to us
+        progress.validation(first, evaluate(program, state["params"], splits["validation"], config))
 
     def read_scalars() -> None:
         step, scalars = pending.popleft()
@@ -198,7 +205,8 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
             progress.validation(step, evaluate(program, state["params"], splits["validation"], config))
         if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
             progress.flush()
-            checkpoint.save(checkpoints, step, state, about)
+            about["validation_due"] = not evaluating and step % config.eval_every == 0
+            checkpoint.save(checkpoints, step, state, dict(about))
         progress.pause(time.monotonic() - pause)
         checkpoint.check(checkpoints)
         if stopping:

@@ -121,10 +121,14 @@ ${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdi
 # for a host: is the process of run.pid a run, and not another one that has its number since a reboot?
 alive="alive() { grep -qzxF diffeqformer.main /proc/\$(cat run.pid)/cmdline; } 2>/dev/null"
 
-start() { # OPTIONS, quoted
+start() { # OPTIONS, quoted; a host where this very run goes on is left alone
+  local asked
+  asked=$(printf %q "$1")
   on all "cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || { echo \"\$HOSTNAME: isn't set up; use 'setup' first\" >&2; exit 1; }
 $alive
-if alive; then echo \"\$HOSTNAME: a run is going on already, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
+if alive && [ \"\$(cat run.options)\" = $asked ]; then echo \"\$HOSTNAME: this run is going on already\"; exit 0; fi
+if alive; then echo \"\$HOSTNAME: another run is going on, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
+printf '%s\\n' $asked >run.options
 nohup .venv/bin/python -m diffeqformer.main$1 >>run.log 2>&1 </dev/null & echo \$! >run.pid"
 }
 
@@ -133,7 +137,7 @@ run() {
   local options
   options=$(printf ' %q' "$@")
   start "$options"
-  [[ -n $dry ]] || echo "$options" >"$here/options" # not before: those of a run that goes on must stay
+  [[ -n $dry ]] || echo "$options" >"$here/options" # not before: those of another run that goes on must stay
 }
 
 resume() {

@@ -61,14 +61,19 @@ def saved_state(workdir) -> dict:
 
 
 def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
+    def saves_begun() -> set:
+        return {(path.name, path.stat().st_ino) for path in (tmp_path / "killed" / "checkpoints").glob("*tmp*")}
+
     def saving(running):
-        while not list((tmp_path / "killed" / "checkpoints").glob("*tmp*")):
+        before = saves_begun()
+        while not saves_begun() - before:
             assert running.poll() is None
 
     kills = 0
     while kills < 2:
+        before = saves_begun()
         kill_one(tmp_path / "killed", short_stores, saving)
-        kills += bool(list((tmp_path / "killed" / "checkpoints").glob("*tmp*")))  # or the save was faster
+        kills += bool(saves_begun() - before)  # or the save was faster
     check_as_if_nothing_had_been(tmp_path, short_stores)
 
     [(again, _)] = finish(start(1, 1, [tmp_path / "alone"], short_stores, *KILLING))

@@ -153,9 +153,11 @@ def test_hosts_run_what_was_asked_once(cloud, host):
     until((host / "said").exists)
     once = "|".join(["-m", "diffeqformer.main", *options, ""])
     assert (host / "said").read_text() == once
+    done, _ = cloud(TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent))  # as where one host of many had failed
+    assert done.returncode == 0 and "this run is going on already" in done.stdout
     done, _ = cloud(TPU, "run", "--config=configs/tiny.py", ZONE="z", HOST_FOLDER=str(host.parent))
     pid = (host / "run.pid").read_text().strip()
-    assert done.returncode == 1 and f"a run is going on already, as process {pid}" in done.stderr
+    assert done.returncode == 1 and f"another run is going on, as process {pid}" in done.stderr
     done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 0 and (host / "saved").exists(), "stop waits until the run has saved itself"
     assert "was told to stop, and saves itself" in done.stdout and "has ended" in done.stdout

@@ -370,12 +370,12 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         checkpoint.save(manager, 1, {"params": split(new_model(config))[1]}, about)
 
-    def fails(*_):
+    def fails(*_, **__):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", fails)
-        with pytest.raises(OSError, match="no space left"):
+        patch.setattr(checkpoint.ocp.CheckpointManager, "save", fails)
+        with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
             materialize(tmp_path / "run")
     folder = materialize(tmp_path / "run")  # the same folder, which isn't occupied
     assert folder == tmp_path / "run" / "materialized-6-bfloat16"

@@ -211,7 +211,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     with pytest.raises(UserError, match="another tokenizer"):
         train.read_saved(config, tmp_path, {**about, "tokenizer": "other"})
     with pytest.raises(UserError, match="another data_sha256"):
-        train.check_same("data_sha256", {"data_sha256": "other"}, about, tmp_path)
+        train.check_unchanged("data_sha256", {"data_sha256": "other"}, about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
         train.train(toy_config(steps=6, seed=1, data__dir=str(stdlib_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours

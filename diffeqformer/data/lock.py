@@ -10,6 +10,24 @@ from typing import IO
 from diffeqformer.errors import UserError
 
 
+def hold(lock: IO, partial: pathlib.Path) -> None:
+    """Wait until this process alone holds the lock.
+
+    Raises:
+        UserError: if the file system knows no locks.
+    """
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{partial}: another process is preparing this store; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(
+            f"config.data.dir: {partial} can't be locked ({error.strerror}); choose a folder of another file system"
+        ) from None
+
+
 @contextlib.contextmanager
 def only_process(partial: pathlib.Path) -> Iterator[IO]:
     """Make the folder of an unfinished store and hold it against other processes, waiting until none of them has it.
@@ -32,11 +50,7 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"{partial}: another process is preparing this store; waiting for it", flush=True)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            hold(lock, partial)
             try:
                 still_there = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
             except FileNotFoundError:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-BLOCK = 512  # positions of a tile of splash attention
+BLOCKS = (512, 384, 256, 128)  # positions of a tile of splash attention
 
 
 def plain(
@@ -32,7 +32,7 @@ def splash(
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     _, sequence, heads, width = query.shape
-    block = BLOCK if sequence % BLOCK == 0 else 128
+    block = next(size for size in BLOCKS if sequence % size == 0)
     sizes = {
         name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     }

@@ -153,7 +153,9 @@ def test_hosts_run_what_was_asked_once(cloud, host):
     until((host / "said").exists)
     once = "|".join(["-m", "diffeqformer.main", *options, ""])
     assert (host / "said").read_text() == once
-    done, _ = cloud(TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent))  # as where one host of many had failed
+    done, _ = cloud(
+        TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent)
+    )  # as where one host of many had failed
     assert done.returncode == 0 and "this run is going on already" in done.stdout
     done, _ = cloud(TPU, "run", "--config=configs/tiny.py", ZONE="z", HOST_FOLDER=str(host.parent))
     pid = (host / "run.pid").read_text().strip()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.config import check_config
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import Stopped, UserError
 from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import dropout_keys, make_program, new_model
@@ -156,6 +157,41 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
             assert checkpoint.read_about(manager, step)["tokenizer"] == "bytes"
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
+
+
+def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tmp_path, monkeypatch):
+    config = toy_config()
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    items = {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
+        checkpoint.save(manager, 1, items, about)
+        checkpoint.check(manager, wait=True)
+        monkeypatch.setattr(manager, "_finalize_checkpoint", fails)
+        checkpoint.save(manager, 2, items, about)
+        with pytest.raises(UserError, match="can't be written: no space left; earlier ones are untouched"):
+            for _ in range(100):  # steps
+                checkpoint.check(manager)
+                time.sleep(0.1)
+    assert (tmp_path / "checkpoints" / "1" / "params").is_dir()
+
+
+def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
+    tmp_path, stdlib_stores, monkeypatch, one_device_loop
+):
+    config = toy_config(steps=6, eval_every=3, data__dir=str(stdlib_stores), sequence_length=16)
+    seen = []
+    monkeypatch.setattr(train, "sample", lambda *_: "")
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
+        patch.setattr(train.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
+        train.train(config, tmp_path)
+    assert "validation/loss" not in curves(tmp_path)
+    train.train(config, tmp_path)
+    assert set(curves(tmp_path)["validation/loss"]) == {3, 6}
 
 
 def test_a_materialized_model_is_not_trained_further(tmp_path):

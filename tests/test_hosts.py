@@ -17,10 +17,11 @@ from runs import curves, finish, start
 
 def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores):
     """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
-    finish(start(1, 1, [tmp_path / "alone"], short_stores))
+    steps = ("--config.steps=40", "--config.eval_every=40")
+    finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * 4, 0
     for told in (5, 1):  # steps after the start
-        running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4")
+        running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4", *steps)
         for line in running[0].stdout:
             if line.startswith(f"step {stopped + told}/"):
                 running[1].send_signal(signal.SIGTERM)
@@ -28,13 +29,13 @@ def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores
         (_, errors), (second, _) = finish(running, 143)
         assert "told to stop, and saved at step" in errors and second == ""
         before, stopped = stopped, int(errors.split("saved at step ")[1].split()[0])
-        assert before + told <= stopped < 20
+        assert before + told <= stopped < 40
 
-    said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"))
+    said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", *steps))
     assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
     one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")
-    for tag, count in (("train/loss", 24), ("validation/loss", 1)):
+    for tag, count in (("train/loss", 40), ("validation/loss", 1)):
         assert one[tag].keys() == several[tag].keys() and len(one[tag]) == count
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 

@@ -56,7 +56,7 @@ def saved_state(workdir) -> dict:
     """Parameters and optimizer state of the last step."""
     items = {name: checkpoint.ocp.args.StandardRestore() for name in ("params", "optimizer")}
     with checkpoint.open_to_read(workdir) as (manager, step, _, _):
-        assert step == 30 and manager.all_steps() == [27, 30]
+        assert step == 30 and {27, 30} <= set(manager.all_steps())  # a kill can keep an older one from being deleted
         return dict(manager.restore(step, args=checkpoint.ocp.args.Composite(**items)).items())
 
 

@@ -1,0 +1,193 @@
+"""Downstream tasks: the command, its tables, and lm-eval's own way to the model."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import types
+
+import lm_eval
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from diffeqformer import checkpoint, downstream, downstream_table
+from diffeqformer.errors import UserError
+from diffeqformer.harness import HarnessModel
+from diffeqformer.models.transformer import split
+from diffeqformer.step import new_model
+from helpers import ROOT, toy_config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs with a checkpoint: a DiffEqFormer and a GPT, untrained models of bytes."""
+    folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
+    for folder in folders:
+        config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
+        about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+        with checkpoint.open_checkpoints(folder, kept=1) as manager:
+            checkpoint.save(manager, 12, {"params": split(new_model(config))[1]}, about)
+    return folders
+
+
+def command(*arguments, cache):
+    environment = {"XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8", "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "diffeqformer.downstream", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
+    done = command(
+        f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks", "--output", tmp_path / "out",
+        cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"] and len(lines) == 7
+    assert lines[2] == [
+        "**Benchmark**", "**examples**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
+        "**GPT-large (published)**", "**DiffEqFormer-large (published)**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
+    ]  # fmt: skip
+    rows = {line[0]: line[1:] for line in lines[3:]}
+    assert list(rows) == ["PIQA", "last_word", "pages [bits_per_byte]", "sums [exact_match]"]
+    assert rows["PIQA"][0] == "5" and rows["PIQA"][3:5] == ["56.26 (1.16)", "56.96 (1.16)"]
+    assert rows["pages [bits_per_byte]"][-1].endswith(" [0 shots]") and rows["last_word"][3] == "–"
+
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (tmp_path / "out" / "results.md").read_text() in done.stdout
+    assert [(run["kind"], run["step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
+        (kind, 12, 2, shots) for kind in ("diffeqformer", "gpt") for shots in (0, 2)
+    ]
+    assert list((tmp_path / "out" / "tensorboard").iterdir()) and report["seed"] == 1234
+    piqa = report["runs"][0]["tasks"]["piqa"]
+    assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})"
+    assert piqa["version"] == 1.0 and piqa["examples"] == 5
+    assert rows["pages [bits_per_byte]"][1] == f"{report['runs'][0]['tasks']['pages']['bits_per_byte,none']:.2f}"
+
+
+@pytest.fixture
+def local_tasks(tmp_path, monkeypatch):
+    """Task files name their data from the repository's folder; what `datasets` makes of it goes with the test."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+
+
+def options(runs, **changes):
+    values = dict(
+        workdir=[str(runs[0])], shots=["0"], tasks=[], include="tests/data/tasks", num_steps=[], batch_size=4,
+        window=None, limit=None, output=None,
+    )  # fmt: skip
+    return types.SimpleNamespace(**{**values, **changes})
+
+
+def test_several_depths_have_a_column_each_and_lm_eval_gets_every_score(runs, tmp_path, local_tasks, capsys):
+    downstream.run_all(options(runs, tasks=["pages", "last_word"], num_steps=["3", "2"], output=str(tmp_path), limit=3))
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert [run["num_steps"] for run in report["runs"]] == [3, 2] and report["limit"] == 3
+    assert f"**{runs[0]}, 3 steps** | **{runs[0]}, 2 steps** |" in capsys.readouterr().out
+    texts = [json.loads(line)["page"] for line in (ROOT / "tests/data/tasks/pages.jsonl").read_text().splitlines()[:3]]
+    for run in report["runs"]:
+        model = HarnessModel(checkpoint.load(runs[0]), run["num_steps"])
+        requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+        bits = -sum(model.loglikelihood_rolling(requests)) / math.log(2) / sum(len(text.encode()) for text in texts)
+        assert run["tasks"]["pages"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+        assert run["tasks"]["pages"]["examples"] == 3
+
+
+def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs, tmp_path, local_tasks):
+    folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks")
+    (folder / "mmlu.yaml").write_text(
+        "group: mmlu\ntask: [last_word, piqa]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    (folder / "loose.yaml").write_text("group: loose\ntask: [last_word, piqa]\n")
+    (folder / "tagged.yaml").write_text(f"include: {folder}/everyday.yaml\ntask: tagged\ntag: some\n")
+    for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5}), ("some", {"tagged": 5})):
+        downstream.run_all(options(runs, include=str(folder), tasks=[group], output=str(tmp_path / group)))
+        [run] = json.loads((tmp_path / group / "results.json").read_text())["runs"]
+        assert {task: results["examples"] for task, results in run["tasks"].items()} == rows
+        assert all(0 <= results["acc,none"] <= 1 for results in run["tasks"].values())
+
+
+def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkeypatch):
+    (tmp_path / "broken.yaml").write_text(
+        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood\ndoc_to_text: a\ndoc_to_target: b\n"
+    )
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(downstream, "evaluate", lambda *_: pytest.fail("it went to work"))
+    only_these = lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
+    for changes, sentence in (
+        ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
+        ({"shots": ["-1"]}, "--shots: must be whole numbers from 0 on, with commas between, but it has '-1'"),
+        ({"num_steps": ["0"]}, "--num_steps: must be whole numbers from 1 on"),
+        ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
+        ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
+        ({"window": 0}, "--window: must be from 2 to the 64 positions of .*, but it is 0"),
+        (
+            {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
+            "--output: .*: Not a directory; choose a folder that can be written",
+        ),
+        ({"include": "nowhere"}, "--include: nowhere is no folder"),
+        ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
+        ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
+        ({"tasks": ["last_wort"]}, "--tasks: there is no task last_wort; did you mean last_word?"),
+        (
+            {"shots": ["5"], "tasks": ["piqa"]},
+            "--tasks: an example of piqa with 5 shots can't be made, ValueError: Sample larger",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            downstream.run_all(options(runs, **changes))
+
+
+def test_without_lm_eval_there_is_one_sentence(tmp_path):
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('not installed')")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diffeqformer.downstream as d; d.main()"
+    done = subprocess.run([sys.executable, "-c", script, "--workdir=a"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "diffeqformer[eval]" in done.stderr, done.stderr
+
+
+def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
+    results = lm_eval.simple_evaluate(
+        "diffeqformer", f"workdir={runs[0]},num_steps=2", tasks=["sums"], batch_size="4", bootstrap_iters=0,
+        task_manager=TaskManager(include_path="tests/data/tasks", include_defaults=False),
+    )  # fmt: skip
+    assert results["results"]["sums"]["exact_match,none"] >= 0 and results["config"]["model_num_steps"] == 2
+
+
+def test_published_figures():
+    """Spot checks against the paper, and the standard error that each accuracy and number of examples implies."""
+    gpt, ours = downstream_table.PUBLISHED["gpt"]
+    llama, _ = downstream_table.PUBLISHED["llama"]
+    assert str(gpt.values[0]["arc_challenge"]) == "20.65 (1.18)" and str(ours.values[5]["wsc273"]) == "53.11 (3.03)"
+    assert str(llama.values[5]["mmlu"]) == "26.43 (0.37)" and str(ours.values[0]["lambada_openai"]) == "38.39 (0.68)"
+    examples = dict(zip(downstream_table.TASKS, (1172, 2376, 10042, 5153, 5153, 651, 14042, 1838, 1000, 1267, 273)))
+    for columns in downstream_table.PUBLISHED.values():
+        for column in columns:
+            for values in column.values.values():
+                for task, (percent, error, _) in values.items():
+                    implied = math.sqrt(percent * (100 - percent) / (examples[task] - 1))
+                    assert error == pytest.approx(implied, abs=0.011 + 0.15 * (task == "piqa"))
+
+
+def test_lm_eval_makes_the_model_from_its_arguments(runs):
+    model = HarnessModel.create_from_arg_string(
+        f"workdir={runs[0]},num_steps=3,window=50", {"batch_size": "5", "device": "cuda:0", "max_batch_size": None}
+    )
+    assert model.num_steps == 3 and model.max_length == 50 and model.scorer.batch_size == 8
+    assert model.get_model_info()["model_step"] == 12
+    for arguments, sentence in (
+        ({}, "workdir: the folder of a run is needed"),
+        ({"workdir": runs[0], "depth": 3}, "depth: there is no such argument"),
+        ({"workdir": runs[0], "batch_size": "auto"}, "batch_size: must be a whole number, but it is 'auto'"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            HarnessModel.create_from_arg_obj(arguments)

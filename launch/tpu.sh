@@ -4,7 +4,7 @@
 #   launch/tpu.sh create                      ask for the slice, unless it is asked for already; wait until it lets us in
 #   launch/tpu.sh setup                       copy the last commit to all hosts, and install it
 #   launch/tpu.sh run --config=configs/large.py --workdir=gs://my-bucket/runs/large     start training on all hosts
-#   launch/tpu.sh watch                       follow what process 0 prints; Ctrl-C stops watching only
+#   launch/tpu.sh watch                       follow what host 0 prints, or WORKER=3 complains of; Ctrl-C stops watching only
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its newest checkpoint
 #   launch/tpu.sh delete                      give the slice back
@@ -114,7 +114,7 @@ setup() {
 command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
 ~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]' -c constraints.txt
-${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; mountpoint -q /mnt/runs || sudo mount $NFS /mnt/runs; sudo chmod 777 /mnt/runs}"
+${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; grep -q /mnt/runs /etc/fstab || echo '$NFS /mnt/runs nfs _netdev' | sudo tee -a /etc/fstab; mountpoint -q /mnt/runs || sudo mount /mnt/runs; sudo chmod 777 /mnt/runs}"
   [[ -n $dry ]] || touch "$here/ready"
 }
 
@@ -151,7 +151,7 @@ resume() {
   start "$(<"$here/options")"
 }
 
-watch() { on 0 "tail -n 50 -F diffeqformer/run.log"; }
+watch() { on "${WORKER:-0}" "tail -n 50 -F diffeqformer/run.log"; }
 
 stop() {
   on all "cd diffeqformer 2>/dev/null

@@ -142,7 +142,7 @@ def test_all_hosts_are_set_up(cloud):
     done, calls = cloud(TPU, "setup", ZONE="z", NFS="10.0.0.2:/share")
     assert done.returncode == 0 and " scp .launch/slice/source.tar.gz " in calls[0]
     assert calls[0].endswith("--worker=all --zone=z")
-    assert "mount 10.0.0.2:/share /mnt/runs" in "\n".join(calls) and "-e '.[tpu,gcs]'" in "\n".join(calls)
+    assert "10.0.0.2:/share /mnt/runs nfs" in "\n".join(calls) and "-e '.[tpu,gcs]'" in "\n".join(calls)
     assert not any("mount" in call for call in cloud(TPU, "setup", ZONE="z")[1])
 
 
@@ -284,3 +284,9 @@ def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
     program = ".venv/bin/python -m diffeqformer.main --config=configs/large.py"
     assert calls[0] == f"srun --cpus-per-task=5 --kill-on-bad-exit=0 {program}"
     assert calls[1:] == more and done.returncode == status
+
+
+def test_any_host_can_be_watched(cloud):
+    for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
+        _, [call] = cloud(TPU, "watch", ZONE="z", **settings)
+        assert f" --worker={worker} " in call and "run.log" in call

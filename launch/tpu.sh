@@ -114,7 +114,7 @@ setup() {
 command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
 ~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]' -c constraints.txt
-${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; grep -q /mnt/runs /etc/fstab || echo '$NFS /mnt/runs nfs _netdev' | sudo tee -a /etc/fstab; mountpoint -q /mnt/runs || sudo mount /mnt/runs; sudo chmod 777 /mnt/runs}"
+${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab; mountpoint -q /mnt/runs || sudo mount /mnt/runs; sudo chmod 777 /mnt/runs}"
   [[ -n $dry ]] || touch "$here/ready"
 }
 

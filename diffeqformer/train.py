@@ -1,6 +1,7 @@
 """A training run: data, steps, evaluation, curves, checkpoints, and a sample at the end."""
 
 import collections
+import contextlib
 import math
 import os
 import pathlib
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint, hosts
 from diffeqformer.config import check_config, check_resumable, check_tokenizer
+from diffeqformer.data.lock import only_run
 from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import open_tokenizer
@@ -51,14 +53,19 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         make_folder(workdir)
         hosts.check_shared(workdir)
     with hosts.all_succeed("the newest checkpoint"):
-        saved = read_saved(config, workdir, about)  # before a corpus is prepared, which can take hours
+        read_saved(config, workdir, about)  # what can't go on is said before a corpus is prepared, which can take hours
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
     about["data_sha256"] = splits["train"].sha256
-    check_unchanged("data_sha256", about, saved, workdir)
     make_folder(workdir)
     hosts.check_same("config.data.dir: the token store", about["data_sha256"])
-    with checkpoint.open_to_write(workdir, config.checkpoints_kept) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        with hosts.all_succeed("the work folder"):
+            if hosts.is_first():
+                stack.enter_context(only_run(workdir))
+            saved = read_saved(config, workdir, about)  # again: another run may have gone on meanwhile
+            check_unchanged("data_sha256", about, saved, workdir)
+        checkpoints = stack.enter_context(checkpoint.open_to_write(workdir, config.checkpoints_kept))
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         state = start_or_resume(config, workdir, program, checkpoints)
         describe(config, workdir, program, state["params"], splits["train"])

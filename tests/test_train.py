@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax import nnx
 
 from diffeqformer import checkpoint, optimizer, train
 from diffeqformer.config import check_config
+from diffeqformer.data.lock import only_run
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
@@ -318,3 +321,22 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
         checkpoint.save(manager, 1, {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}, about)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")
+
+
+def test_a_second_run_waits_for_the_first_one(tmp_path, capsys):
+    order, workdir = [], epath.Path(tmp_path)
+
+    def second():
+        with only_run(workdir):
+            order.append("second")
+
+    with only_run(workdir):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while "another run is going on here; waiting for its end" not in capsys.readouterr().out:
+            assert thread.is_alive()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    with only_run(epath.Path("gs://bucket/run")):  # where there are no locks
+        pass

@@ -1,4 +1,4 @@
-"""One process at a time for a store that isn't finished."""
+"""One process at a time for a store that isn't finished, or for the work folder of a run."""
 
 import contextlib
 import fcntl
@@ -7,25 +7,37 @@ import pathlib
 from collections.abc import Iterator
 from typing import IO
 
+from etils import epath
+
 from diffeqformer.errors import UserError
 
 
-def hold(lock: IO, partial: pathlib.Path) -> None:
-    """Wait until this process alone holds the lock.
+def hold(lock: IO, waiting: str) -> None:
+    """Wait until this process alone holds the lock, and say so.
 
     Raises:
-        UserError: if the file system knows no locks.
+        OSError: if the file system knows no locks.
     """
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{partial}: another process is preparing this store; waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        raise UserError(
-            f"config.data.dir: {partial} can't be locked ({error.strerror}); choose a folder of another file system"
-        ) from None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(waiting, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def only_run(workdir: epath.Path) -> Iterator[None]:
+    """Hold a work folder against a second run, which waits, on this machine and others that share the disk.
+
+    Where there are no locks, as on gs:// and some cluster disks, this does nothing.
+    """
+    if "://" in str(workdir):
+        yield
+        return
+    with open(workdir / ".lock", "w") as lock:
+        with contextlib.suppress(OSError):
+            hold(lock, f"{workdir}: another run is going on here; waiting for its end")
+        yield
 
 
 @contextlib.contextmanager
@@ -50,7 +62,11 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
         with lock:
-            hold(lock, partial)
+            try:
+                hold(lock, f"{partial}: another process is preparing this store; waiting for it")
+            except OSError as error:
+                reason = f"{partial} can't be locked ({error.strerror})"
+                raise UserError(f"config.data.dir: {reason}; choose a folder of another file system") from None
             try:
                 still_there = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
             except FileNotFoundError:

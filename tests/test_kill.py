@@ -26,12 +26,13 @@ def newest(workdir: pathlib.Path) -> int:
 
 
 def kill_one(workdir, stores, when) -> int:
-    """Start, or go on; kill at a moment that `when(process)` waits for; the step from which it went on."""
+    """Start, or go on; kill at a moment that `when(process)` waits for, giving what it read; the step from which it went on."""
     before = newest(workdir)
     [running] = start(1, 1, [workdir], stores, *KILLING)
-    when(running)
+    read = when(running) or ""
     running.send_signal(signal.SIGKILL)
     output, errors = running.communicate()
+    output = read + output
     assert running.returncode in (-signal.SIGKILL, 0) and errors == "", errors
     resumed = re.search(r"from its checkpoint at step (\d+)", output)
     if resumed or before == 0:
@@ -85,13 +86,25 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
 
 @pytest.mark.kill
 def test_kills_at_random_moments_for_ten_minutes(tmp_path, short_stores, capsys):
+    """Every other one after the first step, when saves come one after the other."""
     deadline, kills, at = time.monotonic() + 600, 0, random.Random(0)
+
+    def early(running):
+        time.sleep(at.uniform(1, 14))
+
+    def training(running):
+        lines = []
+        while lines[-1:] != [""] and "first step" not in "".join(lines[-1:]):
+            lines.append(running.stdout.readline())
+        time.sleep(at.uniform(0, 3))
+        return "".join(lines)
+
     while time.monotonic() < deadline:
         if newest(tmp_path / "killed") == 30:
             check_as_if_nothing_had_been(tmp_path, short_stores)
             for folder in ("killed", "alone"):
                 (tmp_path / folder).rename(tmp_path / f"{folder}-{kills}")
-        kill_one(tmp_path / "killed", short_stores, lambda _: time.sleep(at.uniform(1, 14)))
+        kill_one(tmp_path / "killed", short_stores, training if kills % 2 else early)
         kills += 1
         with capsys.disabled():
             print(f"kill {kills}: the newest checkpoint is step {newest(tmp_path / 'killed')}", flush=True)

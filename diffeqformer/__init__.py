@@ -12,6 +12,5 @@ import os
 
 __version__ = "0.1.0"
 
-os.environ.setdefault(
-    "EPATH_USE_TF", "false"
-)  # gs:// by gcsfs, as token stores are: importing TensorFlow takes seconds
+# gs:// by gcsfs, as token stores are: importing TensorFlow takes seconds
+os.environ.setdefault("EPATH_USE_TF", "false")

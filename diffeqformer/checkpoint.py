@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
-from diffeqformer.errors import Stopped, UserError
+from diffeqformer.errors import Stopped, UserError, out_of_memory
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.step import abstract_model
 
@@ -144,7 +144,7 @@ def readable(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the file system, of TensorStore, or of a file's content
-        if "RESOURCE_EXHAUSTED" in str(error):  # memory
+        if out_of_memory(error):
             raise
         raise UserError(
             f"{manager.directory / str(step)}: this checkpoint can't be read: {_reason(error)}; put its files back, or delete "

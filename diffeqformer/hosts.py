@@ -55,9 +55,8 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did says "
         "this, so start the one that says nothing, and see that it can reach process 0"
     )
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it counts steps from 0, also in a resumed run: see Notice
+    # JAX's own notice counts steps from 0, also in a resumed run; `Notice` takes its place
+    jax.config.update("jax_enable_preemption_service", False)
     watchdog = threading.Timer(timeout, leave, (1, late))  # JAX itself would abort with a stack trace
     watchdog.start()
     try:
@@ -146,8 +145,8 @@ def all_succeed(what: str) -> Iterator[None]:
         raise error
 
 
-def check_same(what: str, digest: str) -> None:
-    """Check that every process has the same, by its hash in hexadecimal digits.
+def check_same(what: str, digest: str, remedy: str) -> None:
+    """Check that every process has the same, by its hash in hexadecimal digits; the `remedy` is what to do if not.
 
     Raises:
         UserError: on every process, if one hasn't.
@@ -157,7 +156,7 @@ def check_same(what: str, digest: str) -> None:
     digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     if others:
-        raise UserErrorEverywhere(f"{what} on process {', '.join(others)} isn't that of process 0; make them the same")
+        raise UserErrorEverywhere(f"{what} on process {', '.join(others)} isn't that of process 0; {remedy}")
 
 
 class Notice(contextlib.AbstractContextManager):
@@ -178,7 +177,7 @@ class Notice(contextlib.AbstractContextManager):
     def now(self) -> bool:
         """Whether to stop after this step; the same on all hosts, whichever of them was told.
 
-        Several agree by a sum on their devices, read one call late: so the host never waits for the step in flight.
+        Several agree by a reduction on their devices, read one call late: so the host never waits for the step in flight.
         """
         if jax.process_count() == 1:
             return self.told

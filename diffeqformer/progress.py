@@ -51,7 +51,7 @@ def open_writer(folder: str, first_step: int) -> EventsWriter:
 class Progress:
     """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
 
-    A curve that can't be written ends no run: that is said once, and tried again.
+    What can't be written ends no run; that is said once.
 
     Args:
         workdir: folder of the run.
@@ -114,7 +114,7 @@ class Progress:
                 action(self.writer)
             except Exception as error:  # of the file system, or of a cloud's client
                 if not self.failed:
-                    print(f"the curves can't be written: {error}; what they lack is tried again", flush=True)
+                    print(f"the curves can't be written: {error}; the run goes on without", flush=True)
                 self.failed = True
 
     def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:

@@ -58,7 +58,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
     about["data_sha256"] = splits["train"].sha256
     make_folder(workdir)
-    hosts.check_same("config.data.dir: the token store", about["data_sha256"])
+    hosts.check_same("config.data.dir: the token store", about["data_sha256"], "give all hosts the same one")
     with contextlib.ExitStack() as stack:
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
@@ -138,7 +138,8 @@ def check_unchanged(what: str, about: dict, saved: dict | None, workdir: epath.P
 def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints) -> dict:
     """A new state, or that of the newest checkpoint."""
     step = checkpoints.latest_step()
-    hosts.check_same(f"{workdir}: the newest checkpoint that is seen", f"{0 if step is None else step:016x}")
+    seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
+    hosts.check_same(f"{workdir}: the newest checkpoint that is seen", seen, remedy)
     if step is None:
         return program.init()
     if step < config.steps:

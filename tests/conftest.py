@@ -64,3 +64,22 @@ def short_stores(stdlib_stores, tmp_path_factory) -> pathlib.Path:
     (store / "store.json").write_text(json.dumps(about))
     assert open_store(store, "bytes", 64)["validation"].size == 2000
     return folder
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """The folder of a run that has saved a checkpoint: an untrained model of bytes with lively weights."""
+    import jax.numpy as jnp
+
+    from diffeqformer import checkpoint
+    from diffeqformer.models.transformer import split
+    from diffeqformer.step import new_model
+    from helpers import toy_config
+
+    workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)
+    params = split(new_model(config))[1]
+    params["depth"]["layers"]["qkv"]["constant"] += 0.3
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
+        checkpoint.save(manager, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about)
+    return workdir

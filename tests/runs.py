@@ -1,4 +1,4 @@
-"""Small runs of the training command in processes of their own."""
+"""Commands, and small runs of the training one, in processes of their own."""
 
 import os
 import re
@@ -63,3 +63,11 @@ def curves(workdir) -> dict[str, dict[int, float]]:
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
     return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
+
+
+def command(module: str, *arguments, **options) -> subprocess.CompletedProcess:
+    """One of the project's commands, run to its end; `options` are those of `subprocess.run`."""
+    return subprocess.run(
+        [sys.executable, "-m", f"diffeqformer.{module}", *(a if isinstance(a, bytes) else str(a) for a in arguments)],
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8"}, capture_output=True, text=True, **options,
+    )  # fmt: skip

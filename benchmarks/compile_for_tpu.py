@@ -6,7 +6,7 @@
 Prints, per chip, the GiB of the state and the batch (arguments; the new state takes their place), of what the step
 needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the compiler's
 own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2 joins two of
-them by the data centre's network.
+them by the data centre's network. --plain_attention shows what splash attention saves.
 """
 
 import os
@@ -23,11 +23,13 @@ from jax.experimental import topologies  # noqa: E402
 from diffeqformer import cli  # noqa: E402
 from diffeqformer.config import check_config  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
+from diffeqformer.models import attention  # noqa: E402
 from diffeqformer.sharding import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.step import make_program  # noqa: E402
 
 CONFIG = cli.define_config()
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:8x8", "Kind and shape of the slice.")
+PLAIN = flags.DEFINE_bool("plain_attention", False, "Take XLA's own attention, to compare.")
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape.", lower_bound=1)
 
 
@@ -51,7 +53,7 @@ def main() -> None:
     config, devices, start = CONFIG.value, tpu_devices(TOPOLOGY.value, SLICES.value), time.perf_counter()
     check_config(config, len(devices), "tpu")
     shape = mesh_shape(config.mesh, len(devices))
-    program = make_program(config, make_mesh(shape, devices))
+    program = make_program(config, make_mesh(shape, devices), (attention.plain, "plain") if PLAIN.value else None)
     print(
         f"{config.name} on {SLICES.value} x {TOPOLOGY.value}, mesh {' x '.join(map(str, shape))}, "
         f"attention: {program.attention}",

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from diffeqformer import loss, step
+from diffeqformer import loss
 from diffeqformer.models import attention
 from diffeqformer.sharding import make_mesh
+from diffeqformer.step import make_program
 from helpers import toy_config
 
 
@@ -100,10 +101,9 @@ def test_a_train_step_for_gpus_calls_cudnn(remat, forward_passes, monkeypatch):
     """Lowered for GPUs that aren't there, on a mesh of all kinds; `products` keeps what attention gave."""
     library = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(step, "choose", lambda *_: (attention.cudnn, "cuDNN"))
     config = toy_config(batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)
     config.model.update(max_length=128, vocab_multiple=16, width=64, heads=8, mlp=64, dtype="bfloat16")
-    program = step.make_program(config, make_mesh((2, 2, 2)))
+    program = make_program(config, make_mesh((2, 2, 2)), (attention.cudnn, "cuDNN"))
     shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 128), "int32")
     text = program.train_step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     calls = [len(re.findall(rf"custom_call @__cudnn\$fmhaSoftmax{kind}\(", text)) for kind in ("", "Backward")]

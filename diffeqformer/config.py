@@ -14,8 +14,9 @@ from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.generated import STARTS
-from diffeqformer.models.transformer import FIELDS, MODELS
+from diffeqformer.models.transformer import FIELDS, MODELS, solvers_of
 from diffeqformer.sharding import check_mesh
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
 
 
@@ -44,6 +45,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.heads = 12  # attention heads; must divide the width
     config.model.mlp = 3072  # F, of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
+    # How depth is walked: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
+    config.model.solver = MODELS[model].solver if model in MODELS else "euler"
     config.model.vocab_size = 50_257  # at least that of the tokenizer
     config.model.vocab_multiple = (
         1  # embeddings have rows up to a multiple of this, for sharding; they never get probability
@@ -162,6 +165,12 @@ RULES = [
         "model.field",
         lambda v, c, n: v == (MODELS[c.model.kind].field or v),
         "must be that of model.kind, {c.model.kind}",
+    ),
+    Rule("model.solver", lambda v, c, n: v in SOLVERS, f"must be one of {', '.join(SOLVERS)}"),
+    Rule(
+        "model.solver",
+        lambda v, c, n: v in solvers_of(c.model.kind),
+        "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
     ),
     Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
     *_every(

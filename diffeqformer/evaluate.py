@@ -3,6 +3,7 @@
 The perplexities are defined in docs/evaluation.md.
 """
 
+import itertools
 import json
 import pathlib
 import statistics
@@ -16,11 +17,14 @@ from flax import nnx
 from diffeqformer import checkpoint, cli
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import solvers_of
 from diffeqformer.progress import token_progress
 from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.scoring import Scorer
+from diffeqformer.solvers import SOLVERS
 
 COLUMNS = {
+    "solver": "solver",
     "num_steps": "steps",
     "paper_perplexity": "paper's perplexity",
     "perplexity": "perplexity",
@@ -43,6 +47,7 @@ def define_flags() -> None:
     flags.DEFINE_string("module", None, "A Python module that adds corpora; by default the one of the training.")
     flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
+    flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
     flags.DEFINE_integer(
         "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
@@ -70,6 +75,25 @@ def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | No
     return task, matching_files(patterns, name) if patterns else None
 
 
+def make_scorers(opened: checkpoint.Checkpoint, solvers: list[str], steps: list[int], batch_size: int) -> dict:
+    """A scorer for each (solver, number of steps), whose solver the model then has.
+
+    Raises:
+        UserError: if the model can't have one of them, or there are none of a name.
+    """
+    config = opened.config.model
+    for name in solvers:
+        if name not in (possible := solvers_of(config.kind)):
+            raise UserError(
+                f"--solver: must be one of {', '.join(possible)} for a model of the kind {config.kind}, but it is {name!r}"
+            )
+    scorers = {}
+    for name, num_steps in itertools.product(solvers or [config.solver], steps or [config.num_steps]):
+        opened.model.solver = SOLVERS[name]
+        scorers[name, num_steps] = Scorer(opened.model, num_steps, batch_size)
+    return scorers
+
+
 def evaluate(options) -> dict:
     """Score a checkpoint as the options say, and write and print the results.
 
@@ -83,8 +107,8 @@ def evaluate(options) -> dict:
     for name, value, least, most in (("window", window, 2, model.max_length), ("stride", stride, 1, window)):
         if not least <= value <= most:
             raise UserError(f"--{name}: must be at least {least} and at most {most:,}, but it is {value}")
-    steps = whole_numbers("--num_steps", options.num_steps, 1) or [model.num_steps]
-    scorers = [Scorer(model, num_steps, options.batch_size) for num_steps in steps]  # what can't be is said now
+    steps = whole_numbers("--num_steps", options.num_steps, 1)
+    scorers = make_scorers(opened, options.solver, steps, options.batch_size)  # what can't be is said now
     task, files = text_of(options, opened)
 
     from diffeqformer.data.quiet import import_tensorflow
@@ -105,6 +129,7 @@ def evaluate(options) -> dict:
         "kind": config.model.kind,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
         "checkpoint_step": opened.step,
+        "trained_solver": config.model.solver,
         "trained_num_steps": config.model.num_steps,
         "task": task,
         "files": files,
@@ -118,14 +143,16 @@ def evaluate(options) -> dict:
         "rows": [],
     }
     print(heading(results), flush=True)
-    for num_steps, scorer, milliseconds in zip(steps, scorers, time_windows(evaluation, scorers)):
-        paper = evaluation.paper(scorer, token_progress(f"{num_steps} steps, disjoint windows"))
-        full = evaluation.full(scorer, token_progress(f"{num_steps} steps, every token"))
-        row = {"num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds}
+    times = time_windows(evaluation, list(scorers.values()))
+    for (solver, num_steps), milliseconds in zip(scorers, times):
+        scorer, name = scorers[solver, num_steps], f"{solver}, {num_steps} steps"
+        paper = evaluation.paper(scorer, token_progress(f"{name}, disjoint windows"))
+        full = evaluation.full(scorer, token_progress(f"{name}, every token"))
+        row = {"solver": solver, "num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds}
         results["rows"].append(row)
         write(results, folder)
     print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
-    if len(steps) > 1:
+    if len(scorers) > 1:
         plot(results, folder / "perplexity.png")
         print("and perplexity.png beside them")
     return results
@@ -147,7 +174,8 @@ def heading(results: dict) -> str:
     """Which model is scored, and on what."""
     return (
         f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
-        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps\n{text_name(results)}; windows of "
+        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} "
+        f"steps of {results['trained_solver']}\n{text_name(results)}; windows of "
         f"{results['window']}, stride {results['stride']}"
     )
 
@@ -173,7 +201,7 @@ def table(results: dict) -> str:
     ]
     for row in results["rows"]:
         large = lambda value: f"{value:,.2f}" if value < 1e5 else f"{value:.3e}"  # noqa: E731
-        cells = [str(row["num_steps"]), *(large(row[name]) for name in list(COLUMNS)[1:4])]
+        cells = [row["solver"], str(row["num_steps"]), *(large(row[name]) for name in list(COLUMNS)[2:5])]
         cells += [f"{row['bits_per_byte']:.4f}", f"{row['milliseconds_per_window']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -184,9 +212,10 @@ def write(results: dict, folder: pathlib.Path) -> None:
     write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(folder / "results.md", table(results) + "\n")
     row = results["rows"][-1]
-    with tensorboardX.SummaryWriter(str(folder), filename_suffix=f".{row['num_steps']}") as writer:
-        for metric in list(COLUMNS)[1:]:
-            tag = f"{results['task']}-{results['split']}/{metric}/{row['num_steps']}_steps"
+    name = f"{row['solver']}_{row['num_steps']}_steps"
+    with tensorboardX.SummaryWriter(str(folder), filename_suffix=f".{name}") as writer:
+        for metric in list(COLUMNS)[2:]:
+            tag = f"{results['task']}-{results['split']}/{metric}/{name}"
             writer.add_scalar(tag, row[metric], results["checkpoint_step"])
 
 
@@ -197,25 +226,39 @@ def plot(results: dict, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    rows = sorted(results["rows"], key=lambda row: row["num_steps"])
-    steps = [row["num_steps"] for row in rows]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, name in zip(axes, ("num_steps", "milliseconds_per_window")):
-        across = [row[name] for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: across[i])
-        for metric, label in (("paper_perplexity", "paper's perplexity"), ("perplexity", "perplexity")):
-            axis.plot([across[i] for i in order], [rows[i][metric] for i in order], "o-", label=label)
-        for x, row in zip(across, rows):
-            if name != "num_steps":
-                axis.annotate(
-                    row["num_steps"], (x, row["perplexity"]), textcoords="offset points", xytext=(0, 10), ha="center"
+    solvers = list(dict.fromkeys(row["solver"] for row in results["rows"]))
+    for colour, solver in enumerate(solvers):
+        rows = sorted((row for row in results["rows"] if row["solver"] == solver), key=lambda row: row["num_steps"])
+        label = f"{solver}: " if len(solvers) > 1 else ""
+        for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
+            for metric, line, name in (
+                ("paper_perplexity", "s--", "paper's perplexity"),
+                ("perplexity", "o-", "perplexity"),
+            ):
+                axis.plot(
+                    [row[across] for row in rows],
+                    [row[metric] for row in rows],
+                    line,
+                    color=f"C{colour}",
+                    label=label + name,
                 )
+        for row in rows:
+            axes[1].annotate(
+                row["num_steps"],
+                (row["milliseconds_per_window"], row["perplexity"]),
+                textcoords="offset points",
+                xytext=(0, 10),
+                ha="center",
+            )
+    for axis in axes:
         axis.grid(alpha=0.3)
+    steps = sorted({row["num_steps"] for row in results["rows"]})
     trained = results["trained_num_steps"]
     if trained in steps:
         axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
     axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
-    values = [row[metric] for row in rows for metric in ("paper_perplexity", "perplexity")]
+    values = [row[metric] for row in results["rows"] for metric in ("paper_perplexity", "perplexity")]
     if max(values) > 3 * min(values):
         axes[0].set_yscale("log")
         axes[0].yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))

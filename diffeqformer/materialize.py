@@ -37,7 +37,7 @@ def _discretized_params(graph, params, num_steps, dtype):
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_compute_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_compute_type(model.depth(model.times(num_steps)), dtype)},
+        "depth": {"layers": in_compute_type(model.layers_for(model.times(num_steps)), dtype)},
     }
 
 

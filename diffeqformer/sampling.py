@@ -83,7 +83,12 @@ def read_prompt(
     model, length = nnx.merge(graph, params), tokens.shape[1]
     field = model.field
     cache = KeyValueCache.empty(
-        len(weights.step_sizes), 1, length, field.heads, field.width // field.heads, model.dtype
+        len(weights.step_sizes) * model.solver.evaluations,
+        1,
+        length,
+        field.heads,
+        field.width // field.heads,
+        model.dtype,
     )
 
     def read_chunk(chunk, carry):
@@ -146,8 +151,7 @@ def write_tokens(
         num_steps: steps of depth; None: as trained.
 
     Raises:
-        UserError: if one of these is out of its range, or the model's solver evaluates its vector field more than
-            once in a step.
+        UserError: if one of these is out of its range.
     """
     choice.check()
     for name, value in (("samples", samples), ("tokens", count)):

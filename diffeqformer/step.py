@@ -170,7 +170,7 @@ class Losses:
         times, dtype, stack = model.times(), model.weights_dtype, model.stack
         others = {name: value for name, value in params.items() if name != "depth"}
         layers, pull_back = jax.vjp(
-            lambda depth: in_compute_type(nnx.merge(self.graph, {**others, "depth": depth}).depth(times), dtype),
+            lambda depth: in_compute_type(nnx.merge(self.graph, {**others, "depth": depth}).layers_for(times), dtype),
             params["depth"],
         )
         count = tokens.shape[0] * (tokens.shape[1] - 1)
@@ -206,11 +206,15 @@ def add_up(differentiate: Callable, at: tuple, batch: tuple, microbatches: int) 
     return jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)
 
 
-def make_program(config, mesh: Mesh) -> Program:
-    """Prepare, without compiling yet, the functions of a run of `config` on `mesh`."""
+def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = None) -> Program:
+    """Prepare, without compiling yet, the functions of a run of `config` on `mesh`.
+
+    Args:
+        attention: causal attention, and a word on it for the log; by default the fastest for the mesh's devices.
+    """
     graph, abstract = split(abstract_model(config))
     head_width = config.model.width // config.model.heads
-    attend, attention = choose(mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width)
+    attend, word = attention or choose(mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width)
     losses = Losses(graph, abstract, mesh, attend)
     place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # noqa: E731
     param_shardings, replicated = place(losses.param_specs), place(PartitionSpec())
@@ -253,7 +257,7 @@ def make_program(config, mesh: Mesh) -> Program:
 
     return Program(
         graph,
-        attention,
+        word,
         state_shardings,
         by_example,
         init=jax.jit(init, out_shardings=state_shardings),

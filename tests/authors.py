@@ -5,6 +5,8 @@ import pathlib
 import numpy as np
 from ml_collections import ConfigDict
 
+from diffeqformer.config import base_config
+
 DATA = pathlib.Path(__file__).parent / "data"
 
 # our layer -> (its path in the DiffEqFormer's block, its path in the vanilla blocks)
@@ -44,13 +46,11 @@ MODELS = {
 
 def model_config(kind: str, field: str | None = None, **changes) -> ConfigDict:
     """The `model` part of a config at the reference's sizes."""
-    field = field or ("llama" if kind == "llama" else "gpt")
-    config = dict(
-        kind=kind, field=field, norm_of_norm=True, width=32, heads=4, mlp=64 if field == "llama" else 128,
-        num_steps=6, vocab_size=64, vocab_multiple=1, max_length=16, time_embed_dim=12, sinusoidal_dim=8, time_frequency=1000.0,
-        generator_start="published", dropout=0.0, dtype="float32", remat="none", state_dtype="float32", weights_dtype="float32",
-    )  # fmt: skip
-    return ConfigDict({**config, **changes})
+    config = base_config("", kind, field or "gpt").model
+    config.update(width=32, heads=4, mlp=64 if config.field == "llama" else 128, num_steps=6, vocab_size=64)
+    config.update(max_length=16, time_embed_dim=12, sinusoidal_dim=8, dropout=0.0, dtype="float32", remat="none")
+    config.update(changes)
+    return config
 
 
 def flatten_kernel(name: str, kernel: np.ndarray, lead: int) -> np.ndarray:

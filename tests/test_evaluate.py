@@ -1,5 +1,6 @@
 """Perplexities: those of plain sums, the same as training's own, and a command that says what is wrong."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -22,6 +23,7 @@ from diffeqformer.harness import HarnessModel
 from diffeqformer.models import transformer
 from diffeqformer.models.transformer import Transformer
 from diffeqformer.results import results_folder, whole_numbers
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.step import make_program, new_model
 from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 
@@ -63,14 +65,17 @@ def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def results(workdir, text):
-    done = evaluate(workdir, text, "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8")
+    done = evaluate(
+        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8"
+    )
     assert done.returncode == 0, done.stderr
     [folder] = (workdir / "evaluation" / "python_stdlib-validation").iterdir()
     return done.stdout, json.loads((folder / "results.json").read_text()), folder
 
 
-def losses_of(model: Transformer, num_steps: int):
+def losses_of(model: Transformer, solver: str, num_steps: int):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
+    model.solver = SOLVERS[solver]
     weights = model.weights(model.times(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
 
@@ -84,8 +89,9 @@ def losses_of(model: Transformer, num_steps: int):
 def test_perplexities_are_those_of_plain_sums(workdir, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
     texts = [text for text in DOCUMENTS if text.strip()]
-    for row, num_steps in zip(results[1]["rows"], (6, 3), strict=True):
-        losses_of_ids = losses_of(model, num_steps)
+    for row, how in zip(results[1]["rows"], itertools.product(("euler", "rk4"), (6, 3)), strict=True):
+        assert (row["solver"], row["num_steps"]) == how
+        losses_of_ids = losses_of(model, *how)
         stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
         windows = [stream[start : start + 8] for start in range(0, len(stream) - 7, 8)]
         losses = np.concatenate([losses_of_ids(window) for window in windows])
@@ -111,10 +117,11 @@ def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000
     assert (folder / "results.md").read_text() in shown
-    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| 6", "| 3"))]
-    assert [row[0] for row in rows] == ["| 6", "| 3"] and rows[0][2] == f"{kept['rows'][0]['perplexity']:,.2f}"
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| euler", "| rk4"))]
+    assert [row[:2] for row in rows] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
+    assert rows[2][3] == f"{kept['rows'][2]['perplexity']:,.2f}"
     curves = EventAccumulator(str(folder)).Reload()
-    [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/3_steps")
+    [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/euler_3_steps")
     assert event.step == 3 and event.value == pytest.approx(kept["rows"][1]["bits_per_byte"], rel=1e-5)
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
@@ -167,12 +174,16 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
             {"num_steps": ["6", "x"]},
             "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
         ),
+        (
+            {"solver": ["euler", "rk3"]},
+            "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",
+        ),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
     options = dict.fromkeys(("task", "files", "module", "tfds_dir", "window", "stride", "output"))
-    options |= {"workdir": workdir, "split": "validation", "num_steps": [], "batch_size": 8}
+    options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
 
@@ -199,7 +210,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     program = make_program(config, ONE_DEVICE)
     params = transformer.split(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
-    for row in results[1]["rows"]:
+    for row in results[1]["rows"][:2]:
         scores = train.evaluate(program, params, split, config, row["num_steps"])
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 

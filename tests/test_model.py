@@ -11,7 +11,7 @@ from diffeqformer.models.generated import project, time_features
 from diffeqformer.models.layers import Context, dropout
 from diffeqformer.models.llama import rotary_table
 from diffeqformer.sharding import RULES
-from diffeqformer.solvers import euler
+from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.step import abstract_model, dropout_keys
 from helpers import FAMILY, NO_DROPOUT, build_model, load_config
@@ -129,7 +129,7 @@ def test_no_logit_depends_on_a_later_token(kind, field):
 
     @jax.jit
     def influence(x):  # of the state at time 0, which is differentiable
-        jacobian = jax.jacrev(lambda x: model.head(model.solver(model.field, weights, x, NO_DROPOUT))[0])(x)
+        jacobian = jax.jacrev(lambda x: model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0])(x)
         return jnp.abs(jacobian).sum((1, 2, 4))  # [output position, input position]
 
     influence = np.asarray(influence(model.embed(tokens, NO_DROPOUT)))
@@ -172,7 +172,8 @@ def test_llama_positions_matter_only_by_their_distance():
 def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     context = Context(dropout_keys(0, jnp.int32(0), 2), 0.5)
     weights = build_model("diffeqformer").weights()
-    states = euler(
+    states = walk(
+        SOLVERS["euler"],
         lambda layers, x, context: dropout(jnp.ones_like(x), context, 0),
         weights,
         jnp.zeros((2, 8, 32)),

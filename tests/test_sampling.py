@@ -27,7 +27,7 @@ from diffeqformer.sampling import (
     read_token,
     write_tokens,
 )
-from diffeqformer.solvers.walk import walk
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.step import random_key
 from helpers import FAMILY, ROOT, build_model, lively_model
 from runs import command
@@ -40,10 +40,13 @@ def padded(ids, length=3 * CHUNK):
     return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
 
 
-@pytest.mark.parametrize("kind, field", FAMILY)
-def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field):
+OTHER_SOLVERS = [("diffeqformer", "gpt", solver) for solver in SOLVERS if solver != "euler"]
+
+
+@pytest.mark.parametrize("kind, field, solver", [(*row, MODELS[row[0]].solver) for row in FAMILY] + OTHER_SOLVERS)
+def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, solver):
     """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
-    model = lively_model(kind, field, max_length=LENGTH, num_steps=3)
+    model = lively_model(kind, field, max_length=LENGTH, num_steps=3, solver=solver)
     graph, params = split(model)
     weights = weights_at(model, 3 if MODELS[kind].weights == "per_layer" else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
@@ -190,17 +193,6 @@ def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
     options = {"count": 5, "key": jax.random.key(0), "vocab_size": 64, **options}
     with pytest.raises(UserError, match=f"^{sentence}"):
         write_tokens(build_model("gpt"), prompt, **options)
-
-
-def test_a_solver_with_two_evaluations_is_refused():
-    def midpoint(field, weights, x, context, **options):
-        step = lambda layers, x, dt, context: x + dt * field(layers, x + dt / 2 * field(layers, x, context), context)  # noqa: E731
-        return walk(step, weights, x, context, **options)
-
-    model = build_model("diffeqformer")
-    model.solver = midpoint
-    with pytest.raises(UserError, match="^solver: it evaluates the vector field 2 times a step, but a key-value cache"):
-        generate(model, BYTES, "\x01", tokens=3, key=jax.random.key(0))
 
 
 def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path):

@@ -24,7 +24,8 @@ from diffeqformer.models.layers import Linear, Norm, as_it_is, parameter
 class StackedWeights:
     """The weights of every depth step, ready for a solver to walk.
 
-    layers: {layer: {kernel | bias | scale | shift: [T, ...]}}; without the axis T if `constant`.
+    layers: {layer: {kernel | bias | scale | shift: [T, ...]}}, one set for each node of each step of the solver, in
+        their order; without the axis T if `constant`.
     step_sizes: length in time of each step, fp32.
     constant: the same weights serve every step.
     gather: makes one step's layers whole, where devices share them (`diffeqformer.sharding`).
@@ -46,6 +47,16 @@ def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
 def step_sizes(times: np.ndarray) -> Float[Array, "T"]:
     """Lengths of the steps that end at `times`, the first of which starts at 0; differences in float64."""
     return jnp.asarray(np.diff(np.asarray(times, np.float64), prepend=0.0), jnp.float32)
+
+
+def stage_times(times: np.ndarray, nodes: tuple[float, ...]) -> Float[np.ndarray, "stages"]:
+    """When a solver takes weights: at its nodes within each of the steps that end at `times`, step by step, in float64.
+
+    Nodes that two steps share come twice; a projection of small h(t) is cheaper than to sort them out.
+    """
+    ends = np.asarray(times, np.float64)
+    starts = np.concatenate([[0.0], ends[:-1]])
+    return np.stack([ends if node == 1 else starts + node * (ends - starts) for node in nodes], axis=1).ravel()
 
 
 def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) -> nnx.Dict:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +16,42 @@ from diffeqformer.models.depth_weights import (
     StackedWeights,
     in_compute_type,
     plain_layer,
+    stage_times,
     step_sizes,
 )
 from diffeqformer.models.generated import GeneratedWeights
 from diffeqformer.models.gpt import GPT
 from diffeqformer.models.layers import Context, dropout, parameter, rows_from
 from diffeqformer.models.llama import Llama
-from diffeqformer.solvers import KeyValueCache, euler, lie_trotter
+from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One row of the table of models: which depth weights, which solver, how long depth is, which vector field."""
+    """One row of the table of models: which depth weights, which solver by default, how long depth is, which vector field."""
 
     weights: str  # "generated", "per_layer" or "shared"
-    solver: Callable
+    solver: str
     shared_mlp: bool = False  # of generated weights: one MLP of time for all layers
     unit_steps: bool = False  # steps of length 1 instead of 1 / num_steps
     field: str | None = None  # the only vector field of this kind; None: either
 
 
 MODELS = {
-    "diffeqformer": Kind("generated", euler),
-    "alternative": Kind("generated", euler, shared_mlp=True),  # section D.2, Fig. 17
-    "discretized": Kind("per_layer", euler),  # a diffeqformer's weights at the times of one grid
-    "shared": Kind("shared", euler),
-    "gpt": Kind("per_layer", lie_trotter, unit_steps=True, field="gpt"),
-    "llama": Kind("per_layer", lie_trotter, unit_steps=True, field="llama"),
+    "diffeqformer": Kind("generated", "euler"),
+    "alternative": Kind("generated", "euler", shared_mlp=True),  # section D.2, Fig. 17
+    "discretized": Kind("per_layer", "euler"),  # a diffeqformer's weights at the times of one grid
+    "shared": Kind("shared", "euler"),
+    "gpt": Kind("per_layer", "lie_trotter", unit_steps=True, field="gpt"),
+    "llama": Kind("per_layer", "lie_trotter", unit_steps=True, field="llama"),
 }
 
 FIELDS = ("gpt", "llama")
+
+
+def solvers_of(kind: str) -> list[str]:
+    """The solvers that a kind of model can have: with weights per layer, those that take weights once in a step."""
+    return [name for name, solver in SOLVERS.items() if MODELS[kind].weights != "per_layer" or len(solver.nodes) == 1]
 
 
 def vector_field(config) -> GPT | Llama:
@@ -89,7 +94,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
-        self.num_steps, self.unit_steps, self.solver = config.num_steps, kind.unit_steps, kind.solver
+        self.num_steps, self.unit_steps = config.num_steps, kind.unit_steps
+        self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size = config.max_length, config.vocab_size
@@ -116,16 +122,24 @@ class Transformer(nnx.Module):
         return np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
 
     def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
-        """First phase: the weights for the steps that end at `times`, by default those of the trained grid.
+        """First phase: the weights at the solver's nodes of the steps that end at `times`, by default those of the trained grid.
 
         Raises:
             UserError: if the model has weights per layer, and another number of layers than there are times.
         """
         times = self.times() if times is None else times
-        return self.stack(self.depth(times), times)
+        return self.stack(self.layers_for(times), times)
+
+    def layers_for(self, times: Float[np.ndarray, "T"]) -> dict:
+        """The weights at the solver's nodes of the steps that end at `times`, in the type of the parameters.
+
+        Raises:
+            UserError: as `weights`.
+        """
+        return self.depth(stage_times(times, self.solver.nodes))
 
     def stack(self, layers: dict, times: Float[np.ndarray, "T"]) -> StackedWeights:
-        """What the second phase takes, from what `self.depth(times)` gave: the compute type comes in here."""
+        """What the second phase takes, from what `layers_for(times)` gave: the compute type comes in here."""
         return StackedWeights(in_compute_type(layers, self.dtype), step_sizes(times), self.depth.constant)
 
     def __call__(
@@ -151,7 +165,7 @@ class Transformer(nnx.Module):
         """
         self._check_length(tokens)
         x = self.embed(tokens, context).astype(self.state_dtype)
-        return self.solver(self.field, weights, x, context, remat=self.remat)
+        return walk(self.solver, self.field, weights, x, context, remat=self.remat)
 
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
         """The state at time 0 and after every step, T + 1 in all, without dropout.
@@ -161,7 +175,7 @@ class Transformer(nnx.Module):
         """
         self._check_length(tokens)
         x = self.embed(tokens, Context())
-        states = self.solver(self.field, weights, x, Context(), trajectory=True)
+        states = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
         return jnp.concatenate([x[None], states])
 
     def _check_length(self, tokens) -> None:
@@ -178,12 +192,9 @@ class Transformer(nnx.Module):
             weights: those with which the cache was filled.
             cache: holds every earlier position; from `KeyValueCache.empty` at the start.
             position: number of tokens before these; with S it must not exceed the cache's length.
-
-        Raises:
-            UserError: if the solver evaluates the vector field more than once in a step.
         """
         context = Context(position=position)
-        return self.solver(self.field, weights, self.embed(tokens, context), context, cache=cache)
+        return walk(self.solver, self.field, weights, self.embed(tokens, context), context, cache=cache)
 
     def embed(self, tokens: Int[Array, "B S"], context: Context) -> Float[Array, "B S D"]:
         """x(0): token embedding, plus position embedding if it is learned; with dropout if `context` has keys."""

@@ -1,13 +1,21 @@
-"""Solvers: how depth is walked. Each is a function
-
-    solver(field, weights, x_0, context, **options) -> x_1, all states, or x_1 and a key-value cache
-
-of a vector field and the stacked weights of the grid's steps, which also hold the steps' sizes; the
-options are those of `walk`.
-"""
+"""Solvers: how depth is walked, by name. Each file has one, in the form of `walk.Solver`."""
 
 from diffeqformer.solvers.cache import KeyValueCache
-from diffeqformer.solvers.euler import euler
-from diffeqformer.solvers.lie_trotter import lie_trotter
+from diffeqformer.solvers.euler import EULER
+from diffeqformer.solvers.heun import HEUN
+from diffeqformer.solvers.lie_trotter import LIE_TROTTER
+from diffeqformer.solvers.midpoint import MIDPOINT
+from diffeqformer.solvers.rk4 import RK4
+from diffeqformer.solvers.strang import STRANG
+from diffeqformer.solvers.walk import Solver, walk
 
-__all__ = ["KeyValueCache", "euler", "lie_trotter"]
+SOLVERS = {
+    "euler": EULER,
+    "midpoint": MIDPOINT,
+    "heun": HEUN,
+    "rk4": RK4,
+    "lie_trotter": LIE_TROTTER,
+    "strang": STRANG,
+}
+
+__all__ = ["SOLVERS", "KeyValueCache", "Solver", "walk"]

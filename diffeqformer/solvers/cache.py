@@ -1,4 +1,4 @@
-"""Attention over the keys and values of earlier tokens, kept for every step of depth."""
+"""Attention over the keys and values of earlier tokens, kept for every evaluation of the attention in depth."""
 
 from typing import NamedTuple
 
@@ -6,62 +6,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.errors import UserError
-
 
 class KeyValueCache(NamedTuple):
-    """Keys and values of every position so far, [T, B, length, H, K] each, in the compute type."""
+    """Keys and values of every position so far, in the compute type, for each evaluation of the attention in each step."""
 
-    keys: Float[Array, "T B length H K"]
-    values: Float[Array, "T B length H K"]
+    keys: Float[Array, "evaluations B length H K"]
+    values: Float[Array, "evaluations B length H K"]
 
     @classmethod
-    def empty(cls, num_steps: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
-        """Room for `length` positions."""
-        zeros = jnp.zeros((num_steps, batch, length, heads, head_width), dtype)
+    def empty(cls, evaluations: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
+        """Room for `length` positions at so many evaluations, of all steps together."""
+        zeros = jnp.zeros((evaluations, batch, length, heads, head_width), dtype)
         return cls(zeros, zeros)
 
 
 class CachedAttention:
     """`attend` of one step of depth: write the new tokens' keys and values, then attend to all up to each token.
 
-    Lives while one step is traced; the solver's loop takes the cache out again with `updated`. A solver
-    that evaluated the attention twice in a step would need the keys of both evaluations, at states that
-    the first tokens of a text no longer have.
+    Lives while one step is traced; the solver's loop takes `cache` out again. A token's state at an evaluation
+    depends on no later token, so keys and values of every evaluation can be kept, however many a step has.
 
     Args:
         cache: of all steps.
-        step: which of them this is, from 0.
+        first: the number of this step's first evaluation among all.
         position: of the first new token; what the cache holds from there on is not looked at.
     """
 
-    def __init__(self, cache: KeyValueCache, step: Int[Array, ""], position: int | Int[Array, ""]):
-        self.cache, self.step, self.position, self.evaluations = cache, step, position, 0
+    def __init__(self, cache: KeyValueCache, first: Int[Array, ""], position: int | Int[Array, ""]):
+        self.cache, self.evaluation, self.position = cache, first, position
 
     def __call__(
         self, query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
     ) -> Float[Array, "B S H K"]:
-        self.evaluations += 1
-        start = (self.step, 0, self.position, 0, 0)
+        start = (self.evaluation, 0, self.position, 0, 0)
         self.cache = KeyValueCache(
             *(
                 jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
                 for old, new in zip(self.cache, (key, value))
             )
         )
-        keys, values = (jax.lax.dynamic_index_in_dim(old, self.step, keepdims=False) for old in self.cache)
+        keys, values = (jax.lax.dynamic_index_in_dim(old, self.evaluation, keepdims=False) for old in self.cache)
+        self.evaluation += 1
         seen = jnp.arange(keys.shape[1]) <= self.position + jnp.arange(query.shape[1])[:, None]  # [S, length]
         return jax.nn.dot_product_attention(query, keys, values, mask=seen[None, None])
-
-    def updated(self) -> KeyValueCache:
-        """The cache with the new tokens in it.
-
-        Raises:
-            UserError: if the step didn't evaluate the attention exactly once.
-        """
-        if self.evaluations != 1:
-            raise UserError(
-                f"solver: it evaluates the vector field {self.evaluations} times a step, but a key-value cache needs "
-                "one evaluation; generate with Euler or Lie-Trotter steps"
-            )
-        return self.cache

@@ -8,21 +8,17 @@
   year={2019}}
 """
 
-from jaxtyping import Array, Float
-
-from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.layers import Context
-from diffeqformer.solvers.walk import walk
+from diffeqformer.solvers.walk import Solver
 
 
-def lie_trotter(field, weights: StackedWeights, x: Float[Array, "B S D"], context: Context, **options):
-    """Attention over the whole step, then feed-forward over the whole step. Order 1.
+def step(field, layers, x, dt, context):
+    """Attention over the whole step, then feed-forward over the whole step, by Euler's method each.
 
-    With dt = 1 and weights per layer this is the pre-norm transformer. Options and result as those of `walk`.
+    With dt = 1 and weights per layer this is the pre-norm transformer.
     """
+    [end] = layers
+    x = x + dt * field.attention(end, x, context)
+    return x + dt * field.feed_forward(end, x, context)
 
-    def step(layers, x, dt, context):
-        x = x + dt * field.attention(layers, x, context)
-        return x + dt * field.feed_forward(layers, x, context)
 
-    return walk(step, weights, x, context, **options)
+LIE_TROTTER = Solver(step, nodes=(1.0,), order=1)

@@ -1,5 +1,6 @@
-"""The depth loop that fixed-step solvers share."""
+"""What a solver is, and the depth loop that all of them share."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -33,8 +34,25 @@ Gathered weights never are.
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """A method with fixed steps.
+
+    step: (field, layers, x, dt, context) -> x after a step of length dt; `layers` has the weights at each node.
+    nodes: where in a step the weights are taken, from 0 (its start) to 1.
+    evaluations: of the attention in a step; each has keys and values of its own.
+    order: of convergence, where the weights are smooth in time.
+    """
+
+    step: Callable
+    nodes: tuple[float, ...]
+    order: int
+    evaluations: int = 1
+
+
 def walk(
-    step: Callable,
+    solver: Solver,
+    field,
     weights: StackedWeights,
     x: Float[Array, "B S D"],
     context: Context,
@@ -43,36 +61,37 @@ def walk(
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
 ) -> Float[Array, "B S D"] | Float[Array, "T B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
-    """Apply `step(layers, x, dt, context) -> x` for each time, in one `jax.lax.scan` over the stacked weights.
+    """Move the state x(0) along a vector field to x(1), in one `jax.lax.scan` over the stacked weights.
 
     The state is carried in the type in which it comes. The compiled program does not grow with the number of steps.
 
     Args:
+        weights: at the solver's nodes of every step, and the steps' sizes.
         remat: a key of `REMAT`: what the backward pass computes again instead of storing it.
         trajectory: return the state after every step, [T, B, S, D], instead of the last one.
         cache: keys and values of earlier tokens, which these attend to as well; return it, with theirs
             added from `context.position` on, beside the last state.
-
-    Raises:
-        UserError: if there is a cache, and a step evaluates the attention more than once.
     """
+    steps, nodes = len(weights.step_sizes), len(solver.nodes)
 
     def body(carry, inputs):
         x, cache = carry
         index, dt, layers = inputs
         here = context.at_step(index)
         if cache is not None:
-            attention = CachedAttention(cache, index - 1, context.position)
+            attention = CachedAttention(cache, (index - 1) * solver.evaluations, context.position)
             here = here._replace(attend=attention)
-        layers = whole if weights.constant else weights.gather(layers)
-        x = step(layers, x, dt, here).astype(x.dtype)
-        return (x, None if cache is None else attention.updated()), x if trajectory else None
+        at_nodes = whole or [weights.gather(jax.tree.map(lambda leaf: leaf[j], layers)) for j in range(nodes)]
+        x = solver.step(field, at_nodes, x, dt, here).astype(x.dtype)
+        return (x, None if cache is None else attention.cache), x if trajectory else None
 
     if remat != "none" or weights.gather is not as_it_is:
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)  # in a scan, steps' expressions can't merge
-    whole = weights.gather(weights.layers) if weights.constant else None
-    indices = jnp.arange(1, len(weights.step_sizes) + 1)  # 0 is the embedding
-    layers = None if weights.constant else weights.layers
+    if weights.constant:
+        whole, layers = nodes * [weights.gather(weights.layers)], None
+    else:
+        whole, layers = None, jax.tree.map(lambda leaf: leaf.reshape(steps, nodes, *leaf.shape[1:]), weights.layers)
+    indices = jnp.arange(1, steps + 1)  # 0 is the embedding
     (last, cache), states = jax.lax.scan(body, (x, cache), (indices, weights.step_sizes, layers))
     if cache is not None:
         return last, cache

@@ -1,0 +1,18 @@
+r"""The explicit midpoint method.
+
+@book{hairer1993solving,
+  title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},
+  author={Hairer, Ernst and N{\o}rsett, Syvert P. and Wanner, Gerhard},
+  edition={2nd}, publisher={Springer}, year={1993}}
+"""
+
+from diffeqformer.solvers.walk import Solver
+
+
+def step(field, layers, x, dt, context):
+    """x + dt f(x + dt/2 f(x; t); t + dt/2)."""
+    start, middle = layers
+    return x + dt * field(middle, x + dt / 2 * field(start, x, context), context)
+
+
+MIDPOINT = Solver(step, nodes=(0.0, 0.5), evaluations=2, order=2)

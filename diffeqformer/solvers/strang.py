@@ -1,0 +1,28 @@
+"""Symmetric splitting: half of the attention's step, all of the feed-forward's, the other half of the attention's.
+
+@article{strang1968construction,
+  title={On the Construction and Comparison of Difference Schemes},
+  author={Strang, Gilbert},
+  journal={SIAM Journal on Numerical Analysis},
+  volume={5}, number={3}, pages={506--517}, year={1968}}
+"""
+
+from diffeqformer.solvers.walk import Solver
+
+
+def step(field, layers, x, dt, context):
+    """exp(dt/2 A) exp(dt F) exp(dt/2 A) x with weights at the step's middle.
+
+    Each exponential is the flow of one branch, by the midpoint method, so that the whole is of order 2.
+    """
+    [middle] = layers
+
+    def flow(branch, x, dt):
+        return x + dt * branch(middle, x + dt / 2 * branch(middle, x, context), context)
+
+    x = flow(field.attention, x, dt / 2)
+    x = flow(field.feed_forward, x, dt)
+    return flow(field.attention, x, dt / 2)
+
+
+STRANG = Solver(step, nodes=(0.5,), evaluations=4, order=2)

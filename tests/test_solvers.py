@@ -1,0 +1,88 @@
+"""Solvers: the order of each, what they share with the models, and which models can have them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer import reference
+from diffeqformer.models.depth_weights import StackedWeights, stage_times
+from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import split, weights_at
+from diffeqformer.solvers import SOLVERS, walk
+from helpers import lively_model
+
+
+class ReferenceField:
+    """The vector field of `reference`, in the type of its weights."""
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+    def attention(self, layers, x, context):
+        return jax.vmap(lambda x: reference.gpt_attention(layers, x, self.heads))(x)
+
+    def feed_forward(self, layers, x, context):
+        return jax.vmap(lambda x: reference.gpt_feed_forward(layers, x))(x)
+
+    def __call__(self, layers, x, context):
+        return self.attention(layers, x, context) + self.feed_forward(layers, x, context)
+
+
+def float64_weights(depth, times, nodes) -> StackedWeights:
+    """Of a hypernetwork with 8 frequencies of up to 10 radians, smooth in time."""
+    features = np.stack([reference.time_features(t, 8, 10.0) for t in stage_times(times, nodes)])
+    layers = jax.vmap(lambda e: reference.generated_block(depth, e))(jnp.asarray(features))
+    return StackedWeights(layers, jnp.asarray(np.diff(times, prepend=0.0)))
+
+
+SIZES = dict(width=16, heads=2, mlp=16, time_embed_dim=4, sinusoidal_dim=8, time_frequency=10.0)
+
+
+def uneven(number: int) -> np.ndarray:
+    """The ends of so many steps, an even number, which are long and short in turn."""
+    return np.repeat(np.arange(number // 2) * 2 / number, 2) + np.tile([1.4 / number, 2 / number], number // 2)
+
+
+def solve(solver, depth, x, times):
+    solver = SOLVERS[solver]
+    weights = float64_weights(depth, times, solver.nodes)
+    return np.asarray(walk(solver, ReferenceField(heads=2), weights, jnp.asarray(x), Context()))
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """The parameters of a hypernetwork and a state at time 0 and, by two runs of RK4, at time 1; all in float64."""
+    params = split(lively_model("diffeqformer", **SIZES))[1]
+    with jax.enable_x64(True):
+        depth = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["depth"])
+        x = np.random.RandomState(0).standard_normal((1, 4, 16))
+        fine, finer = (solve("rk4", depth, x, np.arange(1, n + 1) / n) for n in (100, 200))
+    assert np.abs(fine - finer).max() < 1e-8
+    return depth, x, finer + (finer - fine) / 15
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_each_solver_converges_with_its_order(name, problem):
+    depth, x, exact = problem
+    numbers = (16, 32, 64)
+    with jax.enable_x64(True):
+        errors = [np.abs(solve(name, depth, x, uneven(number)) - exact).max() for number in numbers]
+    slope = -np.polyfit(np.log(numbers), np.log(errors), 1)[0]
+    assert slope == pytest.approx(SOLVERS[name].order, abs=0.25), errors
+
+
+def test_models_walk_as_in_float64():
+    """On a coarse grid, where methods differ: so each takes its own weights, at its own times."""
+    ours, expected, times = {}, {}, np.arange(1, 5) / 4
+    for name in SOLVERS:
+        model = lively_model("diffeqformer", solver=name, **SIZES)
+        start, *_, ours[name] = model.trajectory(jnp.arange(10).reshape(2, 5), weights_at(model, 4))
+        params = split(model)[1]
+        with jax.enable_x64(True):
+            depth = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["depth"])
+            expected[name] = solve(name, depth, np.asarray(start, np.float64), times)
+    for name in SOLVERS:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(ours[name], expected[name], atol=1e-5 * scale)
+        assert sum(np.abs(expected[name] - other).max() < 1e-3 * scale for other in expected.values()) == 1  # itself

@@ -1,6 +1,7 @@
 """Checkpoints: parameters, optimizer state, config and tokenizer of a run, together, by Orbax.
 
     <workdir>/checkpoints/<step>/{params, optimizer, about}
+    <workdir>/frozen/0/params, if some parameters don't train: these, saved once
 
 A checkpoint appears under its step only when it is complete (on gs://, when `commit_success.txt` is in it). `about` holds the config, the tokenizer
 and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
@@ -16,13 +17,14 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory
-from diffeqformer.models.transformer import Transformer
-from diffeqformer.step import abstract_model
+from diffeqformer.models.transformer import Transformer, split
+from diffeqformer.step import abstract_model, join, part, split_specs
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -34,13 +36,13 @@ def handlers() -> dict[str, ocp.CheckpointHandler]:
     }
 
 
-def folder_of(workdir: epath.PathLike) -> epath.Path:
+def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     """Where the checkpoints of a work folder are, which can be on gs:// as well."""
-    folder = epath.Path(workdir) / "checkpoints"
+    folder = epath.Path(workdir) / name
     return folder if "://" in str(folder) else folder.absolute()
 
 
-def open_checkpoints(workdir: epath.PathLike, kept: int) -> ocp.CheckpointManager:
+def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> ocp.CheckpointManager:
     """The checkpoints of a run, for the one process that writes them; the newest `kept` stay.
 
     Saves go on in the background. What an interrupted save left behind is removed.
@@ -48,15 +50,15 @@ def open_checkpoints(workdir: epath.PathLike, kept: int) -> ocp.CheckpointManage
     options = ocp.CheckpointManagerOptions(
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
     )
-    return ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers())
+    return ocp.CheckpointManager(folder_of(workdir, name), options=options, item_handlers=handlers())
 
 
 @contextlib.contextmanager
-def open_to_write(workdir: epath.PathLike, kept: int) -> Iterator[ocp.CheckpointManager]:
+def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.CheckpointManager]:
     """The same for a `with` block, at whose end saves have ended; but not if one of several processes fails in it alone,
     as Orbax would wait there for the others.
     """
-    manager = open_checkpoints(workdir, kept)
+    manager = open_checkpoints(workdir, kept, name)
     try:
         yield manager
     except Exception as error:
@@ -221,8 +223,37 @@ def load_config(workdir: epath.PathLike) -> ConfigDict:
         return config
 
 
-def load(workdir: epath.PathLike) -> Checkpoint:
-    """Open the newest checkpoint of a run, or a materialized model, on this machine's first device.
+def save_frozen(workdir: epath.PathLike, params: dict) -> None:
+    """Save the parameters that no checkpoint of a new run will hold, in the place of what there was."""
+    folder = epath.Path(workdir) / "frozen"
+    with reachable("--workdir", workdir):
+        if jax.process_index() == 0:
+            folder.rmtree(missing_ok=True)
+    with open_to_write(workdir, 1, "frozen") as manager, written(manager):
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        manager.wait_until_finished()
+
+
+def restore_frozen(workdir: epath.PathLike, abstract: dict) -> dict:
+    """The parameters of `save_frozen`, placed as `abstract` says.
+
+    Raises:
+        UserError: if they aren't there, or can't be read.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    with reachable("--workdir", workdir):
+        folder = folder_of(workdir, "frozen")
+        there = (folder / "0").is_dir()
+    if not there:
+        raise UserError(
+            f"{folder}: the frozen weights that this run's adapters belong to are missing; put the folder back"
+        )
+    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers()) as manager, readable(manager, 0):
+        return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
+
+
+def load(workdir: epath.PathLike, mesh: Mesh | None = None) -> Checkpoint:
+    """Open the newest checkpoint of a run, or a materialized model, on a mesh or, without one, on the first device.
 
     Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
     the run may be going on.
@@ -231,14 +262,21 @@ def load(workdir: epath.PathLike) -> Checkpoint:
         UserError: if there is none.
     """
     with open_to_read(workdir) as (manager, step, about, config):
-        graph, params = nnx.split(abstract_model(config), nnx.Param)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        model = abstract_model(config)
+        graph, params = split(model)
+        if mesh is None:
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            places = jax.tree.map(lambda _: device, params)
+        else:
+            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), split_specs(model)[0])
+        place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
+        trained, frozen = (part(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         with readable(manager, step):
-            target = jax.tree.map(
-                lambda leaf, saved: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=device),
-                nnx.to_pure_dict(params),
-                manager.item_metadata(step)["params"].tree,
-            )
-            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
+            saved = manager.item_metadata(step)["params"].tree
+            target = jax.tree.map(place, trained, saved, part(places, model.trains))
+            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
+    if frozen:
+        rest = part(places, lambda path: not model.trains(path))
+        restored = join(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest)))
     tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
-    return Checkpoint(step, config, nnx.merge(graph, restored["params"]), tokenizer, about)
+    return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)

@@ -14,7 +14,9 @@ from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.generated import STARTS
-from diffeqformer.models.transformer import FIELDS, MODELS, solvers_of
+from diffeqformer.models.low_rank import STARTS as LORA_STARTS
+from diffeqformer.models.low_rank import adapted_layers
+from diffeqformer.models.transformer import FIELDS, MODELS, solvers_of, vector_field
 from diffeqformer.sharding import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
@@ -30,6 +32,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     """
     config = ConfigDict()
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
+    config.base = ""  # folder of a run to begin with, which also gives the model's shape; empty: begin at random
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices
@@ -56,6 +59,10 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
+    config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
+    config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
+    config.model.lora_layers = ".*"  # a regular expression: the linear layers that get adapters
+    config.model.lora_start = "zero"  # how adapters start: zero or published (see diffeqformer.models.low_rank)
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     config.model.dtype = "bfloat16"  # of matrix products; parameters, state between steps and times are float32
     config.model.state_dtype = "float32"  # of the state between steps: float32 or bfloat16
@@ -144,7 +151,7 @@ RULES = [
     *_every("sequence_length sample.length", lambda v, c, n: v >= 2, "must be at least 2"),
     Rule("seed", lambda v, c, n: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
     *_every(
-        "optimizer.learning_rate optimizer.epsilon model.time_frequency",
+        "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha",
         lambda v, c, n: 0 < v < math.inf,
         "must be a positive number",
     ),
@@ -172,6 +179,18 @@ RULES = [
         lambda v, c, n: v in solvers_of(c.model.kind),
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
     ),
+    Rule("model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
+    Rule(
+        "model.lora_rank",
+        lambda v, c, n: not v or MODELS[c.model.kind].weights == "per_layer",
+        "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
+    ),
+    Rule(
+        "model.lora_rank",
+        lambda v, c, n: not v or c.base,
+        "must come with config.base, the run whose weights it adapts",
+    ),
+    Rule("model.lora_start", lambda v, c, n: v in LORA_STARTS, f"must be one of {', '.join(LORA_STARTS)}"),
     Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
     *_every(
         "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
@@ -265,6 +284,8 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
         if not rule.holds(value, config, num_devices):
             says = rule.says.format(c=config, n=num_devices, v=value)
             raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
+    if config.model.lora_rank:
+        adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:
         check_mesh(config, num_devices, platform)
 
@@ -315,6 +336,7 @@ def check_overrides(arguments: list[str]) -> None:
 
 CHANGEABLE = (
     "name",
+    "base",
     "microbatches",
     "model.remat",
     "mesh.",

@@ -18,13 +18,14 @@ from ml_collections import ConfigDict
 from diffeqformer import checkpoint, cli
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import in_compute_type
+from diffeqformer.models.low_rank import merge
 from diffeqformer.models.transformer import MODELS, Transformer, split
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
     """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated."""
     config = config.copy_and_resolve_references()
-    config.model.update(num_steps=num_steps, dtype=dtype)
+    config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights == "generated":
         config.model.kind = "discretized"
     return config
@@ -37,7 +38,7 @@ def _discretized_params(graph, params, num_steps, dtype):
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_compute_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_compute_type(model.layers_for(model.times(num_steps)), dtype)},
+        "depth": {"layers": in_compute_type(merge(model.layers_for(model.times(num_steps))), dtype)},
     }
 
 

@@ -3,6 +3,7 @@
 import jax
 import optax
 
+from diffeqformer.models.low_rank import FACTORS
 from diffeqformer.models.transformer import MODELS
 
 
@@ -25,12 +26,12 @@ def decay_mask(params: dict, config) -> dict:
     """Which parameters of a model decay, as in the authors' runs, given the `model` part of its config.
 
     Everything in a DiffEqFormer of the Llama flavour; else embeddings, and the kernels of per-layer and
-    shared weights, but nothing of a generator.
+    shared weights or of adapters, but nothing of a generator.
     """
     everything = MODELS[config.kind].weights == "generated" and config.field == "llama"
 
     def decays(path, _):
-        return everything or path[-1].key in ("token_embedding", "position_embedding", "kernel")
+        return everything or path[-1].key in ("token_embedding", "position_embedding", "kernel", *FACTORS)
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

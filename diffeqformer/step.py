@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from clu import metrics
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, Shaped
 
@@ -43,7 +43,8 @@ class Program(NamedTuple):
     graph: the model's structure, to be merged with `state["params"]`
     attention: a word on which attention is used
     state_shardings, batch_sharding: where the state and a batch [B, S] live
-    init() -> state
+    init(base) -> state; base: parameters that don't start at random (donated), or None
+    trained(params), frozen(params) -> the part of a tree like the parameters that trains, and the rest
     train_step(state, tokens [B, S]) -> (state, metrics); the state that goes in is donated
     weights(params, num_steps) -> the stacked weights of the grid of so many steps; None: of the trained one
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
@@ -54,6 +55,8 @@ class Program(NamedTuple):
     state_shardings: dict
     batch_sharding: NamedSharding
     init: Callable
+    trained: Callable
+    frozen: Callable
     train_step: Callable
     weights: Callable
     evaluate: Callable
@@ -93,6 +96,18 @@ def split_specs(model: Transformer) -> tuple[dict, dict]:
     }
 
 
+def part(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
+    """The leaves of nested dictionaries whose path is wanted."""
+    leaves = traverse_util.flatten_dict(tree)
+    return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})
+
+
+def join(*trees: dict) -> dict:
+    """Nested dictionaries put together again."""
+    leaves = [traverse_util.flatten_dict(tree) for tree in trees]
+    return traverse_util.unflatten_dict({path: leaf for each in leaves for path, leaf in each.items()})
+
+
 def without_time(specs: dict) -> dict:
     """The specs of one step's weights."""
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
@@ -112,9 +127,14 @@ class Losses:
         abstract = jax.eval_shape(lambda: params)
         model = nnx.merge(graph, abstract)
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
+        self.trains = model.trains
         self.param_specs, self.layer_specs = split_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.step_specs = self.layer_specs if model.depth.constant else without_time(self.layer_specs)
+
+    def split(self, tree: dict) -> tuple[dict, dict]:
+        """What trains of a tree like the parameters, and what is frozen."""
+        return part(tree, self.trains), part(tree, lambda path: not self.trains(path))
 
     def device_losses(self, others, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
         """The sum over this device's share of positions of `scored` [B, S] times the next token's loss in nats.
@@ -153,7 +173,7 @@ class Losses:
     def loss_and_gradient(
         self, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
     ) -> tuple[Float[Array, ""], dict]:
-        """The mean next-token loss of a batch in nats, and its gradient, a tree like `params`.
+        """The mean next-token loss of a batch in nats, and its gradient: a tree like `params`, without what is frozen.
 
         The depth weights are generated once. Each microbatch is differentiated with respect to these weights
         and to the other parameters; their cotangents add up in fp32 on each device, are summed over the devices
@@ -168,38 +188,42 @@ class Losses:
         """
         model = nnx.merge(self.graph, params)
         times, dtype, stack = model.times(), model.weights_dtype, model.stack
-        others = {name: value for name, value in params.items() if name != "depth"}
-        layers, pull_back = jax.vjp(
-            lambda depth: in_compute_type(nnx.merge(self.graph, {**others, "depth": depth}).layers_for(times), dtype),
-            params["depth"],
-        )
+        by_layer = lambda layers: {"depth": {"layers": layers}}  # noqa: E731
+
+        def generate(depth):
+            depth_weights = nnx.merge(self.graph, join(params, {"depth": depth}))
+            return self.split(by_layer(in_compute_type(depth_weights.layers_for(times), dtype)))
+
+        trained, frozen = self.split(params)
+        layers, pull_back, frozen_layers = jax.vjp(generate, trained["depth"], has_aux=True)
+        specs, frozen_specs = self.split(self.other_specs | by_layer(self.layer_specs))
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
-        def on_device(others, layers, tokens, keys):
-            def loss_of(others, layers, tokens, keys):
+        def on_device(trained, frozen, tokens, keys):
+            def loss_of(trained, tokens, keys):
+                others = join(trained, frozen)
+                layers = others.pop("depth")["layers"]
                 scored = jnp.zeros(tokens.shape).at[:, :-1].set(microbatches / count)
                 return self.device_losses(others, stack(layers, times), tokens, keys, scored)
 
-            loss, gradients = add_up(
-                jax.value_and_grad(loss_of, argnums=(0, 1)), (others, layers), (tokens, keys), microbatches
-            )
-            return jax.lax.psum(loss, AXES), sum_copies(gradients, (self.other_specs, self.layer_specs))
+            loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
+            return jax.lax.psum(loss, AXES), sum_copies(gradient, specs)
 
         by_example = PartitionSpec(BATCH)
-        specs = (self.other_specs, self.layer_specs, by_example, None if keys is None else by_example)
-        on_devices = by_device(self.mesh, on_device, specs, (PartitionSpec(), specs[:2]))
-        loss, (d_others, d_layers) = on_devices(others, layers, tokens, keys)
-        return loss, {**d_others, "depth": pull_back(d_layers)[0]}
+        in_specs = (specs, frozen_specs, by_example, None if keys is None else by_example)
+        on_devices = by_device(self.mesh, on_device, in_specs, (PartitionSpec(), specs))
+        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, tokens, keys)
+        return loss, gradient | {"depth": pull_back({"depth": gradient["depth"]})[0]}
 
 
-def add_up(differentiate: Callable, at: tuple, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], tuple]:
+def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], dict]:
     """The mean over microbatches of a value and its gradient `at` something; their sums are fp32."""
     if microbatches == 1:
-        return differentiate(*at, *batch)
+        return differentiate(at, *batch)
     parts = jax.tree.map(lambda array: split_batch(array, microbatches), batch)
 
     def add(total, part):
-        return jax.tree.map(jnp.add, total, differentiate(*at, *part)), None
+        return jax.tree.map(jnp.add, total, differentiate(at, *part)), None
 
     like = (jnp.float32(0.0), at)
     total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like), parts)
@@ -218,18 +242,19 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
     losses = Losses(graph, abstract, mesh, attend)
     place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # noqa: E731
     param_shardings, replicated = place(losses.param_specs), place(PartitionSpec())
+    trained, frozen = (lambda tree, which=which: losses.split(tree)[which] for which in (0, 1))
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
-    def init():
-        params = nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))
-        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+    def init(base=None):
+        params = join(nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param)), base or {})
+        return {"params": params, "optimizer": optimizer.init(trained(params)), "step": jnp.zeros((), jnp.int32)}
 
     optimizer_shardings = optax.tree_map_params(
         optimizer,
         lambda _, param_sharding: param_sharding,
         jax.eval_shape(init)["optimizer"],
-        param_shardings,
+        trained(param_shardings),
         transform_non_params=lambda _: replicated,
     )
     state_shardings = {"params": param_shardings, "optimizer": optimizer_shardings, "step": replicated}
@@ -238,8 +263,9 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
     def train_step(state, tokens):
         keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
         loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches)
-        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        before = trained(state["params"])
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], before)
+        params = join(state["params"], optax.apply_updates(before, updates))
         scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, scalars
 
@@ -260,7 +286,9 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
         word,
         state_shardings,
         by_example,
-        init=jax.jit(init, out_shardings=state_shardings),
+        init=jax.jit(init, out_shardings=state_shardings, donate_argnums=0),
+        trained=trained,
+        frozen=frozen,
         train_step=jax.jit(
             train_step,
             in_shardings=(state_shardings, by_example),

@@ -15,8 +15,8 @@ from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint, hosts
-from diffeqformer.config import check_config, check_resumable, check_tokenizer
+from diffeqformer import checkpoint, finetune, hosts
+from diffeqformer.config import check_config, check_fields, check_resumable, check_tokenizer
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.store import Split
@@ -26,7 +26,7 @@ from diffeqformer.models.transformer import MODELS, Transformer
 from diffeqformer.progress import Progress, token_progress
 from diffeqformer.sampling import Choice, generate, printable
 from diffeqformer.sharding import make_mesh, mesh_shape
-from diffeqformer.step import Program, make_program, random_key
+from diffeqformer.step import Program, join, make_program, random_key
 
 
 def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
@@ -44,6 +44,9 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         UserError: for whatever the user can put right; the message says how.
     """
     started = time.monotonic() if started is None else started
+    check_fields(config)
+    with hosts.all_succeed("the base"):
+        config = finetune.inherit(config, workdir)
     check_config(config, jax.device_count(), jax.default_backend())
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
@@ -67,11 +70,11 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
             check_unchanged("data_sha256", about, saved, workdir)
         checkpoints = stack.enter_context(checkpoint.open_to_write(workdir, config.checkpoints_kept))
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
-        state = start_or_resume(config, workdir, program, checkpoints)
+        state = start_or_resume(config, workdir, program, checkpoints, about)
         describe(config, workdir, program, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
             with hosts.Notice() as notice:
-                about["validation_due"] = bool(saved and saved.get("validation_due"))
+                about["validation_due"] = bool(saved.get("validation_due") if saved else config.base)
                 state = train_steps(config, workdir, program, state, splits, checkpoints, about, started, notice)
             if int(state["step"]) < config.steps:
                 raise Stopped(
@@ -135,13 +138,18 @@ def check_unchanged(what: str, about: dict, saved: dict | None, workdir: epath.P
         )
 
 
-def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints) -> dict:
+def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints, about: dict) -> dict:
     """A new state, or that of the newest checkpoint."""
     step = checkpoints.latest_step()
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{workdir}: the newest checkpoint that is seen", seen, remedy)
     if step is None:
-        return program.init()
+        if not config.base:
+            return program.init()
+        state = program.init(finetune.initial_params(config, about, program.batch_sharding.mesh))
+        if frozen := program.frozen(state["params"]):
+            checkpoint.save_frozen(workdir, frozen)
+        return state
     if step < config.steps:
         print(f"Resuming {workdir} from its checkpoint at step {step:,}", flush=True)
     shapes = jax.tree.map(
@@ -149,7 +157,11 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
         jax.eval_shape(program.init),
         program.state_shardings,
     )
-    return checkpoint.restore_state(checkpoints, step, shapes)
+    trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
+    state = checkpoint.restore_state(checkpoints, step, {**shapes, "params": trained})
+    if frozen:
+        state["params"] = join(state["params"], checkpoint.restore_frozen(workdir, frozen))
+    return state
 
 
 def describe(config: ConfigDict, workdir: epath.Path, program: Program, params: dict, split: Split) -> None:
@@ -160,11 +172,13 @@ def describe(config: ConfigDict, workdir: epath.Path, program: Program, params: 
                 parameter_overview.get_parameter_overview(params, include_stats=False)
             )
     count, devices = parameter_overview.count_parameters(params), jax.devices()
+    trained = parameter_overview.count_parameters(program.trained(params))
     tokens = config.steps * config.batch_size * config.sequence_length
     per_layer = MODELS[config.model.kind].weights == "per_layer"
     depth = f"{config.model.num_steps} {'layers' if per_layer else 'steps of depth'}"
+    some = f" ({trained:,} train)" if trained < count else ""
     print(
-        f"{config.name}: {config.model.kind}, {count:,} parameters, {depth}, on {len(devices)} x {devices[0].device_kind}"
+        f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {len(devices)} x {devices[0].device_kind}"
     )
     print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
@@ -182,7 +196,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
     pending = collections.deque()
-    if about["validation_due"]:  # the run was told to stop, and left that to us
+    if about["validation_due"]:  # of what the base can do, or because the run was told to stop and left that to us
         progress.validation(first, evaluate(program, state["params"], splits["validation"], config))
 
     def read_scalars() -> None:
@@ -214,7 +228,8 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
         if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
             progress.flush()
             about["validation_due"] = not evaluating and step % config.eval_every == 0
-            checkpoint.save(checkpoints, step, state, dict(about))
+            saved = {**state, "params": program.trained(state["params"])}
+            checkpoint.save(checkpoints, step, saved, dict(about))
         progress.pause(time.monotonic() - pause)
         checkpoint.check(checkpoints)
         if stopping:

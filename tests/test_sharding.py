@@ -33,6 +33,8 @@ def run_and_score(config, mesh):
         ("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)]),
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
         ("shared", "gpt", {}, [(2, 2, 2)]),
+        ("diffeqformer", "gpt", {"model__solver": "heun"}, [(1, 8, 1)]),
+        ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):

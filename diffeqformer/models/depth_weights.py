@@ -2,8 +2,8 @@
 
 Each kind is a module `(times) -> {layer: {kernel | bias | scale | shift: [T, ...]}}`, in the type of its
 parameters; if it is `constant`, one set serves all times and the axis T is left out. Here are the two plain
-kinds, per-layer (a vanilla transformer, or any discretized model) and shared; the generated kind has a file
-of its own.
+kinds, per-layer (a vanilla transformer, or any discretized model; with adapters `a` and `b` of `low_rank` beside
+its kernels, if it has any) and shared; the generated kind has a file of its own.
 """
 
 import dataclasses
@@ -37,11 +37,12 @@ class StackedWeights:
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 
 
-def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
-    """The logical axes of a layer's kernel, bias, scale or shift at one time."""
+def weight_axes(layer: Linear | Norm, name: str) -> tuple[str | None, ...]:
+    """The logical axes of a layer's kernel, bias, scale, shift or factor of an adapter at one time."""
     if isinstance(layer, Norm):
         return ("embed",)
-    return layer.axes if name == "kernel" else layer.axes[1:]
+    inputs, outputs = layer.axes
+    return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, None), "b": (None, outputs)}[name]
 
 
 def step_sizes(times: np.ndarray) -> Float[Array, "T"]:
@@ -74,13 +75,17 @@ def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) ->
 
 
 def in_compute_type(layers: dict, dtype) -> dict:
-    """Kernels and biases of every layer in `dtype`; scales and shifts of norms in fp32."""
-    return {
-        layer: {
-            name: value.astype(dtype if name in ("kernel", "bias") else jnp.float32) for name, value in weights.items()
-        }
-        for layer, weights in layers.items()
-    }
+    """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
+
+    A kernel that has an adapter stays as it is until they are merged, so that it isn't held twice.
+    """
+
+    def typed(weights, name):
+        if name == "kernel" and "a" in weights:
+            return weights[name]
+        return weights[name].astype(jnp.float32 if name in ("scale", "shift") else dtype)
+
+    return {layer: {name: typed(weights, name) for name in weights} for layer, weights in layers.items()}
 
 
 class PlainWeights(nnx.Module):
@@ -104,9 +109,13 @@ class SharedWeights(PlainWeights):
 
 
 class PerLayerWeights(PlainWeights):
-    """Each time has weights of its own: a vanilla transformer, or any discretised model."""
+    """Each time has weights of its own: a vanilla transformer, or any discretised model.
+
+    adapter_scale: alpha / rank, with which the factors `a` of adapters are multiplied, if the layers have any.
+    """
 
     constant = False
+    adapter_scale = 1.0
 
     def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, rngs: nnx.Rngs):
         super().__init__(layers, (num_layers,), rngs)
@@ -122,4 +131,7 @@ class PerLayerWeights(PlainWeights):
             raise UserError(
                 f"num_steps: this model has weights for {self.num_layers} steps and for no other number, but it is {len(times)}"
             )
-        return super().__call__(times)
+        return {
+            layer: {**weights, "a": self.adapter_scale * weights["a"]} if "a" in weights else weights
+            for layer, weights in super().__call__(times).items()
+        }

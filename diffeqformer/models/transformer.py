@@ -23,6 +23,7 @@ from diffeqformer.models.generated import GeneratedWeights
 from diffeqformer.models.gpt import GPT
 from diffeqformer.models.layers import Context, dropout, parameter, rows_from
 from diffeqformer.models.llama import Llama
+from diffeqformer.models.low_rank import FACTORS, add_adapters
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
@@ -67,7 +68,11 @@ def depth_weights(config, layers: dict, rngs: nnx.Rngs) -> PerLayerWeights | Sha
     """The depth weights of a config's `model` part, for the layers of its vector field."""
     kind = MODELS[config.kind]
     if kind.weights == "per_layer":
-        return PerLayerWeights(layers, config.num_steps, rngs)
+        weights = PerLayerWeights(layers, config.num_steps, rngs)
+        if config.lora_rank:
+            add_adapters(weights.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
+            weights.adapter_scale = config.lora_alpha / config.lora_rank
+        return weights
     if kind.weights == "shared":
         return SharedWeights(layers, rngs)
     return GeneratedWeights(
@@ -99,6 +104,7 @@ class Transformer(nnx.Module):
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size = config.max_length, config.vocab_size
+        self.has_adapters = config.lora_rank > 0
         self.field = field = vector_field(config)
         rows, width = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple, config.width
         table = (rows, width)
@@ -109,6 +115,14 @@ class Transformer(nnx.Module):
         self.final_norm = plain_layer(rngs, field.final_norm(), ())
         if not field.tied_head:
             self.lm_head = parameter(rngs, table[::-1], ("embed", "vocab"), stddev=0.02)
+
+    def trains(self, path: tuple[str, ...]) -> bool:
+        """Whether the parameter of that path changes in training; with adapters these and the embeddings alone do."""
+        return (
+            not self.has_adapters
+            or path[-1] in FACTORS
+            or path[0] in ("token_embedding", "position_embedding", "lm_head")
+        )
 
     def times(self, num_steps: int | None = None) -> Float[np.ndarray, "T"]:
         """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.

@@ -9,28 +9,36 @@ from jaxtyping import Array, Float
 
 from diffeqformer.models.depth_weights import StackedWeights
 from diffeqformer.models.layers import Context, as_it_is
+from diffeqformer.models.low_rank import merge
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
 
-def _all_but_gathered(primitive, *_, **__) -> bool:
-    return not primitive.name.startswith("all_gather")
+def _of_examples(_, *operands, **__) -> bool:
+    """What is made of weights alone, by gathering or by merging adapters, would be all of them in the end; states have three axes."""
+    return any(operand.ndim > 2 for operand in operands)
 
 
 def _attention_of_cudnn(primitive, *_, **__) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
+def _products_of_examples(primitive, *operands, **parameters) -> bool:
+    return _of_examples(primitive, *operands) and POLICIES.dots_with_no_batch_dims_saveable(
+        primitive, *operands, **parameters
+    )
+
+
 POLICIES = jax.checkpoint_policies
 REMAT = {
-    "none": _all_but_gathered,
+    "none": _of_examples,
     "step": None,
     "products": POLICIES.save_from_both_policies(
-        POLICIES.dots_with_no_batch_dims_saveable,
+        _products_of_examples,
         POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
     ),
 }
 """What is stored for the backward pass: everything; the state between steps; that, products with weights and attention.
-Gathered weights never are.
+Gathered and merged weights never are.
 """
 
 
@@ -81,16 +89,17 @@ def walk(
         if cache is not None:
             attention = CachedAttention(cache, (index - 1) * solver.evaluations, context.position)
             here = here._replace(attend=attention)
-        at_nodes = whole or [weights.gather(jax.tree.map(lambda leaf: leaf[j], layers)) for j in range(nodes)]
+        at_nodes = whole or [merge(layers_at_node, weights.gather) for layers_at_node in layers]
         x = solver.step(field, at_nodes, x, dt, here).astype(x.dtype)
         return (x, None if cache is None else attention.cache), x if trajectory else None
 
-    if remat != "none" or weights.gather is not as_it_is:
+    adapted = any("a" in layer for layer in weights.layers.values())
+    if remat != "none" or adapted or weights.gather is not as_it_is:
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)  # in a scan, steps' expressions can't merge
     if weights.constant:
-        whole, layers = nodes * [weights.gather(weights.layers)], None
+        whole, layers = nodes * [merge(weights.layers, weights.gather)], None
     else:
-        whole, layers = None, jax.tree.map(lambda leaf: leaf.reshape(steps, nodes, *leaf.shape[1:]), weights.layers)
+        whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
     indices = jnp.arange(1, steps + 1)  # 0 is the embedding
     (last, cache), states = jax.lax.scan(body, (x, cache), (indices, weights.step_sizes, layers))
     if cache is not None:

@@ -1,0 +1,121 @@
+"""Begin a run with the weights of another, sampled at the times of any number of steps: section 6.2 of the paper.
+
+A DiffEqFormer becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'; a
+GPT stays as it is. From there on it is a run like every other, of all weights or, with `config.model.lora_rank`,
+of adapters and embeddings.
+"""
+
+import os
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.config import base_config
+from diffeqformer.errors import UserError
+from diffeqformer.materialize import discretize, discretized_config
+from diffeqformer.models.transformer import MODELS, split
+
+OWN = ("num_steps", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
+"""Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
+
+
+def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
+    """The config with the base's model: that of the run's own newest checkpoint, or else of `config.base`.
+
+    Raises:
+        UserError: if there is no base, or a field is neither the default nor the base's.
+    """
+    if not config.base:
+        return config
+    try:
+        model = checkpoint.load_config(workdir).model
+    except checkpoint.NoCheckpoint:
+        model = _model_of_base(config)
+    if config.model.kind not in (model.kind, "diffeqformer"):  # as which a config begins
+        raise UserError(
+            f"config.base: must be a model of the kind {config.model.kind}, but {config.base} is a {model.kind}"
+        )
+    config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
+    for name, theirs in model.items():
+        if name in OWN or name.startswith("lora_"):
+            continue
+        if name != "kind" and config.model[name] not in (theirs, default[name]):
+            raise UserError(
+                f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"
+            )
+        config.model[name] = theirs
+    return config
+
+
+def _model_of_base(config: ConfigDict) -> ConfigDict:
+    """The `model` part of the config of the model that a run begins with."""
+    try:
+        base = checkpoint.load_config(config.base)
+    except checkpoint.NoCheckpoint:
+        raise UserError(
+            f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
+        ) from None
+    kind, num_steps = base.model.kind, base.model.num_steps
+    if MODELS[kind].weights == "per_layer" and config.model.num_steps != num_steps:
+        raise UserError(
+            f"config.model.num_steps: must be {num_steps}, as {config.base} is a model of the kind {kind}, which has weights "
+            f"for so many steps and no others, but it is {config.model.num_steps}"
+        )
+    if config.data.tokenizer != base.data.tokenizer:
+        raise UserError(
+            f"config.data.tokenizer: must be that of config.base, {base.data.tokenizer}, but it is {config.data.tokenizer}"
+        )
+    return discretized_config(base, num_steps, "float32").model
+
+
+def initial_params(config: ConfigDict, about: dict, mesh: Mesh) -> dict:
+    """The parameters, without adapters, with which a run of this config begins: those of its base at its own times.
+
+    Args:
+        config: as `inherit` made it.
+        about: what the run's checkpoints will say of the tokenizer.
+        mesh: the devices that share them.
+
+    Raises:
+        UserError: if the base was trained with another tokenizer.
+    """
+    opened = checkpoint.load(config.base, mesh)
+    for what in ("tokenizer", "tokenizer_data"):
+        if opened.about.get(what, "") != about[what]:
+            raise UserError(
+                f"config.data.tokenizer: must be that of the base, {opened.about['tokenizer']}, but it is another: "
+                f"{about['tokenizer']}"
+            )
+    return split(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]
+
+
+def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
+    """The paper's recipe (section 6.2): pretrain on one corpus, fine-tune on another; GPT-medium's shape, 18 steps.
+
+    Args:
+        pretraining, task: the two corpora.
+        mode: pretrain, full or lora; of the GPT baseline of 24 layers, with -gpt behind it.
+
+    Raises:
+        UserError: if there is no such mode.
+    """
+    stage, _, model = mode.partition("-")
+    if stage not in ("pretrain", "full", "lora") or model not in ("", "gpt"):
+        raise UserError(
+            f"--config: must end with :pretrain, :full or :lora, or one of these with -gpt, but it is :{mode}"
+        )
+    first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
+    config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
+    config.name = first
+    config.steps, config.batch_size = 10_001, 256
+    config.optimizer.learning_rate = 3e-4
+    config.mesh.fsdp = 8
+    config.model.num_steps = 24 if model else 18
+    if stage == "pretrain":
+        config.data.task = pretraining
+        config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
+    else:
+        config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"
+        config.model.lora_rank = 200 if stage == "lora" else 0
+    return config

@@ -1,0 +1,134 @@
+"""LoRA: what adapters do, what trains, and what is never held twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer.config import check_config
+from diffeqformer.errors import UserError
+from diffeqformer.materialize import discretize
+from diffeqformer.models.low_rank import merge, unmerge
+from diffeqformer.models.transformer import split
+from diffeqformer.solvers.walk import REMAT
+from diffeqformer.step import make_program, part
+from helpers import ONE_DEVICE, build_model, lively_model, loss_and_gradient, run_steps, toy_config
+
+LORA = dict(lora_rank=3, lora_alpha=6.0)
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(64, size=(4, 16)))
+
+
+def is_factor(path) -> bool:
+    return path[-1] in ("a", "b")
+
+
+@pytest.mark.parametrize("kind, field", [("discretized", "gpt"), ("gpt", "gpt"), ("llama", "llama")])
+def test_adapters_do_what_the_merged_model_does_and_can_be_taken_out(kind, field):
+    model = lively_model(kind, field, **LORA)
+    config = toy_config(kind, field, **{f"model__{name}": value for name, value in LORA.items()})
+    config.model.vocab_size = 64
+    merged = discretize(model, config, 6, "float32")
+    logits = model(TOKENS, model.weights())
+    np.testing.assert_allclose(merged(TOKENS, merged.weights()), logits, atol=2e-6 * float(jnp.abs(logits).max()))
+
+    params, plain = split(model)[1], split(merged)[1]
+    assert set(part(params, is_factor)["depth"]["layers"]) == {
+        n for n, w in params["depth"]["layers"].items() if "kernel" in w
+    }
+    for name, layer in plain["depth"]["layers"].items():
+        if "kernel" in layer:  # base + (alpha / rank) a b
+            theirs = params["depth"]["layers"][name]
+            expected = theirs["kernel"] + 2.0 * np.einsum("tir,tro->tio", theirs["a"], theirs["b"])
+            np.testing.assert_allclose(layer["kernel"], expected, atol=1e-5)
+    layers = model.depth(model.times())
+    factors = {name: {f: w[f] for f in "ab"} for name, w in layers.items() if "a" in w}
+    back = unmerge(merge(layers), factors)
+    jax.tree.map(lambda ours, before: np.testing.assert_allclose(ours, before, atol=1e-5), back, layers)
+
+
+@pytest.mark.parametrize("start, same", [("zero", 0.0), ("published", 1e-6)])
+def test_adapters_start_without_effect(start, same):
+    base = lively_model("gpt")
+    model = build_model("gpt", lora_start=start, **LORA)
+    factors = part(split(model)[1], is_factor)
+    nnx.update(model, nnx.state(base, nnx.Param))
+    np.testing.assert_allclose(model(TOKENS, model.weights()), base(TOKENS, base.weights()), atol=same, rtol=0)
+    for layer in factors["depth"]["layers"].values():
+        expected = (layer["a"].shape[1] ** -0.5, 0.0) if start == "zero" else (1e-6, 1e-6)
+        np.testing.assert_allclose([layer["a"].std(), layer["b"].std()], expected, rtol=0.15)
+
+
+def test_the_gradient_of_adapters_is_that_of_their_kernels():
+    """dL/da = (alpha / rank) dL/dW b^T, dL/db = (alpha / rank) a^T dL/dW, and the embeddings' as ever."""
+    model = lively_model("gpt", "gpt", lora_layers="qkv|mlp_down", **LORA)
+    graph, params = split(model)
+    loss, gradient = loss_and_gradient(graph, params, TOKENS, None)
+    config = toy_config("gpt", **{f"model__{name}": value for name, value in LORA.items()})
+    config.model.vocab_size = 64
+    merged_loss, whole = loss_and_gradient(*split(discretize(model, config, 6, "float32")), TOKENS, None)
+    np.testing.assert_allclose(loss, merged_loss, rtol=1e-6)
+    assert set(gradient) == {"token_embedding", "position_embedding", "depth"}
+    close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())  # noqa: E731
+    close(gradient["token_embedding"], whole["token_embedding"])
+    assert set(gradient["depth"]["layers"]) == {"qkv", "mlp_down"}
+    for name, found in gradient["depth"]["layers"].items():
+        d_kernel, factors = 2.0 * whole["depth"]["layers"][name]["kernel"], params["depth"]["layers"][name]
+        close(found["a"], d_kernel @ factors["b"].swapaxes(1, 2))
+        close(found["b"], factors["a"].swapaxes(1, 2) @ d_kernel)
+
+
+def test_training_changes_adapters_and_embeddings_alone():
+    config = toy_config("discretized", model__lora_rank=2)
+    program, state, scalars = run_steps(config, ONE_DEVICE, 4)
+    start = program.init()["params"]
+    assert scalars[-1, 0] < scalars[0, 0]
+    changed = jax.tree.map(lambda before, after: bool(np.any(before != np.asarray(after))), start, state["params"])
+    trains = lambda path: is_factor(path) or path[0] in ("token_embedding", "position_embedding")  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
+        assert leaf == trains(tuple(key.key for key in path)), path
+    moments = sum(leaf.size for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim)
+    assert moments == 2 * sum(leaf.size for leaf in jax.tree.leaves(part(start, trains)))
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_nothing_of_the_size_of_all_kernels_is_made(remat):
+    """By the compiler's own account of a train step whose kernels are much larger than all else."""
+    config = toy_config("discretized", model__lora_rank=2, model__remat=remat, model__num_steps=12, batch_size=1)
+    config.model.update(width=256, mlp=1024)
+    program = make_program(config, ONE_DEVICE)
+    shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((1, 16), "int32")
+    memory = program.train_step.lower(*shapes).compile().memory_analysis()
+    kernels = 12 * 4 * 12 * 256 * 256
+    assert memory.argument_size_in_bytes > kernels
+    assert memory.temp_size_in_bytes < 0.35 * kernels  # a step's, its gradient, and activations
+
+
+@pytest.mark.parametrize(
+    "kind, changes, sentence",
+    [
+        ("discretized", {"lora_rank": 33}, "config.model.lora_rank: must not exceed .* 32 in qkv, but it is 33"),
+        (
+            "discretized",
+            {"lora_rank": 1, "lora_layers": "norm_mlp"},
+            r"config.model.lora_layers: must match a layer \(qkv, ",
+        ),
+        (
+            "discretized",
+            {"lora_rank": 1, "lora_layers": "("},
+            r"config.model.lora_layers: '\(' is no regular expression",
+        ),
+        ("discretized", {"lora_rank": -1}, "config.model.lora_rank: must not be negative, but it is -1"),
+        (
+            "discretized",
+            {"lora_start": "one"},
+            "config.model.lora_start: must be one of zero, published, but it is 'one'",
+        ),
+        ("discretized", {"lora_alpha": 0.0}, "config.model.lora_alpha: must be a positive number, but it is 0.0"),
+        ("diffeqformer", {"lora_rank": 1}, "config.model.lora_rank: must be 0 for model.kind diffeqformer"),
+    ],
+)
+def test_impossible_adapters_are_refused(kind, changes, sentence):
+    config = toy_config(kind, **{f"model__{name}": value for name, value in changes.items()})
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_config(config, 1)

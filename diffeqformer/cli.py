@@ -46,7 +46,12 @@ def parse_config(arguments: list[str]) -> list[str]:
             raise UserError(f"--config: there is no file {path}; see the folder configs/")
         flags.FLAGS.config.to_dict()  # a file that fails to load says so here
         return rest
-    except (UserError, flags.Error):
+    except UserError:
+        raise
+    except flags.Error as error:  # which has the whole traceback in it, if the file raised something
+        _, ours, sentence = str(error).strip().rpartition("\ndiffeqformer.errors.UserError: ")
+        if ours:
+            raise UserError(sentence) from None
         raise
     except Exception as error:  # whatever a config file of the user's raises
         reason = str(error).strip().splitlines() or [""]

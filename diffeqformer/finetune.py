@@ -34,7 +34,7 @@ def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
         model = _model_of_base(config)
     if config.model.kind not in (model.kind, "diffeqformer"):  # as which a config begins
         raise UserError(
-            f"config.base: must be a model of the kind {config.model.kind}, but {config.base} is a {model.kind}"
+            f"config.base: must be a model of the kind {config.model.kind}, but {config.base} gives a {model.kind} one"
         )
     config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
     for name, theirs in model.items():

@@ -61,6 +61,10 @@ WRONG = {
     "model.sinusoidal_dim": -3,
     "model.time_frequency": 0.0,
     "model.generator_start": "best",
+    "model.solver": "rk3",
+    "model.lora_rank": -1,
+    "model.lora_alpha": -1.0,
+    "model.lora_start": "one",
     "model.dropout": 1.0,
     "model.dtype": "float16",
     "model.state_dtype": "float16",
@@ -177,7 +181,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "base", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip
@@ -200,7 +204,9 @@ def test_what_may_change_between_runs(name):
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
     free = {
         "name",
+        "base",
         "model.norm_of_norm",
+        "model.lora_layers",  # with a rank; see test_low_rank
         "data.dir",
         "data.module",
         "data.tfds_dir",

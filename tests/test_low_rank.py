@@ -129,6 +129,6 @@ def test_nothing_of_the_size_of_all_kernels_is_made(remat):
     ],
 )
 def test_impossible_adapters_are_refused(kind, changes, sentence):
-    config = toy_config(kind, **{f"model__{name}": value for name, value in changes.items()})
+    config = toy_config(kind, base="runs/base", **{f"model__{name}": value for name, value in changes.items()})
     with pytest.raises(UserError, match=f"^{sentence}"):
         check_config(config, 1)

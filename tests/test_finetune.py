@@ -1,0 +1,148 @@
+"""Fine-tuning: a run that begins with another one's model, at any depth."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from diffeqformer import checkpoint, finetune, train
+from diffeqformer.config import base_config, check_config
+from diffeqformer.errors import Stopped, UserError
+from diffeqformer.models.transformer import Transformer, split
+from diffeqformer.sharding import make_mesh
+from diffeqformer.step import make_program, part
+from helpers import ONE_DEVICE, lively_model, load_config, toy_config
+from runs import curves
+
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
+BYTES = {"tokenizer": "bytes", "tokenizer_data": ""}
+
+
+def save_base(workdir, config) -> Transformer:
+    """A run that has ended: a lively model of this config."""
+    model = lively_model(**config.model)
+    about = {"config": config.to_dict(), "data_sha256": "none", **BYTES}
+    with checkpoint.open_checkpoints(workdir, 1) as manager:
+        checkpoint.save(manager, 3, {"params": split(model)[1]}, about)
+        manager.wait_until_finished()
+    return model
+
+
+def new_config(base, **changes):
+    """A short run that begins with `base`, whose shape isn't its own."""
+    config = base_config("new", "diffeqformer")
+    config.update(base=str(base), steps=4, batch_size=8, sequence_length=16, log_every=1, eval_every=4)
+    config.model.update(dtype="float32", dropout=0.1, num_steps=6)
+    config.data.update(task="python_stdlib", tokenizer="bytes")
+    config.sample.update(prompt="def ", length=16)
+    for name, value in changes.items():
+        section, _, field = name.rpartition("__")
+        (config[section] if section else config)[field] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "kind, field", [("diffeqformer", "gpt"), ("diffeqformer", "llama"), ("gpt", "gpt"), ("shared", "gpt")]
+)
+def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
+    """To rounding, norms and all; with the base's shape and solver; with adapters, and on a mesh."""
+    solver = {"model__solver": "strang"} if kind == "diffeqformer" else {}
+    base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, **solver))
+    for num_steps, rank, mesh in ((6, 0, ONE_DEVICE), (4, 2, ONE_DEVICE), (9, 0, make_mesh((4, 2, 1)))):
+        num_steps = 6 if kind == "gpt" else num_steps
+        config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank * (kind != "shared"))
+        config = finetune.inherit(config, tmp_path / "new")
+        check_config(config, mesh.size)
+        program = make_program(config, mesh)
+        state = program.init(finetune.initial_params(config, BYTES, mesh))
+        ours = nnx.merge(program.graph, state["params"])
+        expected = base(TOKENS, base.weights(base.times(num_steps)))
+        logits = ours(TOKENS, ours.weights())
+        np.testing.assert_allclose(logits, expected, atol=5e-6 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, stdlib_stores, monkeypatch):
+    """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
+    base = tmp_path / "base"
+    save_base(base, toy_config(model__vocab_multiple=16))
+    monkeypatch.setattr(train, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(stdlib_stores))
+    whole = split(train.train(config, tmp_path / "whole"))[1]
+    assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
+
+    seen = []
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 2"):
+        patch.setattr(train.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 2)
+        train.train(config, tmp_path / "parts")
+    shutil.rmtree(base)
+    parts = split(train.train(config, tmp_path / "parts"))[1]
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+    opened = checkpoint.load(tmp_path / "parts", make_mesh((4, 2, 1)))
+    assert opened.config.model.kind == "discretized" and opened.config.model.width == 32
+    jax.tree.map(np.testing.assert_array_equal, split(opened.model)[1], whole)
+    with checkpoint.open_to_read(tmp_path / "parts") as (manager, step, _, _):
+        saved = flatten_dict(manager.item_metadata(step)["params"].tree)
+    trained = flatten_dict(part(whole, opened.model.trains))
+    assert set(saved) == set(trained) and (len(trained) < len(flatten_dict(whole))) == bool(rank)
+    if rank:
+        shutil.rmtree(tmp_path / "parts" / "frozen")
+        with pytest.raises(
+            UserError, match="frozen: the frozen weights that this run's adapters belong to are missing"
+        ):
+            checkpoint.load(tmp_path / "parts")
+
+
+def test_what_does_not_fit_the_base_is_refused(tmp_path):
+    save_base(tmp_path / "ours", toy_config())
+    save_base(tmp_path / "gpt", toy_config("gpt"))
+    for base, changes, sentence in (
+        ("none", {}, "config.base: must be the folder of a trained run, but .*none has no checkpoint"),
+        ("ours", {"model__width": 64}, "config.model.width: must be the base's, 32, but it is 64; leave it out"),
+        (
+            "ours",
+            {"model__kind": "gpt"},
+            "config.base: must be a model of the kind gpt, but .* gives a discretized one",
+        ),
+        (
+            "ours",
+            {"data__tokenizer": "gpt2"},
+            "config.data.tokenizer: must be that of config.base, bytes, but it is gpt2",
+        ),
+        ("ours", {"model__num_steps": 0}, "config.model.num_steps: must be at least 1, but it is 0"),
+        ("ours", {"model__lora_rank": 33}, "config.model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),
+        (
+            "gpt",
+            {"model__num_steps": 9},
+            "config.model.num_steps: must be 6, as .* for so many steps and no others, but it is 9",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            train.train(new_config(tmp_path / base, **changes), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    config = finetune.inherit(new_config(tmp_path / "ours"), tmp_path / "new")
+    with pytest.raises(
+        UserError, match="^config.data.tokenizer: must be that of the base, bytes, but it is another: bytes"
+    ):
+        finetune.initial_params(config, {"tokenizer": "bytes", "tokenizer_data": "more"}, ONE_DEVICE)
+
+
+@pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])
+def test_the_configs_are_the_published_recipe(name):
+    first, second = name.removeprefix("finetune_").split("_to_")
+    for model, kind, steps in (("", "diffeqformer", 18), ("-gpt", "gpt", 24)):
+        pretraining = load_config(name, f"pretrain{model}")
+        check_config(pretraining, 8)
+        assert (pretraining.model.kind, pretraining.model.num_steps, pretraining.data.task) == (kind, steps, first)
+        for mode, rank in (("full", 0), ("lora", 200)):
+            config = load_config(name, f"{mode}{model}")
+            assert config.base == f"runs/{pretraining.name}" and config.data.task == second
+            assert (config.model.num_steps, config.model.lora_rank) == (steps, rank)
+    with pytest.raises(UserError, match="^--config: must end with :pretrain, :full or :lora, .* but it is :half"):
+        load_config(name, "half")

@@ -58,6 +58,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
+    # In training each time is moved back at random by up to this share of its step, so that W(t) learns to be smooth.
+    config.model.time_jitter = 0.0
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
     config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
@@ -164,7 +166,9 @@ RULES = [
         "model.dropout optimizer.beta1 optimizer.beta2", lambda v, c, n: 0 <= v < 1, "must be at least 0 and below 1"
     ),
     *_every(
-        "optimizer.warmup_fraction optimizer.final_fraction", lambda v, c, n: 0 <= v <= 1, "must be between 0 and 1"
+        "optimizer.warmup_fraction optimizer.final_fraction model.time_jitter",
+        lambda v, c, n: 0 <= v <= 1,
+        "must be between 0 and 1",
     ),
     Rule("model.kind", lambda v, c, n: v in MODELS, f"must be one of {', '.join(MODELS)}"),
     Rule("model.field", lambda v, c, n: v in FIELDS, f"must be one of {', '.join(FIELDS)}"),
@@ -178,6 +182,11 @@ RULES = [
         "model.solver",
         lambda v, c, n: v in solvers_of(c.model.kind),
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
+    ),
+    Rule(
+        "model.time_jitter",
+        lambda v, c, n: not v or MODELS[c.model.kind].weights == "generated",
+        "must be 0 for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
     Rule("model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
     Rule(

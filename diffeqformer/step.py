@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from clu import metrics
 from flax import nnx, traverse_util
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from diffeqformer.errors import UserError
 from diffeqformer.loss import cross_entropy
 from diffeqformer.models.attention import choose, plain
-from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, weight_axes
+from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, weight_axes
 from diffeqformer.models.layers import Context, as_it_is
 from diffeqformer.models.transformer import Transformer, split
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
@@ -27,14 +28,26 @@ from diffeqformer.sharding import AXES, BATCH, by_device, gather, partition, sha
 
 
 def random_key(seed: int, purpose: str) -> Key[Array, ""]:
-    """The root key of everything random that serves one purpose: parameters, dropout or sample."""
-    return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample").index(purpose))
+    """The root key of everything random that serves one purpose: parameters, dropout, sample or times."""
+    return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample", "times").index(purpose))
 
 
 def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
     """One key for each example of the global batch, from (seed, step, index of the example)."""
     key = jax.random.fold_in(random_key(seed, "dropout"), step)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
+
+
+def jittered_times(model: Transformer, jitter: float, seed: int, step: Int[Array, ""]) -> Float[Array, "stages"]:
+    """The times of one training step's weights: each moved back by a random part of its step of depth, of up to `jitter`.
+
+    None is below 0, and the steps' sizes stay as they are.
+    """
+    times = model.times()
+    stages = stage_times(times, model.solver.nodes)
+    sizes = np.repeat(np.diff(times, prepend=0.0), len(model.solver.nodes))
+    key = jax.random.fold_in(random_key(seed, "times"), step)
+    return jnp.maximum(stages - jitter * sizes * jax.random.uniform(key, stages.shape), 0.0).astype(jnp.float32)
 
 
 class Program(NamedTuple):
@@ -171,7 +184,12 @@ class Losses:
         return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
 
     def loss_and_gradient(
-        self, params: dict, tokens: Int[Array, "B S"], keys: Key[Array, "B"] | None, microbatches: int = 1
+        self,
+        params: dict,
+        tokens: Int[Array, "B S"],
+        keys: Key[Array, "B"] | None,
+        microbatches: int = 1,
+        stages: Float[Array | np.ndarray, "stages"] | None = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean next-token loss of a batch in nats, and its gradient: a tree like `params`, without what is frozen.
 
@@ -182,17 +200,19 @@ class Losses:
         Args:
             keys: one dropout key per example, or None.
             microbatches: parts of each device's examples taken one after the other.
+            stages: when the solver takes weights; None: as trained, without jitter.
 
         Raises:
             UserError: if the microbatches don't divide them.
         """
         model = nnx.merge(self.graph, params)
         times, dtype, stack = model.times(), model.weights_dtype, model.stack
+        stages = stage_times(times, model.solver.nodes) if stages is None else stages
         by_layer = lambda layers: {"depth": {"layers": layers}}  # noqa: E731
 
         def generate(depth):
-            depth_weights = nnx.merge(self.graph, join(params, {"depth": depth}))
-            return self.split(by_layer(in_compute_type(depth_weights.layers_for(times), dtype)))
+            depth_weights = nnx.merge(self.graph, join(params, {"depth": depth})).depth
+            return self.split(by_layer(in_compute_type(depth_weights(stages), dtype)))
 
         trained, frozen = self.split(params)
         layers, pull_back, frozen_layers = jax.vjp(generate, trained["depth"], has_aux=True)
@@ -262,7 +282,10 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
 
     def train_step(state, tokens):
         keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
-        loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches)
+        jitter, stages = config.model.time_jitter, None
+        if jitter:
+            stages = jittered_times(nnx.merge(graph, state["params"]), jitter, config.seed, state["step"])
+        loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches, stages)
         before = trained(state["params"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], before)
         params = join(state["params"], optax.apply_updates(before, updates))

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from diffeqformer import reference
 from diffeqformer.models.depth_weights import StackedWeights, stage_times
+from diffeqformer.models.generated import time_features
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import split, weights_at
 from diffeqformer.solvers import SOLVERS, walk
-from helpers import lively_model
+from diffeqformer.step import jittered_times, make_program
+from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
 
 
 class ReferenceField:
@@ -86,3 +89,29 @@ def test_models_walk_as_in_float64():
         scale = np.abs(expected[name]).max()
         np.testing.assert_allclose(ours[name], expected[name], atol=1e-5 * scale)
         assert sum(np.abs(expected[name] - other).max() < 1e-3 * scale for other in expected.values()) == 1  # itself
+
+
+def test_jittered_times_lie_within_their_steps_and_change_with_every_training_step():
+    model = lively_model("diffeqformer", solver="heun")
+    ends = np.repeat(model.times(), 2) - np.tile([1 / 6, 0.0], 6)  # of the parts in which each time may lie
+    drawn = np.stack([jittered_times(model, 0.5, 0, jnp.int32(step)) for step in range(200)])
+    assert np.all(drawn <= ends + 1e-6) and np.all(drawn >= np.maximum(ends - 0.5 / 6, 0) - 1e-6)
+    moved = (ends - drawn)[:, 1:]  # the first can't be moved
+    np.testing.assert_allclose(moved.mean(0), 0.25 / 6, rtol=0.2)
+    assert np.abs(np.corrcoef(moved.T) - np.eye(11)).max() < 0.3  # each by itself
+    features = time_features(jnp.asarray(drawn[0]), 8, 1000.0)
+    np.testing.assert_allclose(features, time_features(drawn[0], 8, 1000.0), atol=2e-4)
+
+
+def test_a_jittered_step_takes_the_weights_of_its_times():
+    config = toy_config(model__time_jitter=1.0, model__num_steps=2, optimizer__warmup_fraction=0.0)
+    program, losses = make_program(config, ONE_DEVICE), []
+    for step in range(3):
+        state = program.init() | {"step": jnp.int32(step)}
+        model = nnx.merge(program.graph, state["params"])
+        stages = jittered_times(model, 1.0, config.seed, jnp.int32(step))
+        weights = model.stack(model.depth(np.asarray(stages)), model.times())
+        expected = reference.loss(model(jnp.asarray(tokens_of(0, config)), weights), tokens_of(0, config))
+        losses.append(float(program.train_step(state, tokens_of(0, config))[1]["loss"]))
+        assert losses[-1] == pytest.approx(float(expected), rel=1e-5)
+    assert len(set(losses)) == 3

@@ -94,7 +94,7 @@ class PlainWeights(nnx.Module):
     def __init__(self, layers: dict[str, Linear | Norm], stack: tuple[int, ...], rngs: nnx.Rngs):
         self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, stack) for name, layer in layers.items()})
 
-    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
+    def __call__(self, times: Float[np.ndarray | Array, "T"]) -> dict:
         """The weights, whatever the times."""
         return {name: nnx.to_pure_dict(nnx.state(layer)) for name, layer in self.layers.items()}
 
@@ -121,7 +121,7 @@ class PerLayerWeights(PlainWeights):
         super().__init__(layers, (num_layers,), rngs)
         self.num_layers = num_layers
 
-    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
+    def __call__(self, times: Float[np.ndarray | Array, "T"]) -> dict:
         """The stacked weights.
 
         Raises:

@@ -26,16 +26,19 @@ from jaxtyping import Array, Float
 from diffeqformer.models.layers import Linear, Norm, parameter
 
 
-def time_features(times: np.ndarray, sinusoidal_dim: int, time_frequency: float) -> Float[np.ndarray, "T features"]:
+def time_features(
+    times: Float[np.ndarray | Array, "T"], sinusoidal_dim: int, time_frequency: float
+) -> Float[np.ndarray | Array, "T features"]:
     """e(t) for every time: [T, 2 K + 1] fp32 with K = `sinusoidal_dim`.
 
     Evaluated on the host in float64, because the angle reaches `time_frequency` radians: in bf16
-    it would be off by whole radians, in fp32 by 6e-5.
+    it would be off by whole radians, in fp32 by 6e-5, as it is for random times, which the device draws.
     """
-    times = np.asarray(times, np.float64)[:, None]
+    traced = isinstance(times, Array)
+    of, times = (jnp, times[:, None]) if traced else (np, np.asarray(times, np.float64)[:, None])
     frequencies = 10000.0 ** (-np.arange(sinusoidal_dim) / sinusoidal_dim)
-    angles = time_frequency * times * frequencies
-    return np.concatenate([times, np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+    angles = times * (time_frequency * frequencies).astype(times.dtype)
+    return of.concatenate([times, of.sin(angles), of.cos(angles)], axis=1).astype(np.float32)
 
 
 @jax.custom_vjp
@@ -178,8 +181,8 @@ class GeneratedWeights(nnx.Module):
             if mlp is not None:
                 self.layers[name].mlp = mlp
 
-    def __call__(self, times: Float[np.ndarray, "T"]) -> dict:
-        """The weights at `times`, which are host numbers and not traced."""
+    def __call__(self, times: Float[np.ndarray | Array, "T"]) -> dict:
+        """The weights at `times`."""
         return self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency))
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:

@@ -51,6 +51,8 @@ def tpu_devices(topology: str, slices: int) -> list:
 
 def main() -> None:
     config, devices, start = CONFIG.value, tpu_devices(TOPOLOGY.value, SLICES.value), time.perf_counter()
+    if config.base:
+        raise UserError("config.base: its model's shape isn't known here; take the config of the pretraining")
     check_config(config, len(devices), "tpu")
     shape = mesh_shape(config.mesh, len(devices))
     program = make_program(config, make_mesh(shape, devices), (attention.plain, "plain") if PLAIN.value else None)

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
+from diffeqformer import hosts
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory
@@ -74,7 +75,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) ->
     Args:
         state: see `diffeqformer.step`; of a model that won't be trained further, the parameters alone.
         about: config (a dict), tokenizer (its name), tokenizer_data (what its `save` gave) and data_sha256 (of
-            the training split); of a materialized model also materialized_from.
+            the training split); of a materialized model also materialized_from, of one that began with another one's weights base.
     """
     items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about)}
     rest = {name: value for name, value in state.items() if name != "params"}
@@ -141,16 +142,16 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def readable(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
-    """Turns what went wrong with reading a checkpoint's files into a UserError."""
+def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
+    """Turns what went wrong with reading a checkpoint's files into a UserError that ends with a remedy."""
+    remedy = remedy or "put its files back, or delete the folder to go on from the checkpoint before it"
     try:
         yield
     except Exception as error:  # of the file system, of TensorStore, or of a file's content
         if out_of_memory(error):
             raise
         raise UserError(
-            f"{manager.directory / str(step)}: this checkpoint can't be read: {_reason(error)}; put its files back, or delete "
-            "the folder to go on from the checkpoint before it"
+            f"{manager.directory / str(step)}: this checkpoint can't be read: {_reason(error)}; {remedy}"
         ) from error
 
 
@@ -187,25 +188,23 @@ class NoCheckpoint(UserError):
 
 
 @contextlib.contextmanager
-def open_to_read(workdir: epath.PathLike) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
+def open_to_read(
+    workdir: epath.PathLike, option: str = "--workdir"
+) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
     """The checkpoints of a folder, and of the newest one its step, what it says of itself, and its config. Writes nothing.
+
+    Args:
+        option: by which the user gave the folder.
 
     Raises:
         NoCheckpoint: if there is none.
         UserError: if it can't be read.
     """
-    with reachable("--workdir", workdir):
+    with reachable(option, workdir):
         there = folder_of(workdir).is_dir()
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
-    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
-    try:
-        manager = ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers())
-    finally:
-        logging.set_verbosity(verbosity)
-    with manager:
+    with _read_only(folder_of(workdir)) as manager:
         step = manager.latest_step()
         if step is None:
             raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
@@ -223,37 +222,52 @@ def load_config(workdir: epath.PathLike) -> ConfigDict:
         return config
 
 
-def save_frozen(workdir: epath.PathLike, params: dict) -> None:
-    """Save the parameters that no checkpoint of a new run will hold, in the place of what there was."""
-    folder = epath.Path(workdir) / "frozen"
-    with reachable("--workdir", workdir):
-        if jax.process_index() == 0:
-            folder.rmtree(missing_ok=True)
+def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
+    """Save the parameters that no checkpoint of a new run will hold, in the place of what there was.
+
+    Args:
+        base: what they come from, as the `about` of the run's checkpoints will say.
+    """
+    with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
+        if hosts.is_first():
+            folder_of(workdir, "frozen").rmtree(missing_ok=True)
     with open_to_write(workdir, 1, "frozen") as manager, written(manager):
-        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        items = {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave(base)}
+        manager.save(0, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
 
 
-def restore_frozen(workdir: epath.PathLike, abstract: dict) -> dict:
+def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
     """The parameters of `save_frozen`, placed as `abstract` says.
 
     Raises:
-        UserError: if they aren't there, or can't be read.
+        UserError: if they aren't there, come from another base, or can't be read.
     """
-    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    folder, remedy = folder_of(workdir, "frozen"), "put back the folder that the run made"
     with reachable("--workdir", workdir):
-        folder = folder_of(workdir, "frozen")
         there = (folder / "0").is_dir()
     if not there:
-        raise UserError(
-            f"{folder}: the frozen weights that this run's adapters belong to are missing; put the folder back"
-        )
-    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers()) as manager, readable(manager, 0):
-        return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
+        raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
+    with _read_only(folder) as manager, readable(manager, 0, remedy):
+        items = {"params": ocp.args.StandardRestore(abstract), "about": ocp.args.JsonRestore()}
+        restored = manager.restore(0, args=ocp.args.Composite(**items))
+    if restored["about"] != base:
+        raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
+    return restored["params"]
 
 
-def load(workdir: epath.PathLike, mesh: Mesh | None = None) -> Checkpoint:
-    """Open the newest checkpoint of a run, or a materialized model, on a mesh or, without one, on the first device.
+def _read_only(folder: epath.Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
+    try:
+        return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of a run (by default the newest), or a materialized model, on a mesh or else on the first device.
 
     Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
     the run may be going on.
@@ -261,7 +275,8 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None) -> Checkpoint:
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir) as (manager, step, about, config):
+    with open_to_read(workdir) as (manager, newest, about, config):
+        step = newest if step is None else step
         model = abstract_model(config)
         graph, params = split(model)
         if mesh is None:
@@ -277,6 +292,6 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None) -> Checkpoint:
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
     if frozen:
         rest = part(places, lambda path: not model.trains(path))
-        restored = join(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest)))
+        restored = join(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about["base"]))
     tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)

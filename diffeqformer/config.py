@@ -195,6 +195,9 @@ RULES = [
         "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
     ),
     Rule(
+        "model.lora_layers", lambda v, c, n: v == ".*" or c.model.lora_rank, "must be left out without model.lora_rank"
+    ),
+    Rule(
         "model.lora_rank",
         lambda v, c, n: not v or c.base,
         "must come with config.base, the run whose weights it adapts",
@@ -345,7 +348,6 @@ def check_overrides(arguments: list[str]) -> None:
 
 CHANGEABLE = (
     "name",
-    "base",
     "microbatches",
     "model.remat",
     "mesh.",

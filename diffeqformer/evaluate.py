@@ -17,7 +17,7 @@ from flax import nnx
 from diffeqformer import checkpoint, cli
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import solvers_of
+from diffeqformer.models.transformer import MODELS, solvers_of
 from diffeqformer.progress import token_progress
 from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.scoring import Scorer
@@ -34,8 +34,8 @@ COLUMNS = {
 }
 
 
-def define_flags() -> None:
-    """The options of the command."""
+def define_text_flags(folder: str) -> None:
+    """The options that choose a model, a text and the `folder` of results, for all commands that score."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     flags.DEFINE_string("task", None, "The corpus; by default the one of the training.")
     flags.DEFINE_string("split", "validation", "Its split: validation, or test where there is one.")
@@ -46,15 +46,20 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("module", None, "A Python module that adds corpora; by default the one of the training.")
     flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
-    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
-    flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
-    flags.DEFINE_integer(
-        "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
-    )
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
     flags.DEFINE_string(
-        "output", None, "Folder of the results; by default <workdir>/evaluation, or within runs/ for one on gs://."
+        "output", None, f"Folder of the results; by default <workdir>/{folder}, or within runs/ for one on gs://."
+    )
+
+
+def define_flags() -> None:
+    """The options of the command."""
+    define_text_flags("evaluation")
+    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
+    flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
+    flags.DEFINE_integer(
+        "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
     )
 
 
@@ -75,6 +80,39 @@ def text_of(options, opened: checkpoint.Checkpoint) -> tuple[str, list[str] | No
     return task, matching_files(patterns, name) if patterns else None
 
 
+def window_of(options, opened: checkpoint.Checkpoint) -> int:
+    """Tokens of a window.
+
+    Raises:
+        UserError: if the model doesn't have so many positions.
+    """
+    window, most = options.window, opened.model.max_length
+    window = opened.config.sequence_length if window is None else window
+    if not 2 <= window <= most:
+        raise UserError(f"--window: must be at least 2 and at most {most:,}, but it is {window}")
+    return window
+
+
+def open_text(options, opened: checkpoint.Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
+    """The text to be scored, a `diffeqformer.data.perplexity.Evaluation`; TensorFlow comes with it.
+
+    Raises:
+        UserError: if there is no such text, or less than one window.
+    """
+    from diffeqformer.data.quiet import import_tensorflow
+
+    import_tensorflow()
+    from diffeqformer.data import tasks
+    from diffeqformer.data.perplexity import Evaluation
+
+    data = opened.config.data
+    tasks.configure(
+        data.module if options.module is None else options.module,
+        data.tfds_dir if options.tfds_dir is None else options.tfds_dir,
+    )
+    return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
+
+
 def make_scorers(opened: checkpoint.Checkpoint, solvers: list[str], steps: list[int], batch_size: int) -> dict:
     """A scorer for each (solver, number of steps), whose solver the model then has.
 
@@ -82,10 +120,13 @@ def make_scorers(opened: checkpoint.Checkpoint, solvers: list[str], steps: list[
         UserError: if the model can't have one of them, or there are none of a name.
     """
     config = opened.config.model
+    possible = solvers_of(config.kind)
+    if MODELS[config.kind].weights == "per_layer":  # whose weights are those of one time in each step
+        possible = [name for name in possible if SOLVERS[name].nodes == SOLVERS[config.solver].nodes]
     for name in solvers:
-        if name not in (possible := solvers_of(config.kind)):
+        if name not in possible:
             raise UserError(
-                f"--solver: must be one of {', '.join(possible)} for a model of the kind {config.kind}, but it is {name!r}"
+                f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, but it is {name!r}"
             )
     scorers = {}
     for name, num_steps in itertools.product(solvers or [config.solver], steps or [config.num_steps]):
@@ -102,26 +143,14 @@ def evaluate(options) -> dict:
     """
     opened = checkpoint.load(options.workdir)
     model, config = opened.model, opened.config
-    window = config.sequence_length if options.window is None else options.window
+    window = window_of(options, opened)
     stride = -(-window // 2) if options.stride is None else options.stride
-    for name, value, least, most in (("window", window, 2, model.max_length), ("stride", stride, 1, window)):
-        if not least <= value <= most:
-            raise UserError(f"--{name}: must be at least {least} and at most {most:,}, but it is {value}")
+    if not 1 <= stride <= window:
+        raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
     steps = whole_numbers("--num_steps", options.num_steps, 1)
     scorers = make_scorers(opened, options.solver, steps, options.batch_size)  # what can't be is said now
     task, files = text_of(options, opened)
-
-    from diffeqformer.data.quiet import import_tensorflow
-
-    import_tensorflow()
-    from diffeqformer.data import tasks
-    from diffeqformer.data.perplexity import Evaluation
-
-    tasks.configure(
-        config.data.module if options.module is None else options.module,
-        config.data.tfds_dir if options.tfds_dir is None else options.tfds_dir,
-    )
-    evaluation = Evaluation(task, options.split, opened.tokenizer, window, stride, files)
+    evaluation = open_text(options, opened, task, files, window, stride)
     folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
     results = {
         "workdir": str(options.workdir),

@@ -33,8 +33,9 @@ def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
     except checkpoint.NoCheckpoint:
         model = _model_of_base(config)
     if config.model.kind not in (model.kind, "diffeqformer"):  # as which a config begins
+        needed = "a DiffEqFormer" if config.model.kind == "discretized" else f"a model of the kind {config.model.kind}"
         raise UserError(
-            f"config.base: must be a model of the kind {config.model.kind}, but {config.base} gives a {model.kind} one"
+            f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
         )
     config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
     for name, theirs in model.items():
@@ -51,7 +52,8 @@ def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run begins with."""
     try:
-        base = checkpoint.load_config(config.base)
+        with checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
+            pass
     except checkpoint.NoCheckpoint:
         raise UserError(
             f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
@@ -69,24 +71,33 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
     return discretized_config(base, num_steps, "float32").model
 
 
-def initial_params(config: ConfigDict, about: dict, mesh: Mesh) -> dict:
-    """The parameters, without adapters, with which a run of this config begins: those of its base at its own times.
+def base_of(config: ConfigDict, about: dict) -> dict:
+    """What a run that begins now says of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
 
     Args:
-        config: as `inherit` made it.
         about: what the run's checkpoints will say of the tokenizer.
-        mesh: the devices that share them.
 
     Raises:
         UserError: if the base was trained with another tokenizer.
     """
-    opened = checkpoint.load(config.base, mesh)
-    for what in ("tokenizer", "tokenizer_data"):
-        if opened.about.get(what, "") != about[what]:
+    with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
+        if (theirs["tokenizer"], theirs.get("tokenizer_data", "")) != (about["tokenizer"], about["tokenizer_data"]):
             raise UserError(
-                f"config.data.tokenizer: must be that of the base, {opened.about['tokenizer']}, but it is another: "
-                f"{about['tokenizer']}"
+                f"config.data.tokenizer: must be that of config.base, {theirs['tokenizer']}, but this one, {about['tokenizer']}, "
+                "gives other ids"
             )
+        return {"workdir": config.base, "step": step, "data_sha256": theirs.get("data_sha256", "")}
+
+
+def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
+    """The parameters, without adapters, with which a run of this config begins: those of its base at its own times.
+
+    Args:
+        config: as `inherit` made it.
+        step: of the base's checkpoint.
+        mesh: the devices that share them.
+    """
+    opened = checkpoint.load(config.base, mesh, step)
     return split(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]
 
 

@@ -17,28 +17,35 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint, cli
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import in_compute_type
+from diffeqformer.models.depth_weights import in_compute_type, stage_times
 from diffeqformer.models.low_rank import merge
-from diffeqformer.models.transformer import MODELS, Transformer, split
+from diffeqformer.models.transformer import MODELS, Transformer, solvers_of, split
+from diffeqformer.solvers import SOLVERS
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
-    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated."""
+    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated.
+
+    Its solver is that of the training or, if that one takes weights at several times of a step, Euler's.
+    """
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights == "generated":
-        config.model.kind = "discretized"
+        config.model.update(kind="discretized", time_jitter=0.0)
+        if config.model.solver not in solvers_of("discretized"):
+            config.model.solver = "euler"
     return config
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype"))
-def _discretized_params(graph, params, num_steps, dtype):
+@functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype", "solver"))
+def _discretized_params(graph, params, num_steps, dtype, solver):
     model = nnx.merge(graph, params)
+    layers = model.depth(stage_times(model.times(num_steps), SOLVERS[solver].nodes))
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_compute_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_compute_type(merge(model.layers_for(model.times(num_steps))), dtype)},
+        "depth": {"layers": in_compute_type(merge(layers), dtype)},
     }
 
 
@@ -50,9 +57,9 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
     Raises:
         UserError: if the model can't take that number of steps.
     """
-    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype))
-    target = nnx.eval_shape(lambda: Transformer(discretized_config(config, num_steps, dtype).model, nnx.Rngs(0)))
-    return nnx.merge(nnx.graphdef(target), params)
+    target = discretized_config(config, num_steps, dtype).model
+    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype), target.solver)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)
 
 
 def materialize(

@@ -18,7 +18,8 @@ def run(config: ConfigDict) -> None:
     """
     check_config(config, num_devices=None)  # it may run on another machine than the training
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
-    check_tokenizer(config, tokenizer)
+    if not config.base:  # whose vocabulary the training checks
+        check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
     if not was_there:

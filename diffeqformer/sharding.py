@@ -33,6 +33,7 @@ RULES = {
     "sequence": None,
     "embed": None,  # norms and the residual stream need the whole width
     "time": None,  # each step of depth reads all of its weights
+    "rank": None,  # of adapters: their other side is shared as that of their kernel, and over fsdp
     "time_embed": None,  # contracted by the generator, on every device for its part of W
 }
 
@@ -158,7 +159,7 @@ def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
     """
     places = [axis and RULES[axis] for axis in axes]
     sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]
-    if len(sides) == 2:  # a matrix; vectors are small enough to be everywhere
+    if len(sides) == 2 or "rank" in axes:  # a matrix; vectors are small enough to be everywhere
         rows = sides[0]
         places[rows] = (places[rows], ROWS) if places[rows] else ROWS
     return PartitionSpec(*places)

@@ -22,6 +22,7 @@ from diffeqformer.loss import cross_entropy
 from diffeqformer.models.attention import choose, plain
 from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, weight_axes
 from diffeqformer.models.layers import Context, as_it_is
+from diffeqformer.models.low_rank import FACTORS
 from diffeqformer.models.transformer import Transformer, split
 from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
 from diffeqformer.sharding import AXES, BATCH, by_device, gather, partition, sharding, sum_copies
@@ -144,6 +145,7 @@ class Losses:
         self.param_specs, self.layer_specs = split_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.step_specs = self.layer_specs if model.depth.constant else without_time(self.layer_specs)
+        self.merged_specs = part(self.layer_specs, lambda path: path[-1] not in FACTORS)
 
     def split(self, tree: dict) -> tuple[dict, dict]:
         """What trains of a tree like the parameters, and what is frozen."""
@@ -158,7 +160,11 @@ class Losses:
             self.graph, {**gather(others, self.other_specs, ("fsdp", "tensor")), "depth": self.abstract["depth"]}
         )
         if self.mesh.shape["fsdp"] > 1:
-            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
+            specs = {
+                layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]}
+                for layer in weights.layers
+            }
+            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
         shared = self.mesh.shape["tensor"]
         total = (lambda y: jax.lax.psum(y, "tensor")) if shared > 1 else as_it_is
         context = Context(keys, model.dropout, attend=self.attend, total=total)
@@ -179,7 +185,7 @@ class Losses:
             return jax.lax.psum(sums, AXES), jax.lax.psum(jnp.sum(scored, dtype=jnp.float32), BATCH)
 
         everywhere, by_example = PartitionSpec(), PartitionSpec(BATCH)
-        specs = (self.other_specs, self.layer_specs, everywhere, by_example, by_example)
+        specs = (self.other_specs, self.merged_specs, everywhere, by_example, by_example)
         on_devices = by_device(self.mesh, on_device, specs, everywhere)
         return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
 
@@ -296,7 +302,7 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
         model = nnx.merge(graph, params)
         made = model.weights(model.times(num_steps))
         return dataclasses.replace(
-            made, layers=jax.lax.with_sharding_constraint(made.layers, place(losses.layer_specs))
+            made, layers=jax.lax.with_sharding_constraint(made.layers, place(losses.merged_specs))
         )
 
     def evaluate(params, weights, tokens, valid):

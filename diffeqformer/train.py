@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import hashlib
+import json
 import math
 import os
 import pathlib
@@ -56,7 +58,12 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         make_folder(workdir)
         hosts.check_shared(workdir)
     with hosts.all_succeed("the newest checkpoint"):
-        read_saved(config, workdir, about)  # what can't go on is said before a corpus is prepared, which can take hours
+        saved = read_saved(config, workdir, about)  # what can't go on is said before a corpus is prepared for hours
+        if config.base:
+            about["base"] = saved["base"] if saved else finetune.base_of(config, about)
+    if config.base:
+        digest = hashlib.sha256(json.dumps(about["base"]).encode()).hexdigest()
+        hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
     about["data_sha256"] = splits["train"].sha256
@@ -68,6 +75,8 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
                 stack.enter_context(only_run(workdir))
             saved = read_saved(config, workdir, about)  # again: another run may have gone on meanwhile
             check_unchanged("data_sha256", about, saved, workdir)
+            if config.base and saved:
+                about["base"] = saved["base"]
         checkpoints = stack.enter_context(checkpoint.open_to_write(workdir, config.checkpoints_kept))
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         state = start_or_resume(config, workdir, program, checkpoints, about)
@@ -146,9 +155,11 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
     if step is None:
         if not config.base:
             return program.init()
-        state = program.init(finetune.initial_params(config, about, program.batch_sharding.mesh))
+        base = about["base"]
+        print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
+        state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
         if frozen := program.frozen(state["params"]):
-            checkpoint.save_frozen(workdir, frozen)
+            checkpoint.save_frozen(workdir, frozen, base)
         return state
     if step < config.steps:
         print(f"Resuming {workdir} from its checkpoint at step {step:,}", flush=True)
@@ -160,7 +171,7 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
     trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
     state = checkpoint.restore_state(checkpoints, step, {**shapes, "params": trained})
     if frozen:
-        state["params"] = join(state["params"], checkpoint.restore_frozen(workdir, frozen))
+        state["params"] = join(state["params"], checkpoint.restore_frozen(workdir, frozen, about["base"]))
     return state
 
 

@@ -12,8 +12,9 @@ from flax.traverse_util import flatten_dict
 from diffeqformer import checkpoint, finetune, train
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.models.transformer import Transformer, split
+from diffeqformer.models.transformer import MODELS, Transformer, split
 from diffeqformer.sharding import make_mesh
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.step import make_program, part
 from helpers import ONE_DEVICE, lively_model, load_config, toy_config
 from runs import curves
@@ -22,12 +23,12 @@ TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
 BYTES = {"tokenizer": "bytes", "tokenizer_data": ""}
 
 
-def save_base(workdir, config) -> Transformer:
+def save_base(workdir, config, step=3) -> Transformer:
     """A run that has ended: a lively model of this config."""
     model = lively_model(**config.model)
     about = {"config": config.to_dict(), "data_sha256": "none", **BYTES}
     with checkpoint.open_checkpoints(workdir, 1) as manager:
-        checkpoint.save(manager, 3, {"params": split(model)[1]}, about)
+        checkpoint.save(manager, step, {"params": split(model)[1]}, about)
         manager.wait_until_finished()
     return model
 
@@ -50,15 +51,17 @@ def new_config(base, **changes):
 )
 def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
     """To rounding, norms and all; with the base's shape and solver; with adapters, and on a mesh."""
-    solver = {"model__solver": "strang"} if kind == "diffeqformer" else {}
-    base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, **solver))
+    solver = {"gpt": "strang", "llama": "rk4"}[field] if kind == "diffeqformer" else MODELS[kind].solver
+    base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, model__solver=solver))
+    if solver == "rk4":  # which takes weights at several times of each step
+        base.solver = SOLVERS["euler"]
     for num_steps, rank, mesh in ((6, 0, ONE_DEVICE), (4, 2, ONE_DEVICE), (9, 0, make_mesh((4, 2, 1)))):
         num_steps = 6 if kind == "gpt" else num_steps
         config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank * (kind != "shared"))
         config = finetune.inherit(config, tmp_path / "new")
         check_config(config, mesh.size)
         program = make_program(config, mesh)
-        state = program.init(finetune.initial_params(config, BYTES, mesh))
+        state = program.init(finetune.initial_params(config, 3, mesh))
         ours = nnx.merge(program.graph, state["params"])
         expected = base(TOKENS, base.weights(base.times(num_steps)))
         logits = ours(TOKENS, ours.weights())
@@ -92,7 +95,22 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, stdlib_store
     trained = flatten_dict(part(whole, opened.model.trains))
     assert set(saved) == set(trained) and (len(trained) < len(flatten_dict(whole))) == bool(rank)
     if rank:
-        shutil.rmtree(tmp_path / "parts" / "frozen")
+        again = new_config(tmp_path / "parts", model__num_steps=3, model__lora_rank=1)
+        again = finetune.inherit(again, tmp_path / "again")
+        program = make_program(again, ONE_DEVICE)
+        merged = nnx.merge(program.graph, program.init(finetune.initial_params(again, 4, ONE_DEVICE))["params"])
+        expected = opened.model(TOKENS, opened.model.weights())
+        np.testing.assert_allclose(merged(TOKENS, merged.weights()), expected, atol=1e-5)
+
+        frozen = tmp_path / "parts" / "frozen"
+        shutil.copytree(frozen, tmp_path / "kept")
+        save_base(base, toy_config(model__vocab_multiple=16), step=5)
+        train.train(config, tmp_path / "other")
+        shutil.rmtree(frozen)
+        shutil.copytree(tmp_path / "other" / "frozen", frozen)
+        with pytest.raises(UserError, match="frozen: these frozen weights belong to other adapters than this run's"):
+            checkpoint.load(tmp_path / "parts")
+        shutil.rmtree(frozen)
         with pytest.raises(
             UserError, match="frozen: the frozen weights that this run's adapters belong to are missing"
         ):
@@ -108,7 +126,12 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "ours",
             {"model__kind": "gpt"},
-            "config.base: must be a model of the kind gpt, but .* gives a discretized one",
+            "config.base: must be the folder of a model of the kind gpt, but .* discretized",
+        ),
+        (
+            "gpt",
+            {"model__kind": "discretized"},
+            "config.base: must be the folder of a DiffEqFormer, but .* the kind gpt",
         ),
         (
             "ours",
@@ -126,11 +149,10 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         with pytest.raises(UserError, match=f"^{sentence}"):
             train.train(new_config(tmp_path / base, **changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    config = finetune.inherit(new_config(tmp_path / "ours"), tmp_path / "new")
     with pytest.raises(
-        UserError, match="^config.data.tokenizer: must be that of the base, bytes, but it is another: bytes"
+        UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"
     ):
-        finetune.initial_params(config, {"tokenizer": "bytes", "tokenizer_data": "more"}, ONE_DEVICE)
+        finetune.base_of(new_config(tmp_path / "ours"), {"tokenizer": "bytes", "tokenizer_data": "more"})
 
 
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])

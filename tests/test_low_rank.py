@@ -92,10 +92,11 @@ def test_training_changes_adapters_and_embeddings_alone():
 
 
 @pytest.mark.parametrize("remat", REMAT)
-def test_nothing_of_the_size_of_all_kernels_is_made(remat):
+@pytest.mark.parametrize("dtype, layers", [("float32", ".*"), ("bfloat16", "qkv")])
+def test_nothing_of_the_size_of_all_kernels_is_made(remat, dtype, layers):
     """By the compiler's own account of a train step whose kernels are much larger than all else."""
     config = toy_config("discretized", model__lora_rank=2, model__remat=remat, model__num_steps=12, batch_size=1)
-    config.model.update(width=256, mlp=1024)
+    config.model.update(width=256, mlp=1024, dtype=dtype, lora_layers=layers)
     program = make_program(config, ONE_DEVICE)
     shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((1, 16), "int32")
     memory = program.train_step.lower(*shapes).compile().memory_analysis()

@@ -37,12 +37,12 @@ class StackedWeights:
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 
 
-def weight_axes(layer: Linear | Norm, name: str) -> tuple[str | None, ...]:
+def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
     """The logical axes of a layer's kernel, bias, scale, shift or factor of an adapter at one time."""
     if isinstance(layer, Norm):
         return ("embed",)
     inputs, outputs = layer.axes
-    return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, None), "b": (None, outputs)}[name]
+    return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, "rank"), "b": ("rank", outputs)}[name]
 
 
 def step_sizes(times: np.ndarray) -> Float[Array, "T"]:
@@ -77,15 +77,16 @@ def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) ->
 def in_compute_type(layers: dict, dtype) -> dict:
     """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
 
-    A kernel that has an adapter stays as it is until they are merged, so that it isn't held twice.
+    Where there are adapters, kernels stay as they are until these are merged, so that they aren't held twice.
     """
+    adapted = any("a" in weights for weights in layers.values())
 
-    def typed(weights, name):
-        if name == "kernel" and "a" in weights:
-            return weights[name]
-        return weights[name].astype(jnp.float32 if name in ("scale", "shift") else dtype)
+    def typed(name, value):
+        if name == "kernel" and adapted:
+            return value
+        return value.astype(jnp.float32 if name in ("scale", "shift") else dtype)
 
-    return {layer: {name: typed(weights, name) for name in weights} for layer, weights in layers.items()}
+    return {layer: {name: typed(name, value) for name, value in weights.items()} for layer, weights in layers.items()}
 
 
 class PlainWeights(nnx.Module):

@@ -65,24 +65,25 @@ def add_adapters(
         layer, steps = layers[name], len(stack[name].kernel[...])
         stddevs = (layer.inputs**-0.5, 0.0) if start == "zero" else (1e-6, 1e-6)
         shapes = (steps, layer.inputs, rank), (steps, rank, layer.outputs)
-        axes = ("time", layer.axes[0], None), ("time", None, layer.axes[1])
+        axes = ("time", layer.axes[0], "rank"), ("time", "rank", layer.axes[1])
         for factor, *how in zip(FACTORS, shapes, axes, stddevs):
             stack[name][factor] = parameter(rngs, *how)
 
 
 def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
-    """The layers without adapters that do the same: kernel + a b, in the type of the factors.
+    """The layers without adapters that do the same: kernel + a b. Kernels come out in the type of the factors.
 
     Args:
-        layers: of one step, or stacked.
+        layers: of one step, or stacked; without any adapter they stay as they are.
         gather: makes the layers whole, of which a device has parts; kernels are in the factors' type by then.
     """
-    layers = gather(
-        {
-            name: {**weights, "kernel": weights["kernel"].astype(weights["a"].dtype)} if "a" in weights else weights
+    dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
+    if dtypes:
+        layers = {
+            name: {**weights, "kernel": weights["kernel"].astype(dtypes[0])} if "kernel" in weights else weights
             for name, weights in layers.items()
         }
-    )
+    layers = gather(layers)
     return {name: _merged(weights, 1) if "a" in weights else weights for name, weights in layers.items()}
 
 

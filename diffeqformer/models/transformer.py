@@ -23,7 +23,7 @@ from diffeqformer.models.generated import GeneratedWeights
 from diffeqformer.models.gpt import GPT
 from diffeqformer.models.layers import Context, dropout, parameter, rows_from
 from diffeqformer.models.llama import Llama
-from diffeqformer.models.low_rank import FACTORS, add_adapters
+from diffeqformer.models.low_rank import FACTORS, add_adapters, merge
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
@@ -138,22 +138,16 @@ class Transformer(nnx.Module):
     def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
         """First phase: the weights at the solver's nodes of the steps that end at `times`, by default those of the trained grid.
 
+        Adapters are merged here, once.
+
         Raises:
             UserError: if the model has weights per layer, and another number of layers than there are times.
         """
         times = self.times() if times is None else times
-        return self.stack(self.layers_for(times), times)
-
-    def layers_for(self, times: Float[np.ndarray, "T"]) -> dict:
-        """The weights at the solver's nodes of the steps that end at `times`, in the type of the parameters.
-
-        Raises:
-            UserError: as `weights`.
-        """
-        return self.depth(stage_times(times, self.solver.nodes))
+        return self.stack(merge(in_compute_type(self.depth(stage_times(times, self.solver.nodes)), self.dtype)), times)
 
     def stack(self, layers: dict, times: Float[np.ndarray, "T"]) -> StackedWeights:
-        """What the second phase takes, from what `layers_for(times)` gave: the compute type comes in here."""
+        """What the second phase takes, from what `self.depth` gave at the nodes: the compute type comes in here."""
         return StackedWeights(in_compute_type(layers, self.dtype), step_sizes(times), self.depth.constant)
 
     def __call__(

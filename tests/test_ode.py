@@ -1,0 +1,90 @@
+"""The examination of a model as a differential equation: numbers that are known beforehand."""
+
+import dataclasses
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer import checkpoint, ode, reference
+from diffeqformer.models.transformer import weights_at
+from diffeqformer.solvers import SOLVERS
+from helpers import lively_model, toy_config
+from runs import command
+
+TEXT = "a text of our own. " * 40
+
+
+def model_of(time_frequency: float, **changes):
+    return lively_model("diffeqformer", time_frequency=time_frequency, width=16, heads=2, mlp=16, **changes)
+
+
+def test_smooth_weights_and_unrelated_weights_are_told_apart():
+    smooth = ode.smoothness(model_of(1.0, num_steps=16))
+    assert set(smooth) == {"qkv", "attention_out", "mlp_up", "mlp_down"}
+    assert all(row["ratio"] < 0.15 and row["half_change"] > 1e-4 for row in smooth.values())
+    unrelated = ode.smoothness(model_of(1e7, num_steps=200, time_embed_dim=32, sinusoidal_dim=32))
+    assert all(row["ratio"] == pytest.approx(math.sqrt(3), rel=0.15) for row in unrelated.values())
+
+
+def test_convergence_is_seen_where_weights_are_smooth_and_only_there():
+    tokens = jnp.arange(12).reshape(2, 6)
+    found = ode.convergence(model_of(10.0, num_steps=4), tokens, refinements=4)
+    assert found["num_steps"] == [4, 8, 16, 32, 64]
+    for method, order in found["orders"].items():
+        assert order == pytest.approx(SOLVERS[method].order, abs=0.35), (method, found["errors"][method])
+    rough = ode.convergence(model_of(1000.0, num_steps=4), tokens, refinements=3)
+    assert all(order < 1.5 for order in rough["orders"].values())
+
+
+def test_weights_made_in_parts_walk_as_all_at_once():
+    model, tokens = model_of(10.0, num_steps=3), jnp.arange(12).reshape(2, 6)
+    x = model.embed(tokens, ode.Context())
+    model.solver = SOLVERS["heun"]
+    expected = model.trajectory(tokens, weights_at(model, 12))[-1]
+    np.testing.assert_allclose(ode.last_state(model, "heun", 12, x), expected, atol=1e-5)
+
+
+def test_curves_pass_through_the_trained_weights():
+    model = model_of(1000.0)
+    times, values, trained = ode.curves(model, points=600)
+    layer = next(iter(model.depth.layers.values()))
+    kernel = model.depth(model.times())["qkv"]["kernel"] - layer.constant[...]
+    assert np.allclose(values[99::100], trained, atol=1e-5) and times[99] == pytest.approx(1 / 6)
+    np.testing.assert_allclose(trained[:, 0], kernel[:, 16 // 8, 48 // 8], atol=1e-5)
+
+
+def test_the_command_reports_on_a_run(run, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = command(
+        "ode", "--workdir", run, "--files", tmp_path / "text.txt", "--output", tmp_path / "out", "--windows=4",
+        "--refinements=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (tmp_path / "out" / "results.md").read_text() in done.stdout
+    assert (tmp_path / "out" / "ode.png").stat().st_size > 30_000
+    assert list(results["perplexities"])[0] == "as trained: 6 steps" and "12 steps" in results["perplexities"]
+    assert len({round(value, 3) for value in results["perplexities"].values()}) == len(results["perplexities"]) >= 9
+    model = checkpoint.load(run).model
+    ids = jnp.asarray(np.frombuffer(TEXT.encode(), np.uint8)[:64].reshape(4, 16).astype(np.int32))
+    for name, solver, steps in (
+        ("as trained: 6 steps", SOLVERS["euler"], 6),
+        ("12 steps", SOLVERS["euler"], 12),
+        ("weights 0.25 of a step earlier", dataclasses.replace(SOLVERS["euler"], nodes=(0.75,)), 6),
+        ("rk4, 24 steps", SOLVERS["rk4"], 24),
+    ):
+        model.solver = solver
+        expected = reference.loss(model(ids, weights_at(model, steps)), ids)
+        assert results["perplexities"][name] == pytest.approx(math.exp(expected), rel=1e-4)
+
+
+def test_models_without_times_are_refused(monkeypatch):
+    opened = type("Opened", (), {"model": lively_model("gpt"), "config": toy_config("gpt")})
+    monkeypatch.setattr(ode.checkpoint, "load", lambda _: opened)
+    with pytest.raises(
+        ode.UserError, match="^--workdir: must hold a model whose weights are generated .* kind gpt with 6"
+    ):
+        ode.examine(type("Options", (), {"workdir": "runs/gpt"}))

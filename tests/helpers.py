@@ -1,5 +1,6 @@
 """Models and configs that several tests build."""
 
+import functools
 import hashlib
 import importlib.util
 import io
@@ -48,6 +49,7 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "microbatches"))
 def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
     """Those of a batch, as in training, on one device."""
     return Losses(graph, params, ONE_DEVICE).loss_and_gradient(params, tokens, keys, microbatches)

@@ -11,8 +11,6 @@ from diffeqformer.models.transformer import split
 from diffeqformer.step import dropout_keys, make_program, split_batch
 from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
 
-compute = jax.jit(loss_and_gradient, static_argnums=(0, 4))
-
 
 def random_tokens(examples: int):
     return jax.random.randint(jax.random.key(1), (examples, 16), 0, 64)
@@ -24,12 +22,14 @@ def random_tokens(examples: int):
 def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field):
     graph, params = split(lively_model(kind, field, dropout=0.2))
     tokens, keys = random_tokens(8), dropout_keys(0, jnp.int32(0), 8)
-    loss, whole = compute(graph, params, tokens, keys, 1)
-    same, parts = compute(graph, params, tokens, keys, 4)
+    loss, whole = loss_and_gradient(graph, params, tokens, keys, 1)
+    same, parts = loss_and_gradient(graph, params, tokens, keys, 4)
     np.testing.assert_allclose(same, loss, rtol=1e-6)
     for mine, exact in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert np.linalg.norm(mine - exact) <= 1e-5 * np.linalg.norm(exact)
-    assert abs(loss - compute(graph, params, tokens, keys[::-1], 4)[0]) > 1e-3  # the keys belong to their examples
+    assert (
+        abs(loss - loss_and_gradient(graph, params, tokens, keys[::-1], 4)[0]) > 1e-3
+    )  # the keys belong to their examples
 
 
 def contractions(jaxpr, sizes: set[int]) -> int:
@@ -62,7 +62,7 @@ def test_cotangents_add_up_in_float32(kind):
     def gradient(microbatches, dtype, param_dtype="float32"):
         graph, params = split(lively_model(kind, dtype=dtype))
         params = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype(param_dtype), params)
-        return compute(graph, params, random_tokens(64), None, microbatches)[1]["depth"]
+        return loss_and_gradient(graph, params, random_tokens(64), None, microbatches)[1]["depth"]
 
     def error(ours):
         pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)

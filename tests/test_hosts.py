@@ -40,6 +40,28 @@ def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
+def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
+    """Also after both were killed between the frozen weights and the first checkpoint."""
+    base, many = tmp_path / "base", [tmp_path / "many"] * 2
+    finish(start(1, 1, [base], short_stores, "--config.steps=2"))
+    options = [f"--config.base={base}", "--config.steps=6", "--config.eval_every=6", "--config.model.lora_rank=2"]
+    finish(start(1, 1, [tmp_path / "alone"], short_stores, *options))
+    running = start(2, 1, many, short_stores, "--config.mesh.fsdp=2", *options)
+    for line in running[0].stdout:
+        if line.startswith("step 1/"):
+            for process in running:
+                process.kill()
+            break
+    finish(running, -signal.SIGKILL)
+    assert (many[0] / "frozen" / "0").is_dir() and not list((many[0] / "checkpoints").iterdir())
+    [(output, _), _] = finish(start(2, 1, many, short_stores, "--config.mesh.fsdp=2", *options))
+    assert f"beginning with {base} at step 2" in output and " train), 2 layers, on 2 x cpu" in output
+    one, several = curves(tmp_path / "alone"), curves(many[0])
+    assert set(one["train/loss"]) == set(range(1, 7)) and set(one["validation/loss"]) == {0, 6}
+    for tag in ("train/loss", "validation/loss"):
+        np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
+
+
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
     for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):
         assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors

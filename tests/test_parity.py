@@ -156,10 +156,10 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
             blocks, solver = reference_blocks(kind, params)
             if not norm_of_norm:
                 solver = functools.partial(solver, norm_of_norm=False)
-            logits = jnp.stack([reference.forward(params, blocks, solver, row, heads=4)[0] for row in tokens])
+            logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)
             return reference.loss(logits, tokens), logits
 
-        (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
         assert logits.dtype == jnp.float64
     model = build(authors.model_config(kind, field, norm_of_norm=norm_of_norm), params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6

@@ -15,6 +15,7 @@ from absl import flags
 from flax import nnx
 
 from diffeqformer import checkpoint, cli
+from diffeqformer.calibration import calibration_tokens, choose_times
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS, solvers_of
@@ -58,6 +59,10 @@ def define_flags() -> None:
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
+    flags.DEFINE_list(
+        "tolerance", [], "Tolerances, each of which chooses a grid for Heun's method, on calibration text."
+    )
+    flags.DEFINE_string("calibration_files", None, "Local files with that text (.txt, .jsonl, .parquet; patterns).")
     flags.DEFINE_integer(
         "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
     )
@@ -113,13 +118,35 @@ def open_text(options, opened: checkpoint.Checkpoint, task: str, files: list[str
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
 
 
-def make_scorers(opened: checkpoint.Checkpoint, solvers: list[str], steps: list[int], batch_size: int) -> dict:
-    """A scorer for each (solver, number of steps), whose solver the model then has.
+def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[float, tuple[float, ...]]:
+    """The grid of each tolerance.
+
+    Raises:
+        UserError: if there is no text to calibrate on, the model's weights aren't generated, or a tolerance can't be met.
+    """
+    if not options.tolerance:
+        return {}
+    if MODELS[opened.config.model.kind].weights != "generated":
+        raise UserError(
+            f"--tolerance: needs generated weights, but the model is of the kind {opened.config.model.kind}"
+        )
+    if not options.calibration_files:
+        raise UserError("--calibration_files: must name the text on which --tolerance chooses a grid")
+    try:
+        tolerances = [float(text) for text in options.tolerance]
+    except ValueError:
+        raise UserError(f"--tolerance: must be numbers with commas between, but it is {options.tolerance}") from None
+    tokens = calibration_tokens(options.calibration_files, opened.tokenizer, window)
+    return {tolerance: choose_times(opened.model, tokens, tolerance) for tolerance in tolerances}
+
+
+def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tuple[dict, Scorer]]:
+    """What each row of the table is about, and its scorer, whose solver the model then has.
 
     Raises:
         UserError: if the model can't have one of them, or there are none of a name.
     """
-    config = opened.config.model
+    config, solvers, steps = opened.config.model, options.solver, whole_numbers("--num_steps", options.num_steps, 1)
     possible = solvers_of(config.kind)
     if MODELS[config.kind].weights == "per_layer":  # whose weights are those of one time in each step
         possible = [name for name in possible if SOLVERS[name].nodes == SOLVERS[config.solver].nodes]
@@ -128,11 +155,25 @@ def make_scorers(opened: checkpoint.Checkpoint, solvers: list[str], steps: list[
             raise UserError(
                 f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, but it is {name!r}"
             )
-    scorers = {}
-    for name, num_steps in itertools.product(solvers or [config.solver], steps or [config.num_steps]):
-        opened.model.solver = SOLVERS[name]
-        scorers[name, num_steps] = Scorer(opened.model, num_steps, batch_size)
+    grids = calibrated(opened, options, window)
+    rows = [
+        ({"solver": name, "num_steps": number}, number)
+        for name, number in itertools.product(solvers or [config.solver], steps or [config.num_steps])
+    ]
+    rows += [
+        ({"solver": "heun", "num_steps": len(times), "tolerance": tolerance, "times": times}, times)
+        for tolerance, times in grids.items()
+    ]
+    scorers = []
+    for row, grid in rows:
+        opened.model.solver = SOLVERS[row["solver"]]
+        scorers.append((row, Scorer(opened.model, grid, options.batch_size)))
     return scorers
+
+
+def name_of(row: dict) -> str:
+    """A row's solver, and the tolerance that chose its grid."""
+    return row["solver"] + (f", tolerance {row['tolerance']:g}" if "tolerance" in row else "")
 
 
 def evaluate(options) -> dict:
@@ -147,8 +188,7 @@ def evaluate(options) -> dict:
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
-    steps = whole_numbers("--num_steps", options.num_steps, 1)
-    scorers = make_scorers(opened, options.solver, steps, options.batch_size)  # what can't be is said now
+    scorers = make_scorers(opened, options, window)  # what can't be is said now
     task, files = text_of(options, opened)
     evaluation = open_text(options, opened, task, files, window, stride)
     folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
@@ -172,12 +212,12 @@ def evaluate(options) -> dict:
         "rows": [],
     }
     print(heading(results), flush=True)
-    times = time_windows(evaluation, list(scorers.values()))
-    for (solver, num_steps), milliseconds in zip(scorers, times):
-        scorer, name = scorers[solver, num_steps], f"{solver}, {num_steps} steps"
+    times = time_windows(evaluation, [scorer for _, scorer in scorers])
+    for (row, scorer), milliseconds in zip(scorers, times):
+        name = f"{name_of(row)}, {row['num_steps']} steps"
         paper = evaluation.paper(scorer, token_progress(f"{name}, disjoint windows"))
         full = evaluation.full(scorer, token_progress(f"{name}, every token"))
-        row = {"solver": solver, "num_steps": num_steps, **paper, **full, "milliseconds_per_window": milliseconds}
+        row = {**row, **paper, **full, "milliseconds_per_window": milliseconds}
         results["rows"].append(row)
         write(results, folder)
     print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
@@ -230,7 +270,7 @@ def table(results: dict) -> str:
     ]
     for row in results["rows"]:
         large = lambda value: f"{value:,.2f}" if value < 1e5 else f"{value:.3e}"  # noqa: E731
-        cells = [row["solver"], str(row["num_steps"]), *(large(row[name]) for name in list(COLUMNS)[2:5])]
+        cells = [name_of(row), str(row["num_steps"]), *(large(row[name]) for name in list(COLUMNS)[2:5])]
         cells += [f"{row['bits_per_byte']:.4f}", f"{row['milliseconds_per_window']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -241,7 +281,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
     write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(folder / "results.md", table(results) + "\n")
     row = results["rows"][-1]
-    name = f"{row['solver']}_{row['num_steps']}_steps"
+    name = f"{row['solver']}_{row['num_steps']}_steps" + (f"_{row['tolerance']:g}" if "tolerance" in row else "")
     with tensorboardX.SummaryWriter(str(folder), filename_suffix=f".{name}") as writer:
         for metric in list(COLUMNS)[2:]:
             tag = f"{results['task']}-{results['split']}/{metric}/{name}"
@@ -256,9 +296,10 @@ def plot(results: dict, path: pathlib.Path) -> None:
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    solvers = list(dict.fromkeys(row["solver"] for row in results["rows"]))
+    series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731
+    solvers = list(dict.fromkeys(map(series, results["rows"])))
     for colour, solver in enumerate(solvers):
-        rows = sorted((row for row in results["rows"] if row["solver"] == solver), key=lambda row: row["num_steps"])
+        rows = sorted((row for row in results["rows"] if series(row) == solver), key=lambda row: row["num_steps"])
         label = f"{solver}: " if len(solvers) > 1 else ""
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
             for metric, line, name in (

@@ -67,7 +67,7 @@ class Scorer:
 
     Args:
         model: any model of the family.
-        num_steps: steps of depth; None: as trained.
+        num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; filled up to a multiple of their number.
         mesh: the devices that share each batch; by default all.
 
@@ -75,7 +75,13 @@ class Scorer:
         UserError: if the model can't take that number of steps, or the batch size is below 1.
     """
 
-    def __init__(self, model: Transformer, num_steps: int | None = None, batch_size: int = 8, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        num_steps: int | tuple[float, ...] | None = None,
+        batch_size: int = 8,
+        mesh: Mesh | None = None,
+    ):
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         mesh = make_mesh() if mesh is None else mesh

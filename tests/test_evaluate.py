@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from diffeqformer import checkpoint, train
 from diffeqformer import evaluate as evaluation_command
+from diffeqformer.calibration import calibration_tokens, choose_times
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -66,14 +67,15 @@ def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def results(workdir, text):
     done = evaluate(
-        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8"
-    )
+        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8",
+        "--tolerance=0.3", f"--calibration_files={text}",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [folder] = (workdir / "evaluation" / "python_stdlib-validation").iterdir()
     return done.stdout, json.loads((folder / "results.json").read_text()), folder
 
 
-def losses_of(model: Transformer, solver: str, num_steps: int):
+def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
     model.solver = SOLVERS[solver]
     weights = model.weights(model.times(num_steps))
@@ -86,11 +88,15 @@ def losses_of(model: Transformer, solver: str, num_steps: int):
     return losses
 
 
-def test_perplexities_are_those_of_plain_sums(workdir, results):
+def test_perplexities_are_those_of_plain_sums(workdir, text, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
     texts = [text for text in DOCUMENTS if text.strip()]
-    for row, how in zip(results[1]["rows"], itertools.product(("euler", "rk4"), (6, 3)), strict=True):
-        assert (row["solver"], row["num_steps"]) == how
+    ours = results[1]["rows"][4]
+    grid = choose_times(model, calibration_tokens(str(text), TOKENIZER, 8), 0.3)
+    assert ours["times"] == list(grid) and ours["num_steps"] == len(grid) and ours["tolerance"] == 0.3
+    rows = [*itertools.product(("euler", "rk4"), (6, 3)), ("heun", grid)]
+    for row, how in zip(results[1]["rows"], rows, strict=True):
+        assert row["solver"] == how[0] and (how[1] is grid or row["num_steps"] == how[1])
         losses_of_ids = losses_of(model, *how)
         stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
         windows = [stream[start : start + 8] for start in range(0, len(stream) - 7, 8)]
@@ -117,8 +123,9 @@ def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000
     assert (folder / "results.md").read_text() in shown
-    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| euler", "| rk4"))]
-    assert [row[:2] for row in rows] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| euler", "| rk4", "| heun"))]
+    assert [row[:2] for row in rows[:4]] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
+    assert rows[4][0] == "| heun, tolerance 0.3"
     assert rows[2][3] == f"{kept['rows'][2]['perplexity']:,.2f}"
     curves = EventAccumulator(str(folder)).Reload()
     [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/euler_3_steps")
@@ -178,12 +185,15 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
             {"solver": ["euler", "rk3"]},
             "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",
         ),
+        ({"tolerance": ["0.1"]}, "--calibration_files: must name the text on which --tolerance chooses a grid"),
+        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be numbers with commas between, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
     options = dict.fromkeys(("task", "files", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
+    options |= {"tolerance": [], "calibration_files": None}
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
 

@@ -124,12 +124,17 @@ class Transformer(nnx.Module):
             or path[0] in ("token_embedding", "position_embedding", "lm_head")
         )
 
-    def times(self, num_steps: int | None = None) -> Float[np.ndarray, "T"]:
+    def times(self, num_steps: int | tuple[float, ...] | None = None) -> Float[np.ndarray, "T"]:
         """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.
+
+        Args:
+            num_steps: or the ends themselves, as they are.
 
         Raises:
             UserError: if `num_steps` is below 1.
         """
+        if isinstance(num_steps, tuple):
+            return np.array(num_steps, np.float64)
         num_steps = self.num_steps if num_steps is None else num_steps
         if num_steps < 1:
             raise UserError(f"num_steps: must be at least 1, but it is {num_steps}")
@@ -237,8 +242,8 @@ def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:
     return graph, nnx.to_pure_dict(params)
 
 
-def weights_at(model: Transformer, num_steps: int | None = None) -> StackedWeights:
-    """`model.weights` for the grid of `num_steps` steps (None: as trained), in one compiled program.
+def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> StackedWeights:
+    """`model.weights` for `model.times(num_steps)`, in one compiled program.
 
     So weights in a small compute type need not exist in fp32 all at once.
 

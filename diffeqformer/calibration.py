@@ -1,0 +1,100 @@
+"""A grid of depth that a tolerance chooses once, on calibration text.
+
+Never per prompt: the grid stays the same for every text, so that a token's probability depends on earlier tokens alone, and not
+on what else is in the batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from diffeqformer.data.files import read_texts
+from diffeqformer.data.prepare import matching_files
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.models.depth_weights import in_compute_type
+from diffeqformer.models.generated import time_features
+from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import Transformer, split, weights_at
+
+MOST = 16  # times the trained number of steps: no grid gets finer
+
+
+def calibration_tokens(patterns: str, tokenizer: Tokenizer, window: int, count: int = 8) -> Int[Array, "count window"]:
+    """The first windows of local text files.
+
+    Raises:
+        UserError: if no file matches, or there is less than one window of text.
+    """
+    ids = []
+    for path in matching_files(patterns, "--calibration_files"):
+        for text in read_texts(path):
+            ids += [*tokenizer.encode(text), tokenizer.end_of_text]
+        if len(ids) >= window * count:
+            break
+    count = min(count, len(ids) // window)
+    if not count:
+        raise UserError(
+            f"--calibration_files: must have at least one window of {window} tokens, but they have {len(ids)}"
+        )
+    return jnp.asarray(ids[: window * count], jnp.int32).reshape(count, window)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _try(graph, params, features, dt, x):
+    """Heun's step of length dt, and the root mean square of how far Euler's is from it."""
+    model = nnx.merge(graph, params)
+    layers = in_compute_type(model.depth.from_features(features), model.dtype)
+    start, end = (jax.tree.map(lambda leaf, node=node: leaf[node], layers) for node in (0, 1))
+    k_1 = model.field(start, x, Context())
+    change = dt / 2 * (model.field(end, x + dt * k_1, Context()) - k_1)
+    following = x + dt * k_1 + change
+    return following, jnp.sqrt(jnp.mean(change**2))
+
+
+def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float) -> tuple[float, ...]:
+    """The ends of the steps, of different lengths, with which Heun's method walks depth to a tolerance.
+
+    In each step the root mean square, over all tokens, of the distance of the embedded Euler step is at most the tolerance times
+    that of the last state on the trained grid. The next step's length follows from its square root.
+
+    @book{hairer1993solving,
+      title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},
+      author={Hairer, Ernst and N{\\o}rsett, Syvert P. and Wanner, Gerhard},
+      edition={2nd}, publisher={Springer}, year={1993}}
+
+    Args:
+        model: with generated weights.
+        tokens: calibration text.
+        tolerance: positive.
+
+    Raises:
+        UserError: if it isn't, or if it takes more than `MOST` times as many steps as trained.
+    """
+    if not 0 < tolerance < float("inf"):
+        raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")
+    (graph, params), depth = split(model), model.depth
+    x, *_, last_state = model.trajectory(tokens, weights_at(model))
+    scale, t, dt, ends = jnp.sqrt(jnp.mean(last_state**2)), 0.0, 1 / model.num_steps, []
+    shortest = 1 / (MOST * model.num_steps)
+    while t < 1:
+        last = dt >= 1 - t
+        dt = 1 - t if last else dt
+        features = time_features(np.array([t, t + dt]), depth.sinusoidal_dim, depth.time_frequency)
+        following, error = _try(graph, params, features, jnp.float32(dt), x)
+        error = float(error / scale)
+        if error <= tolerance:
+            x, t = following, 1.0 if last else t + dt
+            ends.append(t)
+        elif dt <= shortest:
+            raise UserError(
+                f"--tolerance: {tolerance:g} can't be met with {MOST * model.num_steps} steps: at t = {t:.3f} steps of {dt:.2g} "
+                f"still have an error of {error:.1g}; take a larger one"
+            )
+        growth = 0.9 * (tolerance / error) ** 0.5 if error else 5.0
+        dt = max(shortest, dt * min(5.0, max(0.2, growth)))
+    return tuple(ends)

@@ -286,7 +286,10 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), split_specs(model)[0])
         place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
         trained, frozen = (part(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
-        with readable(manager, step):
+        moved_on = (
+            "" if step == newest else "start again, with the newest checkpoint"
+        )  # which a run that goes on replaces
+        with readable(manager, step, moved_on):
             saved = manager.item_metadata(step)["params"].tree
             target = jax.tree.map(place, trained, saved, part(places, model.trains))
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]

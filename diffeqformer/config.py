@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.models.generated import STARTS
+from diffeqformer.models.generated import STARTS, TRAINING_TIMES
 from diffeqformer.models.low_rank import STARTS as LORA_STARTS
 from diffeqformer.models.low_rank import adapted_layers
 from diffeqformer.models.transformer import FIELDS, MODELS, solvers_of, vector_field
@@ -58,8 +58,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
-    # In training each time is moved back at random by up to this share of its step, so that W(t) learns to be smooth.
-    config.model.time_jitter = 0.0
+    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.models.generated and docs/ode.md).
+    config.model.training_times = "fixed"
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
     config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
@@ -166,7 +166,7 @@ RULES = [
         "model.dropout optimizer.beta1 optimizer.beta2", lambda v, c, n: 0 <= v < 1, "must be at least 0 and below 1"
     ),
     *_every(
-        "optimizer.warmup_fraction optimizer.final_fraction model.time_jitter",
+        "optimizer.warmup_fraction optimizer.final_fraction",
         lambda v, c, n: 0 <= v <= 1,
         "must be between 0 and 1",
     ),
@@ -183,10 +183,11 @@ RULES = [
         lambda v, c, n: v in solvers_of(c.model.kind),
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
     ),
+    Rule("model.training_times", lambda v, c, n: v in TRAINING_TIMES, f"must be one of {', '.join(TRAINING_TIMES)}"),
     Rule(
-        "model.time_jitter",
-        lambda v, c, n: not v or MODELS[c.model.kind].weights == "generated",
-        "must be 0 for model.kind {c.model.kind}, whose weights don't depend on a time",
+        "model.training_times",
+        lambda v, c, n: v == "fixed" or MODELS[c.model.kind].weights == "generated",
+        "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
     Rule("model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
     Rule(

@@ -136,6 +136,9 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
         tolerances = [float(text) for text in options.tolerance]
     except ValueError:
         raise UserError(f"--tolerance: must be numbers with commas between, but it is {options.tolerance}") from None
+    for tolerance in tolerances:
+        if not 0 < tolerance < float("inf"):
+            raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")
     tokens = calibration_tokens(options.calibration_files, opened.tokenizer, window)
     return {tolerance: choose_times(opened.model, tokens, tolerance) for tolerance in tolerances}
 

@@ -16,7 +16,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.materialize import discretize, discretized_config
 from diffeqformer.models.transformer import MODELS, split
 
-OWN = ("num_steps", "time_jitter", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
+OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
 """Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
 
 

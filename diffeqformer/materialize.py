@@ -31,7 +31,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights == "generated":
-        config.model.update(kind="discretized", time_jitter=0.0)
+        config.model.update(kind="discretized", training_times="fixed")
         if config.model.solver not in solvers_of("discretized"):
             config.model.solver = "euler"
     return config

@@ -22,11 +22,10 @@ from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, s
 from diffeqformer.models.generated import time_features
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import MODELS, Transformer, split
-from diffeqformer.ode_report import table
+from diffeqformer.ode_report import plot, table
 from diffeqformer.results import results_folder, write_text
 from diffeqformer.scoring import Scorer, Stretch
-from diffeqformer.solvers import SOLVERS, walk
-from diffeqformer.solvers.euler import EULER
+from diffeqformer.solvers import SOLVERS, Solver, walk
 
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is looked at
 
@@ -40,6 +39,11 @@ def define_flags() -> None:
     )
 
 
+def trained_times(model: Transformer) -> np.ndarray:
+    """When the weights were trained, if at fixed times: at the solver's nodes of the trained grid."""
+    return np.unique(stage_times(model.times(), model.solver.nodes))
+
+
 def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
 
@@ -47,7 +51,7 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a smooth function
     halves the ratio, and it is far below 1; for kernels that have nothing to do with one another it is sqrt(3).
     """
-    times = model.times()
+    times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
     norms = jax.tree.map(float, _norms(*split(model), tuple(times), tuple(between)))
     return {name: {**row, "ratio": row["gap"] / row["half_change"]} for name, row in norms.items()}
@@ -75,7 +79,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     """A few entries of the first layer's kernel, minus their constant terms, over time.
 
     Returns:
-        times [points], the entries there [points, entries], and at the trained times [T, entries].
+        times [points], the entries there [points, entries], and at `trained_times`.
     """
     depth = model.depth
     name = next(name for name, layer in depth.layers.items() if hasattr(layer, "projection"))
@@ -88,25 +92,25 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
         np.asarray(mlp(jnp.asarray(time_features(t, depth.sinusoidal_dim, depth.time_frequency)))) @ projection
     )
     times = np.linspace(0, 1, points + 1)[1:]
-    return times, values(times), values(model.times())
+    return times, values(times), values(trained_times(model))
 
 
-def grids(num_steps: int) -> dict[str, tuple[object, int]]:
-    """The grids that are scored, by name: a solver and a number of steps."""
-    shifted = {
-        f"weights {share:g} of a step earlier": (dataclasses.replace(EULER, nodes=(1 - share,)), num_steps)
-        for share in (0.25, 0.5, 0.75, 1.0)
-    }
-    steps = [math.ceil(num_steps / 2), math.ceil(num_steps * 3 / 4), num_steps * 3 // 2, 2 * num_steps, 4 * num_steps]
-    others = {f"{n} steps": (EULER, n) for n in dict.fromkeys(steps) if n != num_steps}
-    exact = {f"rk4, {4 * num_steps} steps": (SOLVERS["rk4"], 4 * num_steps)}
-    return {f"as trained: {num_steps} steps": (EULER, num_steps), **others, **shifted, **exact}
+def grids(model: Transformer) -> dict[str, tuple[Solver, int]]:
+    """The grids that are scored, by name: a solver and a number of steps. The first is the trained one."""
+    solver, trained = model.solver, model.num_steps
+    numbers = [math.ceil(trained / 2), math.ceil(trained * 3 / 4), trained * 3 // 2, 2 * trained, 4 * trained]
+    rows = {f"as trained: {trained} steps": (solver, trained)}
+    rows |= {f"{number} steps": (solver, number) for number in dict.fromkeys(numbers) if number != trained}
+    if solver.nodes == (1.0,):
+        for share in (0.25, 0.5, 0.75, 1.0):
+            rows[f"weights {share:g} of a step earlier"] = dataclasses.replace(solver, nodes=(1 - share,)), trained
+    return rows | {f"rk4, {number} steps": (SOLVERS["rk4"], number) for number in (trained, 2 * trained)}
 
 
 def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) -> dict[str, float]:
     """The paper's perplexity of some windows on each of `grids`. Leaves the model with another solver."""
     found = {}
-    for name, (solver, num_steps) in grids(model.num_steps).items():
+    for name, (solver, num_steps) in grids(model).items():
         model.solver = solver
         scores = Scorer(model, num_steps, batch_size)(windows)
         log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
@@ -149,7 +153,7 @@ def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict
             float(np.linalg.norm(last_state(model, method, number, x) - exact) / np.linalg.norm(exact))
             for number in numbers
         ]
-        usable = [(n, e) for n, e in zip(numbers, errors) if e > 1e-5][-3:]
+        usable = [(n, e) for n, e in zip(numbers, errors) if 1e-5 < e < math.inf][-3:]
         order = -np.polyfit(*np.log(usable).T, 1)[0] if len(usable) > 1 else None
         found["errors"][method], found["orders"][method] = errors, order
         print(f"  {method}: observed order {'none' if order is None else f'{order:.2f}'}", flush=True)
@@ -177,9 +181,10 @@ def examine(options) -> dict:
         "workdir": str(options.workdir),
         "config": opened.config.name,
         "checkpoint_step": opened.step,
+        "solver": config.solver,
         "num_steps": model.num_steps,
         "time_frequency": config.time_frequency,
-        "time_jitter": config.time_jitter,
+        "training_times": config.training_times,
         "task": task,
         "split": options.split,
         "files": files,
@@ -187,18 +192,18 @@ def examine(options) -> dict:
         "window": window,
     }
     print("weights between their trained times", flush=True)
-    results["smoothness"] = smoothness(model)
-    drawn = curves(model)
+    with jax.default_matmul_precision("highest"):
+        results["smoothness"], drawn, times = smoothness(model), curves(model), trained_times(model)
     print("other grids", flush=True)
     results["perplexities"] = perplexities(model, windows, options.batch_size)
+    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     print("convergence", flush=True)
     tokens = jnp.asarray([window.ids[:-1] for window in windows[:4]])
-    results["convergence"] = convergence(model, tokens, options.refinements)
+    with jax.default_matmul_precision("highest"):
+        results["convergence"] = convergence(model, tokens, options.refinements)
     write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(folder / "results.md", table(results) + "\n")
-    from diffeqformer.ode_report import plot
-
-    plot(results, drawn, model.times(), folder / "ode.png")
+    plot(results, drawn, times, folder / "ode.png")
     print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
     return results
 

@@ -7,10 +7,10 @@ import numpy as np
 
 def table(results: dict) -> str:
     """The findings in Markdown."""
-    jitter = f", trained with times jittered by {results['time_jitter']:g}" if results["time_jitter"] else ""
+    times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['num_steps']} steps of Euler, time "
-        f"frequency {results['time_frequency']:g}{jitter}",
+        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['num_steps']} steps of {results['solver']}, time "
+        f"frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
         "|---|---|---|---|",

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from diffeqformer.errors import UserError
 from diffeqformer.loss import cross_entropy
 from diffeqformer.models.attention import choose, plain
-from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, weight_axes
+from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, step_sizes, weight_axes
 from diffeqformer.models.layers import Context, as_it_is
 from diffeqformer.models.low_rank import FACTORS
 from diffeqformer.models.transformer import Transformer, split
@@ -39,16 +39,16 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
 
 
-def jittered_times(model: Transformer, jitter: float, seed: int, step: Int[Array, ""]) -> Float[Array, "stages"]:
-    """The times of one training step's weights: each moved back by a random part of its step of depth, of up to `jitter`.
-
-    None is below 0, and the steps' sizes stay as they are.
-    """
-    times = model.times()
-    stages = stage_times(times, model.solver.nodes)
-    sizes = np.repeat(np.diff(times, prepend=0.0), len(model.solver.nodes))
-    key = jax.random.fold_in(random_key(seed, "times"), step)
-    return jnp.maximum(stages - jitter * sizes * jax.random.uniform(key, stages.shape), 0.0).astype(jnp.float32)
+def random_times(model: Transformer, how: str, seed: int, step: Int[Array, ""]) -> tuple[Array, Array]:
+    """The times of one training step, jittered or shifted: the ends of its steps of depth, and when weights are taken."""
+    key, times, nodes = jax.random.fold_in(random_key(seed, "times"), step), model.times(), model.solver.nodes
+    if how == "shifted":
+        size = float(times[0])
+        ends = jnp.append(jnp.asarray(times, jnp.float32) - size * jax.random.uniform(key), jnp.float32(times[-1]))
+        return ends, stage_times(ends, nodes)
+    stages = stage_times(times, nodes)
+    moved = np.repeat(np.diff(times, prepend=0.0), len(nodes)) * jax.random.uniform(key, stages.shape)
+    return jnp.asarray(times, jnp.float32), jnp.maximum(stages - moved, 0.0).astype(jnp.float32)
 
 
 class Program(NamedTuple):
@@ -195,7 +195,7 @@ class Losses:
         tokens: Int[Array, "B S"],
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
-        stages: Float[Array | np.ndarray, "stages"] | None = None,
+        times: tuple[Float[Array, "T"], Float[Array, "stages"]] | None = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean next-token loss of a batch in nats, and its gradient: a tree like `params`, without what is frozen.
 
@@ -206,14 +206,14 @@ class Losses:
         Args:
             keys: one dropout key per example, or None.
             microbatches: parts of each device's examples taken one after the other.
-            stages: when the solver takes weights; None: as trained, without jitter.
+            times: the ends of the steps of depth, and when the solver takes weights; None: those of the grid.
 
         Raises:
             UserError: if the microbatches don't divide them.
         """
         model = nnx.merge(self.graph, params)
-        times, dtype, stack = model.times(), model.weights_dtype, model.stack
-        stages = stage_times(times, model.solver.nodes) if stages is None else stages
+        dtype, stack = model.weights_dtype, model.stack
+        ends, stages = times or (model.times(), stage_times(model.times(), model.solver.nodes))
         by_layer = lambda layers: {"depth": {"layers": layers}}  # noqa: E731
 
         def generate(depth):
@@ -225,20 +225,20 @@ class Losses:
         specs, frozen_specs = self.split(self.other_specs | by_layer(self.layer_specs))
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
-        def on_device(trained, frozen, tokens, keys):
+        def on_device(trained, frozen, sizes, tokens, keys):
             def loss_of(trained, tokens, keys):
                 others = join(trained, frozen)
                 layers = others.pop("depth")["layers"]
                 scored = jnp.zeros(tokens.shape).at[:, :-1].set(microbatches / count)
-                return self.device_losses(others, stack(layers, times), tokens, keys, scored)
+                return self.device_losses(others, stack(layers, sizes), tokens, keys, scored)
 
             loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             return jax.lax.psum(loss, AXES), sum_copies(gradient, specs)
 
-        by_example = PartitionSpec(BATCH)
-        in_specs = (specs, frozen_specs, by_example, None if keys is None else by_example)
-        on_devices = by_device(self.mesh, on_device, in_specs, (PartitionSpec(), specs))
-        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, tokens, keys)
+        everywhere, by_example = PartitionSpec(), PartitionSpec(BATCH)
+        in_specs = (specs, frozen_specs, everywhere, by_example, None if keys is None else by_example)
+        on_devices = by_device(self.mesh, on_device, in_specs, (everywhere, specs))
+        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, step_sizes(ends), tokens, keys)
         return loss, gradient | {"depth": pull_back({"depth": gradient["depth"]})[0]}
 
 
@@ -288,10 +288,10 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
 
     def train_step(state, tokens):
         keys = dropout_keys(config.seed, state["step"], len(tokens)) if config.model.dropout else None
-        jitter, stages = config.model.time_jitter, None
-        if jitter:
-            stages = jittered_times(nnx.merge(graph, state["params"]), jitter, config.seed, state["step"])
-        loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches, stages)
+        how, times = config.model.training_times, None
+        if how != "fixed":
+            times = random_times(nnx.merge(graph, state["params"]), how, config.seed, state["step"])
+        loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches, times)
         before = trained(state["params"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], before)
         params = join(state["params"], optax.apply_updates(before, updates))

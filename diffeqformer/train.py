@@ -62,7 +62,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         if config.base:
             about["base"] = saved["base"] if saved else finetune.base_of(config, about)
     if config.base:
-        digest = hashlib.sha256(json.dumps(about["base"]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(about["base"], sort_keys=True).encode()).hexdigest()
         hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
@@ -157,6 +157,10 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
             return program.init()
         base = about["base"]
         print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
+        if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
+            print(
+                f"it was trained with {theirs}, whose weights of several times in a step no layer has; this run walks by Euler"
+            )
         state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
         if frozen := program.frozen(state["params"]):
             checkpoint.save_frozen(workdir, frozen, base)

@@ -53,13 +53,9 @@ def test_a_smaller_tolerance_takes_more_steps_and_comes_nearer():
     assert errors[1] < errors[0] / 3 and errors[2] < errors[1] / 3
 
 
-@pytest.mark.parametrize(
-    "tolerance, sentence",
-    [(0.0, "must be positive numbers, but it has 0"), (1e-9, "1e-09 can't be met with 96 steps: at t = 0.000 ")],
-)
-def test_impossible_tolerances_are_refused(tolerance, sentence):
-    with pytest.raises(UserError, match=f"^--tolerance: {sentence}"):
-        calibration.choose_times(smooth_model(), TOKENS, tolerance)
+def test_a_tolerance_that_takes_too_many_steps_is_refused():
+    with pytest.raises(UserError, match="^--tolerance: 1e-09 can't be met with 96 steps: at t = 0.000 "):
+        calibration.choose_times(smooth_model(), TOKENS, 1e-9)
 
 
 def test_calibration_takes_the_first_windows_of_the_text(tmp_path):

@@ -61,7 +61,7 @@ WRONG = {
     "model.sinusoidal_dim": -3,
     "model.time_frequency": 0.0,
     "model.generator_start": "best",
-    "model.time_jitter": 1.5,
+    "model.training_times": "random",
     "model.solver": "rk3",
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,

@@ -186,6 +186,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
             "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",
         ),
         ({"tolerance": ["0.1"]}, "--calibration_files: must name the text on which --tolerance chooses a grid"),
+        ({"tolerance": ["1", "0"], "calibration_files": "a"}, "--tolerance: must be positive numbers, but it has 0"),
         ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be numbers with commas between, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
     ],

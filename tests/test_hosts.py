@@ -46,7 +46,16 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
     finish(start(1, 1, [base], short_stores, "--config.steps=2"))
     options = [f"--config.base={base}", "--config.steps=6", "--config.eval_every=6", "--config.model.lora_rank=2"]
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *options))
-    running = start(2, 1, many, short_stores, "--config.mesh.fsdp=2", *options)
+    running = start(
+        2,
+        1,
+        many,
+        short_stores,
+        "--config.mesh.fsdp=2",
+        *options,
+        "--config.checkpoint_every=9999",
+        "--config.steps=9999",
+    )
     for line in running[0].stdout:
         if line.startswith("step 1/"):
             for process in running:

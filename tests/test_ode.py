@@ -50,10 +50,10 @@ def test_weights_made_in_parts_walk_as_all_at_once():
 def test_curves_pass_through_the_trained_weights():
     model = model_of(1000.0)
     times, values, trained = ode.curves(model, points=600)
-    layer = next(iter(model.depth.layers.values()))
-    kernel = model.depth(model.times())["qkv"]["kernel"] - layer.constant[...]
+    name, layer = next((name, layer) for name, layer in model.depth.layers.items() if hasattr(layer, "projection"))
+    kernel = model.depth(model.times())[name]["kernel"] - layer.constant[...]
     assert np.allclose(values[99::100], trained, atol=1e-5) and times[99] == pytest.approx(1 / 6)
-    np.testing.assert_allclose(trained[:, 0], kernel[:, 16 // 8, 48 // 8], atol=1e-5)
+    np.testing.assert_allclose(trained[:, 0], kernel[:, kernel.shape[1] // 8, kernel.shape[2] // 8], atol=1e-5)
 
 
 def test_the_command_reports_on_a_run(run, tmp_path):
@@ -74,7 +74,7 @@ def test_the_command_reports_on_a_run(run, tmp_path):
         ("as trained: 6 steps", SOLVERS["euler"], 6),
         ("12 steps", SOLVERS["euler"], 12),
         ("weights 0.25 of a step earlier", dataclasses.replace(SOLVERS["euler"], nodes=(0.75,)), 6),
-        ("rk4, 24 steps", SOLVERS["rk4"], 24),
+        ("rk4, 12 steps", SOLVERS["rk4"], 12),
     ):
         model.solver = solver
         expected = reference.loss(model(ids, weights_at(model, steps)), ids)
@@ -88,3 +88,10 @@ def test_models_without_times_are_refused(monkeypatch):
         ode.UserError, match="^--workdir: must hold a model whose weights are generated .* kind gpt with 6"
     ):
         ode.examine(type("Options", (), {"workdir": "runs/gpt"}))
+
+
+def test_other_solvers_have_other_trained_times_and_grids():
+    model = model_of(10.0, num_steps=3, solver="midpoint")
+    np.testing.assert_allclose(ode.trained_times(model), np.arange(6) / 6)
+    rows = ode.grids(model)
+    assert rows["as trained: 3 steps"] == (SOLVERS["midpoint"], 3) and not any("earlier" in name for name in rows)

@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 
 from diffeqformer import reference
-from diffeqformer.models.depth_weights import StackedWeights, stage_times
+from diffeqformer.models.depth_weights import StackedWeights, stage_times, step_sizes
 from diffeqformer.models.generated import time_features
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import split, weights_at
 from diffeqformer.solvers import SOLVERS, walk
-from diffeqformer.step import jittered_times, make_program
+from diffeqformer.step import make_program, random_times
 from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
 
 
@@ -93,24 +93,39 @@ def test_models_walk_as_in_float64():
 
 def test_jittered_times_lie_within_their_steps_and_change_with_every_training_step():
     model = lively_model("diffeqformer", solver="heun")
-    ends = np.repeat(model.times(), 2) - np.tile([1 / 6, 0.0], 6)  # of the parts in which each time may lie
-    drawn = np.stack([jittered_times(model, 0.5, 0, jnp.int32(step)) for step in range(200)])
-    assert np.all(drawn <= ends + 1e-6) and np.all(drawn >= np.maximum(ends - 0.5 / 6, 0) - 1e-6)
-    moved = (ends - drawn)[:, 1:]  # the first can't be moved
-    np.testing.assert_allclose(moved.mean(0), 0.25 / 6, rtol=0.2)
+    latest = np.repeat(model.times(), 2) - np.tile([1 / 6, 0.0], 6)
+    pairs = [random_times(model, "jittered", 0, jnp.int32(step)) for step in range(200)]
+    assert all(np.allclose(ends, model.times()) for ends, _ in pairs)
+    drawn = np.stack([stages for _, stages in pairs])
+    assert np.all(drawn <= latest + 1e-6) and np.all(drawn >= np.maximum(latest - 1 / 6, 0) - 1e-6)
+    moved = (latest - drawn)[:, 1:]  # the first can't be moved
+    np.testing.assert_allclose(moved.mean(0), 0.5 / 6, rtol=0.2)
     assert np.abs(np.corrcoef(moved.T) - np.eye(11)).max() < 0.3  # each by itself
     features = time_features(jnp.asarray(drawn[0]), 8, 1000.0)
     np.testing.assert_allclose(features, time_features(drawn[0], 8, 1000.0), atol=2e-4)
 
 
-def test_a_jittered_step_takes_the_weights_of_its_times():
-    config = toy_config(model__time_jitter=1.0, model__num_steps=2, optimizer__warmup_fraction=0.0)
+def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
+    model, shifts = lively_model("diffeqformer", solver="heun"), []
+    for step in range(100):
+        ends, stages = random_times(model, "shifted", 0, jnp.int32(step))
+        sizes = np.diff(ends, prepend=0.0)
+        assert len(ends) == 7 and ends[-1] == 1 and np.all(sizes >= 0)
+        np.testing.assert_allclose(sizes[1:6], 1 / 6, atol=1e-6)
+        np.testing.assert_allclose(stages, np.stack([ends - sizes, ends], 1).ravel(), atol=1e-6)
+        shifts.append(6 * sizes[-1])
+    assert 0.4 < np.mean(shifts) < 0.6 and np.min(shifts) < 0.1 and np.max(shifts) > 0.9
+
+
+@pytest.mark.parametrize("how", ["jittered", "shifted"])
+def test_a_training_step_takes_the_weights_of_its_times(how):
+    config = toy_config(model__training_times=how, model__num_steps=2, optimizer__warmup_fraction=0.0)
     program, losses = make_program(config, ONE_DEVICE), []
     for step in range(3):
         state = program.init() | {"step": jnp.int32(step)}
         model = nnx.merge(program.graph, state["params"])
-        stages = jittered_times(model, 1.0, config.seed, jnp.int32(step))
-        weights = model.stack(model.depth(np.asarray(stages)), model.times())
+        ends, stages = random_times(model, how, config.seed, jnp.int32(step))
+        weights = model.stack(model.depth(np.asarray(stages)), step_sizes(np.asarray(ends)))
         expected = reference.loss(model(jnp.asarray(tokens_of(0, config)), weights), tokens_of(0, config))
         losses.append(float(program.train_step(state, tokens_of(0, config))[1]["loss"]))
         assert losses[-1] == pytest.approx(float(expected), rel=1e-5)

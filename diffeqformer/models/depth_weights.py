@@ -45,19 +45,25 @@ def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
     return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, "rank"), "b": ("rank", outputs)}[name]
 
 
-def step_sizes(times: np.ndarray) -> Float[Array, "T"]:
-    """Lengths of the steps that end at `times`, the first of which starts at 0; differences in float64."""
-    return jnp.asarray(np.diff(np.asarray(times, np.float64), prepend=0.0), jnp.float32)
+def step_sizes(times: Float[np.ndarray | Array, "T"]) -> Float[Array, "T"]:
+    """Lengths of the steps that end at `times`, the first of which starts at 0; differences in float64, unless traced."""
+    of, times = _exact(times)
+    return jnp.asarray(of.diff(times, prepend=0.0), jnp.float32)
 
 
-def stage_times(times: np.ndarray, nodes: tuple[float, ...]) -> Float[np.ndarray, "stages"]:
-    """When a solver takes weights: at its nodes within each of the steps that end at `times`, step by step, in float64.
+def _exact(times: Float[np.ndarray | Array, "T"]):
+    """The library to compute with, and the times: in float64 on the host, or as they are on the device."""
+    return (jnp, times) if isinstance(times, Array) else (np, np.asarray(times, np.float64))
+
+
+def stage_times(times: Float[np.ndarray | Array, "T"], nodes: tuple[float, ...]) -> Float[np.ndarray | Array, "stages"]:
+    """When a solver takes weights: at its nodes within each of the steps that end at `times`, step by step, in float64, unless traced.
 
     Nodes that two steps share come twice; a projection of small h(t) is cheaper than to sort them out.
     """
-    ends = np.asarray(times, np.float64)
-    starts = np.concatenate([[0.0], ends[:-1]])
-    return np.stack([ends if node == 1 else starts + node * (ends - starts) for node in nodes], axis=1).ravel()
+    of, ends = _exact(times)
+    starts = of.concatenate([of.zeros(1, ends.dtype), ends[:-1]])
+    return of.stack([ends if node == 1 else starts + node * (ends - starts) for node in nodes], axis=1).ravel()
 
 
 def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) -> nnx.Dict:

@@ -94,6 +94,15 @@ varying: B at 0.02 and a hypernetwork whose output varies with t from the first 
 """
 
 
+TRAINING_TIMES = ("fixed", "jittered", "shifted")
+"""At which times a hypernetwork's weights are trained (`model.training_times`).
+
+fixed: at those of the grid, as published.
+jittered: each moved back at random within its step; steps stay as they are.
+shifted: those of the grid moved back at random, all by the same part of a step, with a shorter first and an additional last step.
+"""
+
+
 def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T outputs"]:
     """A small product in fp32 on every backend: by default TPUs and GPUs would round its operands."""
     return jnp.matmul(x, matrix[...], precision="highest")

@@ -149,11 +149,12 @@ class Transformer(nnx.Module):
             UserError: if the model has weights per layer, and another number of layers than there are times.
         """
         times = self.times() if times is None else times
-        return self.stack(merge(in_compute_type(self.depth(stage_times(times, self.solver.nodes)), self.dtype)), times)
+        layers = self.depth(stage_times(times, self.solver.nodes))
+        return self.stack(merge(in_compute_type(layers, self.dtype)), step_sizes(times))
 
-    def stack(self, layers: dict, times: Float[np.ndarray, "T"]) -> StackedWeights:
-        """What the second phase takes, from what `self.depth` gave at the nodes: the compute type comes in here."""
-        return StackedWeights(in_compute_type(layers, self.dtype), step_sizes(times), self.depth.constant)
+    def stack(self, layers: dict, sizes: Float[Array, "T"]) -> StackedWeights:
+        """What the second phase takes, from what `self.depth` gave at the nodes of steps of these sizes, in the compute type."""
+        return StackedWeights(in_compute_type(layers, self.dtype), sizes, self.depth.constant)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None

@@ -101,3 +101,14 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
         with pytest.raises(UserError, match=sentence):
             materialize(*arguments)
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(tmp_path):
+    config = toy_config(model__solver="heun")
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
+        checkpoint.save(manager, 1, {"params": split(new_model(config))[1]}, about)
+    with pytest.raises(
+        UserError, match="^--workdir: a model that was trained with heun takes weights at several times"
+    ):
+        materialize(tmp_path)

@@ -51,7 +51,7 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
 def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:
     """What each process printed, but for the library that connects them, and complained of; all must end with `status`."""
     said = [process.communicate(timeout=300) for process in running]
-    said = [(re.sub(r"(?m)^\[Gloo\].*\n", "", output), errors) for output, errors in said]
+    said = [(re.sub(r"(?m)^.*(Gloo|peer ranks).*\n", "", output), errors) for output, errors in said]
     for process, (output, errors) in zip(running, said):
         assert process.returncode == status, (output, errors)
     return said

@@ -27,7 +27,6 @@ from diffeqformer.sampling import (
     read_token,
     write_tokens,
 )
-from diffeqformer.solvers import SOLVERS
 from diffeqformer.step import random_key
 from helpers import FAMILY, ROOT, build_model, lively_model
 from runs import command
@@ -40,7 +39,7 @@ def padded(ids, length=3 * CHUNK):
     return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
 
 
-OTHER_SOLVERS = [("diffeqformer", "gpt", solver) for solver in SOLVERS if solver != "euler"]
+OTHER_SOLVERS = [("diffeqformer", "gpt", "heun"), ("diffeqformer", "gpt", "strang")]  # weights, branches several times
 
 
 @pytest.mark.parametrize("kind, field, solver", [(*row, MODELS[row[0]].solver) for row in FAMILY] + OTHER_SOLVERS)

@@ -38,9 +38,10 @@ def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
             f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
         )
     config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
-    for name, theirs in model.items():
+    for name in default:
         if name in OWN or name.startswith("lora_"):
             continue
+        theirs = model[name]
         if name != "kind" and config.model[name] not in (theirs, default[name]):
             raise UserError(
                 f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"

@@ -98,6 +98,11 @@ def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
     config.model.update(authors.model_config(kind, config.model.field, vocab_size=257, generator_start="varying"))
     config.data.update(task="python_stdlib", tokenizer="bytes")
     config.sample.update(prompt="def ", length=16)
+    return change(config, **changes)
+
+
+def change(config, **changes):
+    """The config with fields changed, whose names have double underscores in the place of dots."""
     for name, value in changes.items():
         section, _, field = name.rpartition("__")
         (config[section] if section else config)[field] = value

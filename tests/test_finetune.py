@@ -16,7 +16,7 @@ from diffeqformer.models.transformer import MODELS, Transformer, split
 from diffeqformer.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.step import make_program, part
-from helpers import ONE_DEVICE, lively_model, load_config, toy_config
+from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
@@ -40,10 +40,7 @@ def new_config(base, **changes):
     config.model.update(dtype="float32", dropout=0.1, num_steps=6)
     config.data.update(task="python_stdlib", tokenizer="bytes")
     config.sample.update(prompt="def ", length=16)
-    for name, value in changes.items():
-        section, _, field = name.rpartition("__")
-        (config[section] if section else config)[field] = value
-    return config
+    return change(config, **changes)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,6 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, stdlib_store
         np.testing.assert_allclose(merged(TOKENS, merged.weights()), expected, atol=1e-5)
 
         frozen = tmp_path / "parts" / "frozen"
-        shutil.copytree(frozen, tmp_path / "kept")
         save_base(base, toy_config(model__vocab_multiple=16), step=5)
         train.train(config, tmp_path / "other")
         shutil.rmtree(frozen)

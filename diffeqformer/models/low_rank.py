@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): of each step's kernel a frozen base and two trained factors, base + (alpha / rank) a b.
 
 A layer's adapter rides beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs], and is merged
-inside the solver's step: nothing of the size of all kernels is made.
+inside the solver's step in training: nothing of the size of all kernels is made. Elsewhere weights are merged once.
 
 @inproceedings{hu2022lora,
   title={{LoRA}: Low-Rank Adaptation of Large Language Models},

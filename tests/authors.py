@@ -2,10 +2,14 @@
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer.config import base_config
+from diffeqformer.models.transformer import Transformer
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -51,6 +55,12 @@ def model_config(kind: str, field: str | None = None, **changes) -> ConfigDict:
     config.update(max_length=16, time_embed_dim=12, sinusoidal_dim=8, dropout=0.0, dtype="float32", remat="none")
     config.update(changes)
     return config
+
+
+def build(config: ConfigDict, params: dict) -> Transformer:
+    """The model of a config with given parameters."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))
 
 
 def flatten_kernel(name: str, kernel: np.ndarray, lead: int) -> np.ndarray:

@@ -69,5 +69,5 @@ def command(module: str, *arguments, **options) -> subprocess.CompletedProcess:
     """One of the project's commands, run to its end; `options` are those of `subprocess.run`."""
     return subprocess.run(
         [sys.executable, "-m", f"diffeqformer.{module}", *(a if isinstance(a, bytes) else str(a) for a in arguments)],
-        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8"}, capture_output=True, text=True, **options,
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONIOENCODING": "utf-8"}, capture_output=True, text=True, **options,
     )  # fmt: skip

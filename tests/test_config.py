@@ -93,6 +93,7 @@ WRONG = {
     "data.processes": -1,
     "log_every": 0,
     "eval_every": 0,
+    "dynamics_every": -1,
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
     "sample.length": 17,
@@ -183,7 +184,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip

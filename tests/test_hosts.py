@@ -17,7 +17,7 @@ from runs import curves, finish, start
 
 def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores):
     """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
-    steps = ("--config.steps=40", "--config.eval_every=40")
+    steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * 4, 0
     for told in (5, 1):  # steps after the start
@@ -35,11 +35,12 @@ def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores
     assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
     one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")
-    for tag, count in (("train/loss", 40), ("validation/loss", 1)):
+    for tag, count in (("train/loss", 40), ("validation/loss", 1), ("dynamics/ov_radius", 1)):
         assert one[tag].keys() == several[tag].keys() and len(one[tag]) == count
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
+@pytest.mark.kill
 def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
     """Also after both were killed between the frozen weights and the first checkpoint."""
     base, many = tmp_path / "base", [tmp_path / "many"] * 2

@@ -15,7 +15,6 @@ import authors
 from diffeqformer import reference
 from diffeqformer.models.depth_weights import step_sizes
 from diffeqformer.models.layers import Context, rms_norm
-from diffeqformer.models.transformer import Transformer
 from helpers import FAMILY, loss_and_gradient
 
 MODELS = list(authors.MODELS)
@@ -25,12 +24,6 @@ def difference(ours, theirs):
     """Largest difference, relative to the scale (largest magnitude) of what it should be."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return np.abs(ours - theirs).max() / np.abs(theirs).max()
-
-
-def build(config, params):
-    """The model of a config with given parameters."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))
 
 
 def weights_given_features(model, arrays):
@@ -46,7 +39,7 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
     arrays, params, gradients = authors.load(kind, field)
     config = authors.model_config(kind, field, remat=remat)
     tokens = jnp.asarray(arrays["input_ids"])
-    model = build(config, params)
+    model = authors.build(config, params)
     graph = nnx.graphdef(model)
 
     weights = weights_given_features(model, arrays)
@@ -72,14 +65,14 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
 @pytest.mark.parametrize("num_steps", [6, 9, 12, 18, 24])
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
     arrays, params, _ = authors.load("diffeqformer", "gpt")
-    model = build(authors.model_config("diffeqformer"), params)
+    model = authors.build(authors.model_config("diffeqformer"), params)
     logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.times(num_steps)))
     np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
 
 
 def test_llama_logits_from_t_equal_the_authors():
     arrays, params, _ = authors.load("diffeqformer", "llama")
-    model = build(authors.model_config("diffeqformer", "llama"), params)
+    model = authors.build(authors.model_config("diffeqformer", "llama"), params)
     np.testing.assert_allclose(
         model(jnp.asarray(arrays["input_ids"]), model.weights()), arrays["out.logits"], atol=5e-4
     )
@@ -90,7 +83,8 @@ def test_norm_of_norm_is_a_switch():
     arrays, params, _ = authors.load("diffeqformer", "llama")
     tokens = jnp.asarray(arrays["input_ids"])
     published, plain = (
-        build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params) for switch in (True, False)
+        authors.build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params)
+        for switch in (True, False)
     )
     layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
     x, context = published.embed(tokens, Context()), Context()
@@ -107,7 +101,7 @@ def test_norm_of_norm_is_a_switch():
 @pytest.mark.parametrize("kind, name", [("gpt", "gpt2"), ("llama", "llama")])
 def test_the_baselines_have_the_logits_of_hugging_face(kind, name):
     arrays, params = huggingface.load(name)
-    model = build(authors.model_config(kind), params)
+    model = authors.build(authors.model_config(kind), params)
     assert difference(model(jnp.asarray(arrays["tokens"]), model.weights()), arrays["logits"]) < 2e-6
 
 
@@ -161,7 +155,7 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
 
         (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
         assert logits.dtype == jnp.float64
-    model = build(authors.model_config(kind, field, norm_of_norm=norm_of_norm), params)
+    model = authors.build(authors.model_config(kind, field, norm_of_norm=norm_of_norm), params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
     _, ours = loss_and_gradient(nnx.graphdef(model), jax.tree.map(jnp.asarray, params), jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from diffeqformer.errors import UserError
 from diffeqformer.models.layers import Linear, Norm, as_it_is, parameter
@@ -35,6 +35,11 @@ class StackedWeights:
     step_sizes: Float[Array, "T"]
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
+
+    def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:
+        """The layers at each of a solver's `nodes` nodes in one step, and the step's size; as they are, neither merged nor gathered."""
+        at = lambda node: self.layers if self.constant else jax.tree.map(lambda leaf: leaf[node], self.layers)  # noqa: E731
+        return [at(step * nodes + node) for node in range(nodes)], self.step_sizes[step]
 
 
 def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:

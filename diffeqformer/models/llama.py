@@ -116,6 +116,18 @@ class Llama:
         attention = self.attention(weights, x, context).astype(jnp.float32)
         return attention + self.feed_forward(weights, x, context).astype(jnp.float32)
 
+    def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
+        """Each head's query, key and value matrix [..., H, D, K], and its part of the output matrix [..., H, K, D]; unrotated."""
+        kernels = (weights[name]["kernel"] for name in ("query", "key", "value"))
+        of_heads = [kernel.reshape(*kernel.shape[:-1], self.heads, -1).swapaxes(-3, -2) for kernel in kernels]
+        out = weights["attention_out"]["kernel"]
+        return *of_heads, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
+
+    def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
+        """By name, the pairs of matrices [..., D, F] and [..., F, D] whose products carry a state through the feed-forward."""
+        gate, up, down = (weights[name]["kernel"] for name in ("mlp_gate", "mlp_up", "mlp_down"))
+        return {"gate·down": (gate, down), "up·down": (up, down)}
+
     def final_norm(self) -> Norm:
         """The norm between the last state and the head."""
         return Norm(self.width, shift=False)

@@ -1,0 +1,45 @@
+"""Time and memory of the Lyapunov sensitivity: the exponents of one token with respect to all before it, and the total derivative.
+
+    python benchmarks/sensitivity.py            # GPT-small's shape as a DiffEqFormer, 256 tokens
+
+The weights are random. Memory is the peak of the whole process, the model included.
+"""
+
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import nnx
+
+from diffeqformer.analysis import lyapunov
+from diffeqformer.config import base_config
+from diffeqformer.models.transformer import Transformer
+
+TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of the text.")
+STEPS = flags.DEFINE_integer("steps", None, "Steps of depth; by default GPT-small's 12.")
+TOTAL = flags.DEFINE_bool("total", True, "The total derivative as well.")
+
+
+def main(_) -> None:
+    config = base_config("small", "diffeqformer").model
+    config.dtype = "float32"
+    model = jax.jit(lambda: nnx.split(Transformer(config, nnx.Rngs(0))))
+    model = nnx.merge(*model())
+    tokens = jnp.asarray(np.random.RandomState(0).randint(config.vocab_size, size=TOKENS.value))
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # noqa: E731
+    print(f"model: {peak():.1f} GiB", flush=True)
+    start = time.monotonic()
+    show = lambda done, total: print(f"  {done}/{total} after {time.monotonic() - start:.0f} s", flush=True)  # noqa: E731
+    added = lyapunov.exponents(model, tokens, STEPS.value, progress=show)
+    print(f"exponents {added.shape}: {time.monotonic() - start:.0f} s, peak {peak():.1f} GiB", flush=True)
+    if TOTAL.value:
+        start = time.monotonic()
+        derivative = lyapunov.total_derivative(model, tokens, STEPS.value, show)
+        print(f"total derivative {derivative.shape}: {time.monotonic() - start:.0f} s, peak {peak():.1f} GiB")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,129 @@
+"""What the attention of every head and step looks at: induction scores, rollout, and gradients beside them.
+
+@article{olsson2022context,
+  title={In-context Learning and Induction Heads},
+  author={Olsson, Catherine and Elhage, Nelson and Nanda, Neel and Joseph, Nicholas and DasSarma, Nova and Henighan, Tom
+          and others},
+  journal={Transformer Circuits Thread},
+  year={2022}}
+@inproceedings{abnar2020quantifying,
+  title={Quantifying Attention Flow in Transformers},
+  author={Abnar, Samira and Zuidema, Willem},
+  booktitle={Annual Meeting of the Association for Computational Linguistics},
+  year={2020}}
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from diffeqformer.models import attention
+from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import Transformer, split, weights_at
+from diffeqformer.solvers import walk
+
+
+def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) -> Float[Array, "B H S S"]:
+    """The causal attention of every token (rows) to every token (columns), fp32."""
+    scores = jnp.einsum("bqhk,bshk->bhqs", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "summary"))
+def _maps(graph, params, weights, tokens, summary):
+    model = nnx.merge(graph, params)
+
+    def body(x, step):
+        layers, dt = weights.at_step(step, len(model.solver.nodes))
+        seen = []
+
+        def attend(query, key, value):
+            seen.append(summary(probabilities(query, key)))
+            return attention.plain(query, key, value)
+
+        return model.solver.step(model.field, layers, x, dt, Context(attend=attend)), seen[0]
+
+    x = model.embed(tokens, Context())
+    return jax.lax.scan(body, x, jnp.arange(len(weights.step_sizes)))[1]
+
+
+def _whole(probabilities):
+    return probabilities
+
+
+def maps(
+    model: Transformer,
+    tokens: Int[Array, "B S"],
+    num_steps: int | None = None,
+    summary: Callable[[Array], Array] = _whole,
+) -> Array:
+    """What `summary` makes of the attention [B, H, S, S] of each step, [T, ...]; by default the attention itself.
+
+    Of a solver that evaluates the attention several times in a step, it is the first one's.
+    """
+    graph, params = split(model)
+    return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
+
+
+def _to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
+    half = probabilities.shape[-1] // 2
+    to_successor = jnp.diagonal(probabilities, offset=1 - half, axis1=-2, axis2=-1)  # of token i to i + 1 - half
+    return to_successor[..., 1:].mean((0, 2))  # i = half ... S - 1
+
+
+def induction_scores(
+    model: Transformer, length: int, examples: int = 8, num_steps: int | None = None, seed: int = 0
+) -> Float[np.ndarray, "T H"]:
+    """How strongly each head attends, in a text of random tokens said twice, to the token that came next the first time.
+
+    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
+
+    Args:
+        length: tokens that are said twice; at most half the model's positions.
+    """
+    once = np.random.RandomState(seed).randint(model.vocab_size, size=(examples, length))
+    return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, _to_successor))
+
+
+def _mean_of_heads(probabilities: Float[Array, "1 H S S"]) -> Float[Array, "S S"]:
+    return probabilities.mean((0, 1))
+
+
+def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None) -> Float[np.ndarray, "S"]:
+    """Attention rollout: the share of each token in the last one's state, if every step kept half of a state
+    and took the other half as its heads attend on average. The shares sum to 1.
+    """
+    share = np.eye(len(tokens))[-1]
+    for attended in np.asarray(maps(model, tokens[None], num_steps, _mean_of_heads), np.float64)[::-1]:
+        share = (share + share @ attended) / 2
+    return share
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _input_gradients(graph, params, weights, tokens, target):
+    model = nnx.merge(graph, params)
+
+    def log_probability(x):
+        last = walk(model.solver, model.field, weights, x, Context())
+        return jax.nn.log_softmax(model.head(last[:, -1:]))[0, 0, target]
+
+    gradient = jax.grad(log_probability)(model.embed(tokens[None], Context()))
+    return jnp.linalg.norm(gradient[0], axis=-1)
+
+
+def input_gradients(
+    model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None = None
+) -> Float[np.ndarray, "S"]:
+    """The length of the gradient of log p(target | tokens) with respect to each token's x(0).
+
+    Args:
+        target: the id that comes next.
+    """
+    graph, params = split(model)
+    return np.asarray(_input_gradients(graph, params, weights_at(model, num_steps), tokens, target))

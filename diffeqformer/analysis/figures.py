@@ -1,0 +1,175 @@
+"""The figures of an analysis, all in one style: colours that colour-blind readers can tell apart, axes with names."""
+
+import base64
+import io
+
+import numpy as np
+
+from diffeqformer.analysis.clustering import QUANTILES
+from diffeqformer.analysis.spectra import Spectrum
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
+"""Okabe and Ito's colours."""
+SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle means something
+
+
+def new_figure(rows: int, columns: int, size: tuple, **options):
+    """A figure of that size in inches with its axes [rows, columns]; without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(
+        {"axes.prop_cycle": pyplot.cycler(color=COLOURS), "axes.titlesize": 10, "axes.labelsize": 9, "font.size": 9}
+    )
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+
+
+def as_html(figure, what: str) -> str:
+    """The figure inside of HTML, and done with."""
+    from matplotlib import pyplot
+
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    pyplot.close(figure)
+    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+
+
+def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
+    """Values [T, H] over time and head."""
+    width = times[-1] - times[-2] if len(times) > 1 else 1.0
+    edges = np.concatenate([[times[0] - width], times]) + (
+        width / 2 if times[-1] > 1 else 0
+    )  # layers lie on their number
+    image = axis.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, values.T, rasterized=True, **colours)
+    figure.colorbar(image, ax=axis)
+    axis.set(title=title, ylabel="head")
+    axis.yaxis.get_major_locator().set_params(integer=True)
+
+
+def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
+    """Values [T, H] as a heat map; of a single head as a line."""
+    if values.shape[1] > 1:
+        heat_map(figure, axis, values, times, title, **colours)
+    else:
+        axis.plot(times, values[:, 0], "o-", markersize=3)
+        axis.set(title=title)
+        axis.grid(alpha=0.3)
+
+
+def spectrum(name: str, found: Spectrum, times: np.ndarray, time_label: str, heads: list[int]):
+    """One product's spectrum over time: real parts, moduli and the complex plane; and three numbers of each head."""
+    figure, axes = new_figure(2, 3, (13, 7))
+    (real, modulus, plane), (positive, radius, rank) = axes
+    values, only = found.eigenvalues, found.eigenvalues.shape[1] == 1
+    for place, head in enumerate(heads):
+        shown = values[:, head].real
+        label = None if only else f"head {head}"
+        real.plot(times, shown, ".", markersize=2.5, color=COLOURS[place % len(COLOURS)])
+        real.plot([], [], "o", color=COLOURS[place % len(COLOURS)], label=label)
+    if not only:
+        real.legend(fontsize=8)
+    real.axhline(0, color="grey", linewidth=0.8)
+    real.set(title=f"real parts of {name}'s eigenvalues" + ("" if only else ", some heads"), ylabel="real part")
+    sizes = np.abs(values).reshape(len(values), -1)
+    for share, label in ((1.0, "largest"), (0.9, "90 % are below"), (0.5, "median")):
+        modulus.plot(times, np.quantile(sizes, share, axis=1), "o-", markersize=3, label=label)
+    if sizes.max() > 0:
+        modulus.set_yscale("log")
+    modulus.legend(fontsize=8)
+    modulus.set(title="moduli" + ("" if only else " of all heads"), ylabel="modulus")
+    chosen = values[:, heads]
+    at = np.broadcast_to(times[:, None, None], chosen.shape)
+    points = plane.scatter(chosen.real, chosen.imag, c=at, s=4, cmap="viridis")
+    figure.colorbar(points, ax=plane, label=time_label)
+    plane.set_aspect("equal", "datalim")
+    plane.axvline(0, color="grey", linewidth=0.8)
+    plane.set(
+        title="the same" + ("" if only else " heads") + " in the complex plane",
+        xlabel="real part",
+        ylabel="imaginary part",
+    )
+    over_time(figure, positive, found.positive_share(), times, "share with a positive real part", **SHARES)
+    over_time(figure, radius, found.radius(), times, "spectral radius", **colours_of(found.radius()))
+    over_time(figure, rank, found.effective_rank(), times, f"effective rank (of {values.shape[-1]})")
+    for axis in (real, modulus, positive, radius, rank):
+        axis.set_xlabel(time_label)
+    for axis in (real, modulus, plane):
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def colours_of(values: np.ndarray) -> dict:
+    """Logarithmic colours where values span more than a factor of ten."""
+    from matplotlib import colors
+
+    low, high = values.min(), values.max()
+    return {"norm": colors.LogNorm(low, high)} if 0 < 10 * low < high else {}
+
+
+def induction(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, time_label: str):
+    """Induction scores of all heads beside the signs of the spectra from which the paper reads induction heads."""
+    figure, [axes] = new_figure(1, 3, (13, 3.6))
+    heat_map(figure, axes[0], scores, times, "induction score", vmin=0)
+    for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
+        share = np.broadcast_to(found.positive_share(), scores.shape)
+        heat_map(figure, axis, share, times, f"{name}: share with a positive real part", **SHARES)
+    for axis in axes:
+        axis.set_xlabel(time_label)
+    return figure
+
+
+def sensitivity(labels: list[str], measures: dict[str, np.ndarray]):
+    """Each measure [S] of how the last token depends on the tokens before it, one panel below the other."""
+    figure, axes = new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
+    for (name, values), [axis] in zip(measures.items(), axes, strict=True):
+        low = min(0.0, float(values[np.isfinite(values)].min(initial=0)))
+        axis.bar(range(len(values)), np.where(np.isfinite(values), values, low), width=0.8)
+        axis.set(title=name)
+        axis.grid(alpha=0.3, axis="y")
+        axis.margins(x=0.01)
+    size = 9 if len(labels) <= 60 else 5
+    axes[-1][0].set_xlabel("tokens of the text")
+    axes[-1][0].set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 20 else 45, fontsize=size)
+    return figure
+
+
+def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, title: str, label: str) -> None:
+    """Quantiles [T, q] of relative distances over time."""
+    for index, share in enumerate(QUANTILES):
+        style = {"color": COLOURS[index], "label": f"{share:.0%} are closer"}
+        axis.plot(times, quantiles[:, index], **style)
+    axis.set(title=title, xlabel=label, ylim=(0, None))
+    axis.grid(alpha=0.3)
+
+
+def trajectories(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray):
+    """Of each simulation [T, N, 3], the paths of its particles in 3-D as shares of their spread, and the clustering measure below."""
+    figure, axes = new_figure(2, len(states), (3.1 * len(states), 6.6), sharey="row")
+    for column, (name, path) in enumerate(states.items()):
+        axes[0, column].remove()
+        axis = figure.add_subplot(2, len(states), column + 1, projection="3d")
+        path = path - path.mean(1, keepdims=True)
+        path = path / np.sqrt((path**2).sum(-1).mean(-1))[:, None, None]
+        for particle in range(path.shape[1]):
+            axis.plot(*path[:, particle].T, color=COLOURS[particle % len(COLOURS)], linewidth=0.5, alpha=0.5)
+        axis.scatter(*path[-1].T, color="black", s=8, depthshade=False)
+        axis.set_title(name)
+        axis.set(xticklabels=[], yticklabels=[], zticklabels=[])
+        quantile_bands(axes[1, column], times, quantiles[name], "", "t")
+    axes[1, 0].set_ylabel("pairwise distance / its rms")
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
+    return figure
+
+
+def real_clustering(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, time_label: str):
+    """The clustering measures [T + 1, q] along a model's own trajectory, and how far apart its tokens are."""
+    figure, [axes] = new_figure(1, len(measures) + 1, (13, 3.6))
+    for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
+        quantile_bands(axis, times, quantiles, f"pairwise distance of {name} / its rms", time_label)
+    axes[0].legend(fontsize=8)
+    axes[-1].plot(times, sizes, "o-", markersize=3)
+    axes[-1].set(title="rms of the pairwise distances of states", xlabel=time_label)
+    axes[-1].grid(alpha=0.3)
+    return figure

@@ -1,0 +1,109 @@
+"""One HTML file with everything in it, and the same numbers as JSON and NPZ."""
+
+import dataclasses
+import html
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+from diffeqformer.results import write_text
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1250px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff; }
+img { max-width: 100%; } h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; border-top: 1px solid #ccc; padding-top: 1em; }
+table { border-collapse: collapse; margin: 1em 0; } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right; }
+td:first-child, th:first-child { text-align: left; } .text { font-family: monospace; white-space: pre-wrap; line-height: 2; margin: .5em 0 1em; }
+.text span { padding: .15em 0; } .text span:last-child { outline: 2px solid #0072b2; }
+"""
+
+
+@dataclasses.dataclass
+class Section:
+    """One part of a report.
+
+    name: of the part in JSON and NPZ.
+    title: its heading.
+    html: what is shown, from the functions below.
+    numbers: for JSON.
+    arrays: for NPZ.
+    """
+
+    name: str
+    title: str
+    html: str
+    numbers: dict
+    arrays: dict[str, np.ndarray]
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    """A table; numbers with four digits."""
+    show = lambda cell: f"{cell:.4g}" if isinstance(cell, float) else html.escape(str(cell))  # noqa: E731
+    line = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{show(cell)}</{tag}>" for cell in cells) + "</tr>"  # noqa: E731
+    return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def shares(values: np.ndarray) -> np.ndarray:
+    """Between 0, of the smallest finite value, and 1, of the largest; of all but the last token, beside whose own the others would be pale."""
+    others = values[:-1]
+    finite = others[np.isfinite(others)]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    return np.nan_to_num((np.clip(values, low, high) - low) / ((high - low) or 1.0))
+
+
+def highlighted(pieces: list[str], values: np.ndarray) -> str:
+    """A text whose tokens are the darker the larger their values; the last one is framed."""
+    spans = [
+        f'<span style="background: rgba(230, 159, 0, {share:.3f})" title="{value:.4g}">{html.escape(piece)}</span>'
+        for piece, value, share in zip(pieces, values, shares(values), strict=True)
+    ]
+    return f'<div class="text">{"".join(spans)}</div>'
+
+
+def coloured(pieces: list[str], values: np.ndarray) -> str:
+    """The same for a terminal."""
+    cells = []
+    for piece, share in zip(pieces, shares(values), strict=True):
+        red, green, blue = (round(255 + share * (colour - 255)) for colour in (230, 159, 0))
+        cells.append(f"\033[38;2;0;0;0;48;2;{red};{green};{blue}m{piece}\033[0m" if piece.strip() else piece)
+    return "".join(cells)
+
+
+def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
+    """Print the text in colours on a terminal; elsewhere its five largest values."""
+    print(f"{title}:")
+    if sys.stdout.isatty():
+        print(coloured(pieces, values))
+    else:
+        largest = np.argsort(-np.nan_to_num(values, nan=-np.inf))[:5]
+        print("  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
+
+
+def finite(numbers):
+    """Nested data with None for numbers that JSON doesn't know."""
+    if isinstance(numbers, dict):
+        return {name: finite(value) for name, value in numbers.items()}
+    if isinstance(numbers, list | tuple):
+        return [finite(value) for value in numbers]
+    return None if isinstance(numbers, float) and not np.isfinite(numbers) else numbers
+
+
+def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:
+    """Write report.html, results.json and arrays.npz of the parts that are done."""
+    body = "".join(f"<h2>{html.escape(section.title)}</h2>{section.html}" for section in sections)
+    facts = table(["", ""], [[name, value] for name, value in about.items()])
+    page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    write_text(folder / "report.html", f"{page}<h1>{html.escape(title)}</h1>{facts}{body}\n")
+    numbers = finite({**about, **{section.name: section.numbers for section in sections}})
+    arrays = {f"{section.name}/{name}": array for section in sections for name, array in section.arrays.items()}
+    partial = folder / "arrays.partial.npz"
+    np.savez_compressed(partial, **arrays)
+    partial.replace(folder / "arrays.npz")
+    write_text(
+        folder / "results.json", json.dumps(numbers, indent=1, allow_nan=False) + "\n"
+    )  # last: others look for it

@@ -1,0 +1,305 @@
+"""The parts of a report on a checkpoint: what was found, as figures and numbers.
+
+Each is a function of an opened checkpoint that gives a `Section`, whose `html` a notebook can show by itself.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffeqformer.analysis import attention_maps, figures, lyapunov
+from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances, simulate
+from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text, table
+from diffeqformer.analysis.spectra import spectra as all_spectra
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.errors import UserError
+from diffeqformer.models.depth_weights import stage_times
+from diffeqformer.models.transformer import Transformer, weights_at
+from diffeqformer.progress import duration
+
+DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
+
+
+def in_float32(section: Callable) -> Callable:
+    """A section computed in fp32 throughout, whatever the checkpoint's compute type and the backend's usual precision."""
+
+    @functools.wraps(section)
+    def run(opened: Checkpoint, *arguments, **options):
+        before, opened.model.dtype = opened.model.dtype, jnp.dtype(jnp.float32)
+        try:
+            with jax.default_matmul_precision("highest"):
+                return section(opened, *arguments, **options)
+        finally:
+            opened.model.dtype = before
+
+    return run
+
+
+def check_text(model: Transformer, ids: list[int], name: str = "ids") -> None:
+    """Whether a text can be looked at.
+
+    Args:
+        name: by which the user gave it.
+
+    Raises:
+        UserError: if it is too short, or longer than the model has positions.
+    """
+    if not 2 <= len(ids) <= model.max_length:
+        raise UserError(
+            f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, but it "
+            f"has {len(ids):,}"
+        )
+
+
+def check_heads(model: Transformer, heads: Sequence[int], name: str = "heads") -> None:
+    """Raise a UserError if the model doesn't have one of these heads."""
+    for head in heads:
+        if not 0 <= head < model.field.heads:
+            raise UserError(
+                f"{name}: this model has the heads 0 to {model.field.heads - 1}, but one asked for is {head}"
+            )
+
+
+def time_label(model: Transformer) -> str:
+    return "layer" if model.unit_steps else "t"
+
+
+def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
+    """When the model's solver first evaluates the attention in each step."""
+    return stage_times(model.times(num_steps), model.solver.nodes)[:: len(model.solver.nodes)]
+
+
+@in_float32
+def spectra(
+    opened: Checkpoint, times: int | None = None, heads: Sequence[int] = (), feed_forward: bool = True
+) -> Section:
+    """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
+
+    Args:
+        times: how many, evenly over the depth; by default those at which the trained steps take weights.
+        heads: whose eigenvalues are drawn; by default the four whose are largest.
+        feed_forward: its products as well, which take longest.
+
+    Raises:
+        UserError: if there is no such head, or there are no weights at these times.
+    """
+    model = opened.model
+    check_heads(model, heads)
+    at = np.unique(stage_times(model.times(), model.solver.nodes)) if times is None else model.times(times)
+    start = time.monotonic()
+    found = all_spectra(model, at, feed_forward)
+    seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
+    shown = [
+        paragraph(
+            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides who attends to whom: "
+            "with positive real parts, to those that are alike. OV is what is received: positive real parts copy and "
+            "attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
+            "So are biases and norms; rotary positions are those of a token and itself. The D - n eigenvalues that are 0 "
+            "whatever the weights are left out. Effective rank: the exponential of the entropy of the singular values."
+        )
+    ]
+    numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []
+    for name, one in found.items():
+        largest = np.argsort(-one.radius().max(0))[:4].tolist()
+        chosen = [0] if one.eigenvalues.shape[1] == 1 else list(heads) or sorted(largest)
+        shown.append(figures.as_html(figures.spectrum(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
+        of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
+        numbers[name] = {name: values.tolist() for name, values in of_heads.items()}
+        arrays |= {f"{name}/eigenvalues": one.eigenvalues, f"{name}/singular_values": one.singular_values}
+        means = [float(of_heads[name].mean()) for name in ("positive_share", "effective_rank")]
+        rows.append([name, float(one.radius().max()), *means])
+    shown.insert(1, table(["product", "largest radius", "mean positive share", "mean effective rank"], rows))
+    print(f"spectra of {len(at)} times in {seconds:.1f} s", flush=True)
+    return Section("spectra", "Spectra over time", "".join(shown), numbers, arrays)
+
+
+@in_float32
+def induction(opened: Checkpoint, num_steps: int | None = None) -> Section:
+    """Induction scores beside the signs of the spectra."""
+    model = opened.model
+    times, length = first_nodes(model, num_steps), min(64, model.max_length // 2)
+    scores = attention_maps.induction_scores(model, length, num_steps=num_steps)
+    found = all_spectra(model, times, feed_forward=False)
+    even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
+    order = np.argsort(-scores, axis=None)[:5]
+    best = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, scores.shape), strict=True)]
+    share = lambda name: np.broadcast_to(found[name].positive_share(), scores.shape)  # noqa: E731
+    rows = [
+        [
+            f"{times[step]:.4g}",
+            head,
+            float(scores[step, head]),
+            float(share("QK")[step, head]),
+            float(share("OV")[step, head]),
+        ]
+        for step, head in best
+    ]
+    shown = [
+        paragraph(
+            f"A text of {length} random tokens is said twice; the score is how much a head attends from a token's second "
+            f"occurrence to what followed its first. A head that attends to all alike has {even:.3f}, a perfect one 1. The "
+            "paper infers induction heads from positive eigenvalues of both QK and OV; the score measures them."
+        ),
+        figures.as_html(
+            figures.induction(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"
+        ),
+        table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
+    ]
+    print(f"induction: the best head has {scores.max():.3f}; one that attends to all alike {even:.3f}", flush=True)
+    numbers = {"length": length, "even": even, "scores": scores.tolist()}
+    return Section("induction", "Induction heads", "".join(shown), numbers, {"scores": scores, "times": times})
+
+
+def say(what: str) -> Callable[[int, int], None]:
+    """Prints, every five seconds, how much of `what` is done, and the time left."""
+    start = shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown > 5:
+            shown = now
+            print(f"  {what}: {done}/{total}  {duration((total - done) * (now - start) / done)} left", flush=True)
+
+    return show
+
+
+@in_float32
+def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None, published: bool = False) -> Section:
+    """Which tokens the last one of a text depends on, by four measures.
+
+    Args:
+        ids: of the text.
+        published: pair times and states of the exponents as the authors' code does.
+    """
+    model = opened.model
+    check_text(model, ids)
+    tokens, pieces = jnp.asarray(ids), [opened.tokenizer.decode([i]) for i in ids]
+    target = int(jnp.argmax(model(tokens[None], weights_at(model, num_steps))[0, -1]))
+    added = lyapunov.exponents(model, tokens, num_steps, published=published, progress=say("steps of the exponents"))
+    derivative = lyapunov.total_derivative(model, tokens, num_steps, say("rows of the total derivative"))
+    sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
+    with np.errstate(divide="ignore"):
+        measures = {
+            "Lyapunov sensitivity: largest exponent of equation (7)": added.sum(0).max(-1),
+            "total derivative: log of the largest singular value": np.log(sizes),
+            "attention rollout": attention_maps.rollout(model, tokens, num_steps),
+            "gradient of the prediction's log probability": attention_maps.input_gradients(
+                model, tokens, target, num_steps
+            ),
+        }
+    predicted = opened.tokenizer.decode([target])
+    shown = [
+        paragraph(
+            f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is {predicted!r}. "
+            "Equation (7) treats each token and the last one as a system of their own: its exponents are 0 for a token without "
+            "influence, and know neither of ways through other tokens nor of what becomes of the token itself; from so few steps "
+            "they also depend on the order of the coordinates. All ways are in the total derivative of x(1) by x(0). Darker is "
+            "larger, each line by itself and without the last token, which is framed."
+        )
+    ]
+    if published:
+        shown.append(paragraph("Times and states of the exponents are paired as in the authors' code."))
+    for name, values in measures.items():
+        shown += [paragraph(name), highlighted(pieces, values)]
+        show_text(name, pieces, values)
+    shown.append(figures.as_html(figures.sensitivity([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
+    numbers = {
+        "tokens": ids,
+        "pieces": pieces,
+        "prediction": predicted,
+        "measures": {name: values.tolist() for name, values in measures.items()},
+    }
+    return Section(
+        "sensitivity",
+        "Sensitivity of a token",
+        "".join(shown),
+        numbers,
+        {"exponents": added, "derivative_sizes": sizes},
+    )
+
+
+@in_float32
+def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | None = None) -> Section:
+    """The `count` largest exponents of the flow of all tokens of a text.
+
+    Raises:
+        UserError: if the text can't be looked at, or `count` is below 1.
+    """
+    model, tokens = opened.model, jnp.asarray(ids)
+    check_text(model, ids)
+    if count < 1:
+        raise UserError(f"count: must be at least 1, but it is {count}")
+    largest = lyapunov.flow_exponents(model, tokens, count, num_steps)
+    dimension = lyapunov.kaplan_yorke(largest)
+    said = f"not defined by these {len(largest)}, whose sum is positive" if dimension is None else f"{dimension:.3f}"
+    figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
+    axis.plot(range(1, len(largest) + 1), largest, "o-", markersize=3)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
+    axis.grid(alpha=0.3)
+    shown = [
+        paragraph(
+            f"The {len(largest)} largest exponents (equation 8, at t = 1) of all {tokens.size} tokens together: the logarithms by which a "
+            f"small change grows over the whole depth in its fastest directions. Kaplan-Yorke dimension: {said}. Over a finite depth "
+            "that is a number of this text, not the dimension of an attractor."
+        ),
+        figures.as_html(figure, "exponents of the flow"),
+    ]
+    print(f"flow: largest exponent {largest[0]:.3f}; Kaplan-Yorke dimension {said}", flush=True)
+    numbers = {"exponents": largest.tolist(), "kaplan_yorke_dimension": dimension}
+    return Section("flow", "Exponents of the flow", "".join(shown), numbers, {"exponents": largest})
+
+
+def simulations(equal_total: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which constant weights bring them closest
+    together, and the clustering measure [T, q] in the mean of all draws.
+    """
+    names = ["constant", *(f"degree {degree}" for degree in range(1, 5))]
+    paths, means, closest = {}, {}, None
+    for degree, name in enumerate(names):
+        draws = simulate(degree, equal_total=equal_total, draws=DRAWS)
+        quantiles = np.stack([relative_distances(path)[0] for path in draws[:, ::SHOWN_EVERY]])
+        closest = int(quantiles[:, -1, 1].argmin()) if closest is None else closest
+        paths[name], means[name] = draws[closest], quantiles.mean(0)
+    return paths, means
+
+
+@in_float32
+def clustering(opened: Checkpoint, ids: list[int], num_steps: int | None = None) -> Section:
+    """Whether a text's tokens cluster along the model's trajectory, and particles in the paper's simulation."""
+    model, tokens = opened.model, jnp.asarray(ids)
+    check_text(model, ids)
+    states = np.asarray(model.trajectory(tokens[None], weights_at(model, num_steps)))[:, 0]
+    found, sizes = relative_distances(states)
+    measures = {"states": found, "directions": relative_distances(directions(states))[0]}
+    times = np.concatenate([[0.0], model.times(num_steps)])
+    shown = [
+        paragraph(
+            "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the last "
+            "state; of the states, and of their directions x / |x|, which one token far from all others doesn't "
+            "disturb. Clusters would bring the lower quantiles to 0."
+        ),
+        figures.as_html(figures.real_clustering(measures, sizes, times, time_label(model)), "clustering of tokens"),
+        paragraph(
+            "The paper's simulation: 40 particles under attention alone, 200 steps, weights constant or growing as powers of t; "
+            f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which constant weights cluster most, centred and "
+            "divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
+            "power, then with the same integral over time."
+        ),
+    ]
+    numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
+    numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}
+    arrays = {**measures, "rms_distance": sizes, "times": times}
+    for kind, equal_total in (("equal_end", False), ("equal_total", True)):
+        paths, means = simulations(equal_total)
+        of = np.linspace(0, 1, len(means["constant"]))
+        shown.append(figures.as_html(figures.trajectories(paths, means, of), "simulated particles"))
+        numbers[f"simulated_{kind}"] = {name: one[-1].tolist() for name, one in means.items()}
+        arrays |= {f"simulated_{kind}/{name}": one for name, one in means.items()}
+        arrays |= {f"simulated_{kind}/{name}/paths": path for name, path in paths.items()}
+    return Section("clustering", "Clustering", "".join(shown), numbers, arrays)

@@ -1,0 +1,141 @@
+"""Look inside a checkpoint: `python -m diffeqformer.analyze --workdir=runs/tiny [--parts=spectra,sensitivity] [--text="..."]`.
+
+Writes one HTML report with figures, and the numbers behind them; docs/analysis.md explains them.
+"""
+
+import jax.numpy as jnp
+from absl import flags
+from flax.traverse_util import flatten_dict
+
+from diffeqformer import checkpoint, cli
+from diffeqformer.analysis import lyapunov, sections
+from diffeqformer.analysis.report import Section, write
+from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import MODELS, split
+from diffeqformer.results import results_folder, whole_numbers
+
+PARTS = ("spectra", "induction", "sensitivity", "flow", "clustering")
+READING = {"sensitivity", "flow", "clustering"}  # parts that need a text
+TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
+
+
+def define_flags() -> None:
+    """The options of the command."""
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
+    flags.DEFINE_list("parts", list(PARTS), f"Parts of the report: {', '.join(PARTS)}.")
+    flags.DEFINE_string("text", None, f"Text whose last token is explained by those before it; by default {TEXT!r}.")
+    flags.DEFINE_string("text_file", None, "A file with that text.")
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as trained.")
+    flags.DEFINE_integer("times", None, "Times at which spectra are taken; by default those of the steps.")
+    flags.DEFINE_bool("feed_forward", True, "Spectra of the feed-forward's products as well, which take longest.")
+    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four of the largest.")
+    flags.DEFINE_integer("flow", 32, "How many exponents of the whole flow.", lower_bound=1)
+    flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
+    flags.DEFINE_string(
+        "output", None, "Folder of the results; by default <workdir>/analysis, or within runs/ for one on gs://."
+    )
+
+
+def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
+    """The ids of the text that is looked at.
+
+    Raises:
+        UserError: if there is none, or more than the model has positions for.
+    """
+    name, text = "--text", TEXT if options.text is None else options.text
+    if options.text_file is not None:
+        if options.text is not None:
+            raise UserError("--text_file: can't be given together with --text; leave one of them out")
+        name = "--text_file"
+        try:
+            with open(options.text_file, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--text_file: {options.text_file} can't be read as text: {error}") from None
+    ids = opened.tokenizer.encode(text)
+    sections.check_text(opened.model, ids, name)
+    return ids
+
+
+def check(options, opened: checkpoint.Checkpoint) -> None:
+    """Refuse what can't be done, before anything is computed.
+
+    Raises:
+        UserError: for an option that doesn't fit the model.
+    """
+    if not options.parts:
+        raise UserError(f"--parts: must be of {', '.join(PARTS)}, but there are none")
+    for part in options.parts:
+        if part not in PARTS:
+            raise UserError(f"--parts: must be of {', '.join(PARTS)}, but it has {part!r}")
+    model, kind = opened.model, opened.config.model.kind
+    for name, number in (("--num_steps", options.num_steps), ("--times", options.times)):
+        if number is not None and number < 1:
+            raise UserError(f"{name}: must be at least 1, but it is {number}")
+        if number not in (None, model.num_steps) and MODELS[kind].weights == "per_layer":
+            raise UserError(
+                f"{name}: must be {model.num_steps} for this model of the kind {kind}, which has weights for so many steps and "
+                f"no others, but it is {number}"
+            )
+    if options.times and model.depth.constant:
+        raise UserError(
+            f"--times: must be left out for this model of the kind {kind}, whose weights are the same at all times"
+        )
+    sections.check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
+    if options.published_pairing:
+        if "sensitivity" not in options.parts:
+            raise UserError("--published_pairing: has a meaning for the part sensitivity alone, which is left out")
+        lyapunov.check_published(model)
+    for path, leaf in flatten_dict(split(model)[1]).items():
+        if not jnp.isfinite(leaf).all():
+            raise UserError(
+                f"--workdir: the parameter {'/'.join(map(str, path))} isn't finite; python -m diffeqformer.inspect says more"
+            )
+
+
+def analyze(options) -> list[Section]:
+    """Analyze a checkpoint as the options say; write the report after each part.
+
+    Raises:
+        UserError: for whatever the user can put right.
+    """
+    with checkpoint.open_to_read(options.workdir, step=options.step):
+        pass  # says which steps there are
+    opened = checkpoint.load(options.workdir, step=options.step)
+    config = opened.config
+    check(options, opened)
+    ids = text_tokens(options, opened) if set(options.parts) & READING else []
+    folder = results_folder(options.output, options.workdir, "analysis")
+    about = {
+        "workdir": str(options.workdir),
+        "config": config.name,
+        "kind": config.model.kind,
+        "field": config.model.field,
+        "checkpoint_step": opened.step,
+        "trained_num_steps": config.model.num_steps,
+        "num_steps": options.num_steps or config.model.num_steps,
+        "solver": config.model.solver,
+        "heads": config.model.heads,
+        **({"text": opened.tokenizer.decode(ids)} if ids else {}),
+    }
+    steps, heads, done = options.num_steps, whole_numbers("--heads", options.heads, 0), []
+    parts = {
+        "spectra": lambda: sections.spectra(opened, options.times or steps, heads, options.feed_forward),
+        "induction": lambda: sections.induction(opened, steps),
+        "sensitivity": lambda: sections.sensitivity(opened, ids, steps, options.published_pairing),
+        "flow": lambda: sections.flow(opened, ids, options.flow, steps),
+        "clustering": lambda: sections.clustering(opened, ids, steps),
+    }
+    for part in PARTS:
+        if part in options.parts:
+            print(part, flush=True)
+            done.append(parts[part]())
+            write(folder, f"{config.name} at step {opened.step:,}", about, done)
+    print(f"\nreport.html, results.json and arrays.npz are in {folder}", flush=True)
+    return done
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(lambda: analyze(flags.FLAGS))

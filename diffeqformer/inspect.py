@@ -1,0 +1,243 @@
+"""Look inside a run: `python -m diffeqformer.inspect --workdir=runs/tiny [--step=1000] [--all] [--nostatistics]`.
+
+Builds no model and takes no accelerator, so it works on any machine, also while the run goes on.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint, cli
+from diffeqformer.config import base_config, field_names, get_field
+from diffeqformer.progress import read_curves
+
+BLOCK = 2**20  # elements whose float64 copies are in memory at a time
+ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
+COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
+
+REPLACED = "put its files back or, if the run goes on and has replaced it, start again"
+
+
+def statistics(array: np.ndarray) -> dict:
+    """Mean, standard deviation and largest absolute value of an array's finite elements (None if there are none), computed in
+    float64; the share of exact zeros, and the number of elements that aren't finite.
+    """
+    flat, count, mean, squares, largest, zeros = array.reshape(-1), 0, 0.0, 0.0, 0.0, 0
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK].astype(np.float64)
+        finite = np.isfinite(block)
+        block = block if finite.all() else block[finite]
+        if block.size:
+            here = float(block.mean())
+            delta, count = here - mean, count + block.size
+            squares += float(np.square(block - here).sum()) + delta**2 * block.size * (count - block.size) / count
+            mean += delta * block.size / count
+            largest = max(largest, float(np.abs(block).max()))
+            zeros += block.size - int(np.count_nonzero(block))
+    return {
+        "mean": mean if count else None,
+        "deviation": math.sqrt(squares / count) if count else None,
+        "largest": largest if count else None,
+        "zeros": zeros / flat.size,
+        "not_finite": flat.size - count,
+    }
+
+
+def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: str) -> list[dict]:
+    """One row for each parameter of a checkpoint, in the order of the model.
+
+    Args:
+        manager: of the checkpoint.
+        trains: whether these parameters do.
+        with_statistics: or shapes alone, for which no array is read.
+        remedy: what to do if they can't be read.
+    """
+    saved = checkpoint.saved_arrays(manager, step, remedy)
+    found = {}
+    if with_statistics:
+        found = {path: statistics(array) for path, array in checkpoint.read_arrays(manager, step, remedy)}
+    rows = []
+    for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
+        leaf = saved[path]
+        count = math.prod(leaf.shape)
+        row = {"name": "/".join(path), "shape": list(leaf.shape), "dtype": leaf.dtype.name, "count": count}
+        row |= {"bytes": count * leaf.dtype.itemsize, "trains": trains}
+        rows.append(row | found.get(path, {}))
+    return rows
+
+
+def changed_fields(config: ConfigDict) -> list[str]:
+    """The dotted names of the fields that haven't the default of a model of this kind, or that exist no longer."""
+    default = base_config("", config.model.kind)
+    known = field_names(default)
+    return [
+        name
+        for name in field_names(config)
+        if name != "name" and (name not in known or get_field(config, name) != get_field(default, name))
+    ]
+
+
+def history(curves: dict[str, dict[int, float]], group: str) -> list[dict]:
+    """The scalars of a group, train or validation, one row for each step."""
+    series = {tag.partition("/")[2]: values for tag, values in curves.items() if tag.startswith(f"{group}/")}
+    steps = sorted({step for values in series.values() for step in values})
+    return [{"step": n} | {name: values[n] for name, values in series.items() if n in values} for n in steps]
+
+
+def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: bool = True) -> dict:
+    """What can be known of a run, or of a materialized model, without building it, as plain data.
+
+    Args:
+        workdir: its folder, which can be on gs://.
+        step: of which checkpoint; by default the newest.
+        with_statistics: those of parameters, for which all of them are read, in parts.
+
+    Returns:
+        workdir, step, steps (of all checkpoints), name, kind, field, solver, num_steps
+        data_sha256: of the training split
+        base, materialized_from: where its weights come from, as `checkpoint.save` was told, or None
+        tokenizer: its name and saved_characters, the length of what the checkpoint keeps of it
+        config: every field's value by its dotted name; changed: names of those that aren't the default
+        parameters: rows of name, shape, dtype, count, bytes, trains, and those of `statistics`
+        validation, train, dynamics: rows of step and the scalars that were written then
+
+    Raises:
+        UserError: if there is no such checkpoint, or it can't be read.
+    """
+    with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
+        steps = sorted(manager.all_steps())
+        rows = parameters(manager, step, True, with_statistics, REPLACED)
+    if config.model.lora_rank:
+        with checkpoint.open_frozen(workdir, about["base"]) as (manager, remedy):
+            rows += parameters(manager, 0, False, with_statistics, remedy)
+    curves, model = read_curves(workdir), config.model
+    return {
+        "workdir": str(workdir),
+        "step": step,
+        "steps": steps,
+        "name": config.name,
+        **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
+        "data_sha256": about["data_sha256"],
+        "base": about.get("base"),
+        "materialized_from": about.get("materialized_from"),
+        "tokenizer": {"name": about["tokenizer"], "saved_characters": len(about.get("tokenizer_data", ""))},
+        "config": {name: get_field(config, name) for name in field_names(config)},
+        "changed": changed_fields(config),
+        "parameters": rows,
+        "validation": history(curves, "validation"),
+        "train": history(curves, "train"),
+        "dynamics": history(curves, "dynamics"),
+    }
+
+
+def columns(rows: Iterable[Iterable[str]]) -> list[str]:
+    """Lines with the first of their cells aligned on the left and others on the right."""
+    rows = [list(row) for row in rows]
+    width, *widths = (max(map(len, cells)) for cells in zip(*rows))
+    return [
+        "".join([f"  {first:{width}}", *(f"  {cell:>{wide}}" for cell, wide in zip(others, widths))]).rstrip()
+        for first, *others in rows
+    ]
+
+
+def heading(found: dict) -> list[str]:
+    """Lines on the model, its checkpoints, and where it comes from."""
+    tokenizer, total = found["tokenizer"], found["config"]["steps"]
+    name, saved = tokenizer["name"], tokenizer["saved_characters"]
+    inside = f"its data inside ({saved:,} characters)" if saved else "without data"
+    lines = [
+        f"{found['name']}: {found['kind']}, field {found['field']}, {found['num_steps']} steps of depth by {found['solver']}",
+        f"step {found['step']:,} of {total:,}; checkpoints there are: {', '.join(f'{step:,}' for step in found['steps'])}",
+        f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
+        f"tokenizer: {name}, {'which needs no data' if name == 'bytes' else inside}",
+    ]
+    for key, began in (("base", "began with the weights of"), ("materialized_from", "materialized from")):
+        if found[key]:
+            lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
+    return lines
+
+
+def parameter_table(rows: list[dict]) -> list[str]:
+    """Lines on parameters, each part of the model before what it consists of."""
+    there = [name for name in COLUMNS if name in rows[0]]
+    cells, last = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]], None
+    for row in rows:
+        part, _, name = row["name"].removeprefix("depth/").removeprefix("layers/").partition("/")
+        if name and part != last:
+            prefix = row["name"].removesuffix(name)
+            count = sum(other["count"] for other in rows if other["name"].startswith(prefix))
+            cells.append([part, "", f"{count:,}", *[""] * len(there), ""])
+        last = part
+        values = ["none" if row[name] is None else f"{row[name]:.4g}" for name in there if name != "zeros"]
+        values += [f"{row['zeros']:.2%}"] if there else []
+        alarm = f"NOT FINITE: {row['not_finite']:,}" if row.get("not_finite") else ""
+        shape = " x ".join(map(str, row["shape"]))
+        cells.append([f"  {name}" if name else part, shape, f"{row['count']:,}", *values, alarm])
+    return columns(cells)
+
+
+def parameter_lines(found: dict) -> list[str]:
+    """The tables of what trains and of what is frozen, with totals, and a warning of what isn't finite."""
+    rows, lines = found["parameters"], []
+    total = sum(row["count"] for row in rows)
+    lines = [f"parameters: {total:,}, {sum(row['bytes'] for row in rows) / 1e6:,.1f} MB in memory"]
+    for trains, where in ((True, f"checkpoints/{found['step']}"), (False, "frozen/0")):
+        part = [row for row in rows if row["trains"] == trains]
+        if part:
+            word = "" if len(part) == len(rows) else "which train, " if trains else "frozen, "
+            dtypes = " and ".join(sorted({row["dtype"] for row in part}))
+            lines += ["", f"{sum(row['count'] for row in part):,} {word}in {where}, {dtypes}", *parameter_table(part)]
+    bad = [f"{row['name']} ({row['not_finite']:,} of {row['count']:,})" for row in rows if row.get("not_finite")]
+    if bad:
+        lines += ["", f"WARNING: not finite (NaN or infinite), and left out of the other statistics: {', '.join(bad)}"]
+    return lines
+
+
+def history_lines(found: dict) -> list[str]:
+    """The results of every validation, and the scalars of the last training step that were written."""
+    lines, names = ["history"], {"step": "{:,}", "loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
+    if not found["validation"] and not found["train"]:
+        return ["history: none, there are no curves in this folder"]
+    if found["validation"]:
+        rows = [
+            [form.format(row[name]) if name in row else "" for name, form in names.items()]
+            for row in found["validation"]
+        ]
+        lines += columns([["step", "loss", "perplexity", "bits/byte"], *rows])
+    for group, word in (("train", "training"), ("dynamics", "dynamics")):
+        if found[group]:
+            last = found[group][-1]
+            scalars = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in last.items() if name != "step"]
+            lines.append(f"  last line of {word}: step {last['step']:,}, {', '.join(scalars)}")
+    return lines
+
+
+def text(found: dict, all_fields: bool = False) -> str:
+    """What `inspect_run` found, to be read; of the config only what isn't the default, or all fields."""
+    names = list(found["config"]) if all_fields else found["changed"]
+    title = "config" if all_fields else "config, where it isn't the default (--all shows every field)"
+    fields = [f"  {name} = {found['config'][name]!r}" for name in names]
+    parts = heading(found), [title, *fields], parameter_lines(found), history_lines(found)
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def main() -> None:
+    workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    step = flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
+    everything = flags.DEFINE_boolean("all", False, "Show every field of the config.")
+    with_statistics = flags.DEFINE_boolean("statistics", True, "Of parameters, which are all read for it.")
+
+    def command() -> None:
+        jax.config.update("jax_platforms", "cpu")  # a training may hold the accelerator
+        print(text(inspect_run(workdir.value, step.value, with_statistics.value), everything.value))
+
+    cli.run(command, verbosity=logging.FATAL)
+
+
+if __name__ == "__main__":
+    main()

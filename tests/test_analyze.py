@@ -1,0 +1,158 @@
+"""The report on a checkpoint: all of its parts, and what is refused."""
+
+import contextlib
+import json
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer import analyze, checkpoint
+from diffeqformer.analysis import lyapunov, report
+from diffeqformer.analysis.spectra import spectra
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
+from helpers import lively_model, toy_config
+from runs import command
+
+
+def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
+    done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 9 and "http" not in page and "&lt;" in page and "<b>" not in page
+    numbers = json.loads((tmp_path / "out" / "results.json").read_text())
+    model = checkpoint.load(run).model
+    tokens = np.asarray(ByteTokenizer().encode("a <b> & b a"))
+    with np.load(tmp_path / "out" / "arrays.npz") as arrays:
+        added = arrays["sensitivity/exponents"]
+        np.testing.assert_allclose(added, lyapunov.exponents(model, jnp.asarray(tokens)), atol=1e-3)
+        found = spectra(model, model.times())
+        np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
+    measures = numbers["sensitivity"]["measures"]
+    assert len(measures) == 4 and all(len(values) == len(tokens) for values in measures.values())
+    assert measures["Lyapunov sensitivity: largest exponent of equation (7)"] == pytest.approx(
+        added.sum(0).max(-1).tolist()
+    )
+    assert sum(measures["attention rollout"]) == pytest.approx(1)
+    np.testing.assert_allclose(numbers["spectra"]["QK"]["radius"], found["QK"].radius(), rtol=1e-3)
+    assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == model.num_steps + 1
+
+
+def opened_model(kind, field="gpt"):
+    model, config = lively_model(kind, field, vocab_size=257), toy_config(kind, field)
+    return checkpoint.Checkpoint(config=config, model=model, tokenizer=ByteTokenizer(), step=1, about={})
+
+
+def open_instead(opened, monkeypatch):
+    monkeypatch.setattr(analyze.checkpoint, "load", lambda *_, **__: opened)
+    monkeypatch.setattr(analyze.checkpoint, "open_to_read", lambda *_, **__: contextlib.nullcontext())
+
+
+def options_of(**changes):
+    default = {
+        "workdir": "runs/x", "step": None, "feed_forward": True, "parts": list(analyze.PARTS), "text": None, "text_file": None, "num_steps": None,
+        "times": None, "heads": [], "flow": 4, "published_pairing": False, "output": None,
+    }  # fmt: skip
+    return types.SimpleNamespace(**{**default, **changes})
+
+
+WRONG = {
+    "an empty text": ({"text": ""}, "diffeqformer", "^--text: must have at least 2 tokens and at most 16, .* has 0$"),
+    "a long text": ({"text": "x" * 17}, "diffeqformer", "^--text: must have .* at most 16, .* it has 17$"),
+    "no such file": ({"text_file": "nowhere.txt"}, "diffeqformer", "^--text_file: nowhere.txt can't be read"),
+    "a head that isn't there": (
+        {"heads": ["0", "4"]},
+        "diffeqformer",
+        "^--heads: this model has the heads 0 to 3, .* is 4$",
+    ),
+    "no number": ({"heads": ["x"]}, "diffeqformer", "^--heads: must be whole numbers"),
+    "another depth of a vanilla model": (
+        {"num_steps": 3},
+        "gpt",
+        "^--num_steps: must be 6 for this model of the kind gpt",
+    ),
+    "more times of a vanilla model": ({"times": 12}, "gpt", "^--times: must be 6 for this model of the kind gpt"),
+    "no steps": ({"num_steps": 0}, "diffeqformer", "^--num_steps: must be at least 1, but it is 0$"),
+    "no part": ({"parts": []}, "diffeqformer", "^--parts: must be of spectra, .* there are none$"),
+    "two texts": ({"text": "a", "text_file": "b"}, "diffeqformer", "^--text_file: can't be given together with --text"),
+    "times of shared weights": (
+        {"times": 50},
+        "shared",
+        "^--times: must be left out for this model of the kind shared",
+    ),
+    "a pairing that nothing uses": (
+        {"published_pairing": True, "parts": ["flow"]},
+        "diffeqformer",
+        "sensitivity alone",
+    ),
+    "an unknown part": ({"parts": ["spectre"]}, "diffeqformer", "^--parts: must be of spectra, .* it has 'spectre'$"),
+    "the authors' pairing of another model": ({"published_pairing": True}, "gpt", "needs generated weights and Euler"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(case, monkeypatch, tmp_path):
+    changes, kind, sentence = WRONG[case]
+    open_instead(opened_model(kind), monkeypatch)
+    with pytest.raises(UserError, match=sentence) as caught:
+        analyze.analyze(options_of(output=str(tmp_path / "out"), **changes))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind, field", [("gpt", "gpt"), ("shared", "llama")])
+def test_every_kind_of_model_has_a_report(kind, field, monkeypatch, tmp_path):
+    open_instead(opened_model(kind, field), monkeypatch)
+    sections = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=["spectra", "induction"]))
+    assert [section.name for section in sections] == ["spectra", "induction"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<img") == (4 if field == "gpt" else 5) and ("layer" in page) == (kind == "gpt")
+
+
+def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
+    """A model in bfloat16 is analyzed in fp32, and left as it was."""
+    opened = opened_model("diffeqformer")
+    opened.model.dtype = jnp.dtype(jnp.bfloat16)
+    open_instead(opened, monkeypatch)
+    (tmp_path / "text.txt").write_text("some text")
+    changes = {"times": 12, "heads": ["2"], "feed_forward": False, "published_pairing": True, "num_steps": 3}
+    changes |= {
+        "text_file": str(tmp_path / "text.txt"),
+        "parts": ["sensitivity", "spectra"],
+        "output": str(tmp_path / "out"),
+    }
+    spectral, sensitive = analyze.analyze(options_of(**changes))
+    assert spectral.arrays["OV/eigenvalues"].shape == (12, 4, 8) and set(spectral.numbers) == {
+        "times",
+        "seconds",
+        "QK",
+        "OV",
+    }
+    assert opened.model.dtype == jnp.bfloat16
+    opened.model.dtype = jnp.dtype(jnp.float32)
+    expected = lyapunov.exponents(opened.model, jnp.asarray(ByteTokenizer().encode("some text")), 3, published=True)
+    np.testing.assert_allclose(sensitive.arrays["exponents"], expected, atol=1e-5)
+
+
+def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatch):
+    opened = opened_model("gpt")
+    opened.model.final_norm["scale"][...] = opened.model.final_norm["scale"][...].at[3].set(jnp.nan)
+    open_instead(opened, monkeypatch)
+    with pytest.raises(UserError, match="^--workdir: the parameter final_norm/scale isn't finite"):
+        analyze.analyze(options_of())
+
+
+def test_what_json_does_not_know_is_null():
+    assert report.finite({"a": [1.0, -np.inf, (np.nan,)], "b": "x", "c": None}) == {
+        "a": [1.0, None, [None]],
+        "b": "x",
+        "c": None,
+    }
+
+
+def test_shares_of_values_with_infinite_ones():
+    """The last one has no part in the scale."""
+    assert report.shares(np.array([1.0, 3.0, -np.inf, 2.0, 50.0])).tolist() == [0.0, 1.0, 0.0, 0.5, 1.0]
+    assert report.shares(np.full(2, -np.inf)).tolist() == [0, 0]
+    assert report.coloured(["a", " "], np.array([1.0, 0.0])).endswith("ma\033[0m ")

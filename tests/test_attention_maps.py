@@ -1,0 +1,73 @@
+"""Attention of every step: against the attention that the model computes, and in texts where it is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer.analysis import attention_maps
+from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import split, weights_at
+from helpers import build_model, lively_model
+
+TOKENS = jnp.arange(3, 11)
+
+
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
+def test_maps_are_the_attention_that_mixes_values(kind, field):
+    """Seen from outside: with one-hot values the mixed values are the attention; and where no step does anything, tokens stay."""
+    model = lively_model(kind, field, num_steps=2)
+    found = attention_maps.maps(model, TOKENS[None])
+    assert found.shape == (2, 1, 4, 8, 8) and np.allclose(found.sum(-1), 1, atol=1e-5)
+    assert not np.triu(np.asarray(found), 1).any() and np.ptp(np.asarray(found)[..., -1, :]) > 0.05
+    one_hot = jnp.tile(jnp.eye(8)[None, :, None], (1, 1, 4, 1))
+    states, seen = model.trajectory(TOKENS[None], weights_at(model)), []
+
+    def attend(query, key, value):
+        seen.append(jax.nn.dot_product_attention(query, key, one_hot, is_causal=True))
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    layers, dt = weights_at(model).at_step(1, 1)
+    model.solver.step(model.field, layers, states[1], dt, Context(attend=attend))
+    np.testing.assert_allclose(found[1], seen[0].swapaxes(1, 2), atol=1e-5)
+
+
+def test_induction_scores_of_an_induction_head_and_of_an_even_one(monkeypatch):
+    size = 6
+    known = np.zeros((1, 2, 2 * size, 2 * size), np.float32)
+    for token in range(2 * size):
+        known[0, 0, token, token + 1 - size if token >= size else token] = 1
+        known[0, 1, token, : token + 1] = 1 / (token + 1)
+    even = np.mean([1 / (token + 1) for token in range(size, 2 * size)])
+    assert np.allclose(attention_maps._to_successor(jnp.asarray(known)), [1, even])
+    model, seen, maps = lively_model("diffeqformer", num_steps=3), [], attention_maps.maps
+    monkeypatch.setattr(
+        attention_maps, "maps", lambda model, tokens, *rest: seen.append(tokens) or maps(model, tokens, *rest)
+    )
+    scores = attention_maps.induction_scores(model, 8, examples=4)
+    assert seen[0].shape == (4, 16) and (seen[0][:, :8] == seen[0][:, 8:]).all() and len(np.unique(seen[0])) > 16
+    assert scores.shape == (3, 4) and (0 < scores).all() and (scores < 1).all()
+    assert (attention_maps.induction_scores(model, 8, examples=4, seed=1) != scores).all()
+
+
+def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):
+    """Two steps: the last token takes half from token 1, which took half from token 0 before."""
+    first, second = np.eye(3), np.eye(3)
+    first[1], second[2] = [1, 0, 0], [0, 1, 0]
+    monkeypatch.setattr(attention_maps, "maps", lambda *_: np.stack([first, second]))
+    np.testing.assert_allclose(attention_maps.rollout(build_model("gpt"), jnp.arange(3)), [0.25, 0.25, 0.5])
+
+
+def test_input_gradients_are_those_of_the_embeddings():
+    """Of distinct tokens, whose rows of the table are read once each; a Llama's head is no part of it."""
+    model = lively_model("llama", "llama", num_steps=2)
+    graph, params = split(model)
+
+    def log_probability(table):
+        here = nnx.merge(graph, {**params, "token_embedding": table})
+        return jax.nn.log_softmax(here(TOKENS[None], here.weights())[0, -1])[5]
+
+    slopes = jax.grad(log_probability)(params["token_embedding"])[TOKENS]
+    found = attention_maps.input_gradients(model, TOKENS, target=5)
+    np.testing.assert_allclose(found, np.linalg.norm(slopes, axis=-1), rtol=1e-4)

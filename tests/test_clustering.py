@@ -1,0 +1,38 @@
+"""The simulation and the clustering measure: what is known of them beforehand."""
+
+import numpy as np
+import pytest
+
+from diffeqformer.analysis.clustering import relative_distances, simulate
+
+
+def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
+    """Attention of one particle is to itself alone: dx/dt = s(t) V x, whose growth is that of its own integral."""
+    for degree, equal_total, integral in ((0, False, 2.0), (2, False, 2 / 3), (2, True, 2.0)):
+        [path] = simulate(degree, equal_total=equal_total, particles=1, dimensions=1, steps=4000, horizon=2.0)
+        random = np.random.RandomState(0)
+        start, value = random.uniform(-1, 1), random.randn(3)[2]
+        assert path.shape == (4001, 1, 1) and path[0, 0, 0] == start
+        assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
+
+
+def test_the_start_and_the_first_weights_do_not_depend_on_the_degree():
+    constant, growing = simulate(0, draws=3), simulate(4, draws=3)
+    assert (constant[:, 0] == growing[:, 0]).all() and constant.shape == (3, 201, 40, 3)
+    assert np.abs(constant[:, 0]).max() <= 1 < np.abs(constant[:, -1]).max()
+    assert (constant[0, 0] != constant[1, 0]).all() and (simulate(0, seed=1)[0, 0] != constant[0, 0]).all()
+
+
+def test_relative_distances_see_clusters_but_neither_size_nor_place():
+    random = np.random.RandomState(1)
+    swarm = random.randn(60, 3)
+    clusters = np.repeat(random.randn(3, 3), 20, axis=0) + 1e-3 * swarm
+    quantiles, sizes = relative_distances(np.stack([swarm, 5 * swarm + 7, clusters, np.zeros((60, 3))]))
+    np.testing.assert_allclose(quantiles[0], quantiles[1], rtol=1e-9)
+    assert sizes[1] == pytest.approx(5 * sizes[0]) and (quantiles[3] == 0).all() and sizes[3] == 0
+    assert (
+        quantiles[0, 0] > 0.3 and quantiles[2, 1] < 0.01 < 0.5 < quantiles[2, 2]
+    )  # 19 of 59 others are in one's own cluster
+    pairs = np.linalg.norm(swarm[:, None] - swarm, axis=-1)[np.triu_indices(60, 1)]
+    assert sizes[0] == pytest.approx(np.sqrt((pairs**2).mean()))
+    assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])

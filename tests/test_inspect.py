@@ -1,0 +1,193 @@
+"""The inspection of checkpoints, whose arrays are known beforehand."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import parameter_overview
+from flax import nnx, traverse_util
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diffeqformer import checkpoint, inspect
+from diffeqformer.config import field_names
+from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import Transformer
+from diffeqformer.progress import Progress, read_curves
+from diffeqformer.step import abstract_model, part
+from helpers import ROOT, toy_config
+
+BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
+
+
+def saved(workdir, config, params_by_step: dict, **about) -> None:
+    """Write checkpoints of some parameters."""
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about}
+    with checkpoint.open_checkpoints(workdir, kept=9) as manager:
+        for step, params in params_by_step.items():
+            checkpoint.save(manager, step, {"params": params}, about)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """A run with adapters, all its weights i + 0.5 for one i, saved from eight devices, and the paths that train."""
+    workdir, eight = tmp_path_factory.mktemp("adapters"), jax.make_mesh((8,), ("all",))
+    config = toy_config("discretized", model__lora_rank=2, base="runs/base")
+    model = abstract_model(config)
+    shapes = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    params = {}
+    for i, (path, leaf) in enumerate(shapes.items()):
+        params[path] = np.full(leaf.shape, i + 0.5, np.float32)
+        if path[-1] == "a":
+            params[path] = jax.device_put(params[path], NamedSharding(eight, PartitionSpec(None, "all")))
+    params = traverse_util.unflatten_dict(params)
+    saved(workdir, config, {3: part(params, model.trains)}, base=BASE)
+    checkpoint.save_frozen(workdir, part(params, lambda path: not model.trains(path)), BASE)
+    return workdir, {"/".join(path): (model.trains(path), i + 0.5) for i, path in enumerate(shapes)}
+
+
+def test_statistics_are_those_of_the_parameters_without_a_model(run, monkeypatch):
+    opened = checkpoint.load(run)
+    params = nnx.to_pure_dict(nnx.state(opened.model, nnx.Param))
+    overview = parameter_overview.get_parameter_overview(params, include_stats=False)  # parameters.txt
+
+    def built(*_):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(Transformer, "__init__", built)
+    found = inspect.inspect_run(run)
+    for row in found["parameters"]:
+        leaf = np.asarray(traverse_util.flatten_dict(params, sep="/")[row["name"]], np.float64)
+        expected = (leaf.mean(), leaf.std(), np.abs(leaf).max(), np.mean(leaf == 0))
+        got = [row[name] for name in inspect.COLUMNS]
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+        shape = re.escape(str(leaf.shape))
+        assert re.search(rf"\| {row['name']} +\| {shape} +\| {row['dtype']} +\| {row['count']:,} +\|", overview)
+        assert row["trains"] and row["not_finite"] == 0
+    assert len(found["parameters"]) == overview.count("float32") == 44
+    assert f"Total: {sum(row['count'] for row in found['parameters']):,} --" in overview
+    assert (found["step"], found["steps"], found["kind"], found["num_steps"]) == (12, [12], "diffeqformer", 6)
+    assert json.loads(json.dumps(found)) == found  # plain data
+    report = inspect.text(found)
+    assert "toy: diffeqformer, field gpt, 6 steps of depth by euler\nstep 12 of 6" in report
+    assert "sha256 hash\ntokenizer: bytes, which needs no data\n" in report and "history: none" in report
+    assert report.index("  token_embedding") < report.index("  qkv") < report.index("  final_norm")
+
+
+def test_the_command_takes_no_tensorflow_and_no_devices_of_the_training(adapters):
+    workdir, parameters = adapters
+    program = (
+        "import runpy, sys; sys.modules['tensorflow'] = None; from diffeqformer.models.transformer import Transformer; "
+        "Transformer.__init__ = None; runpy.run_module('diffeqformer.inspect', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"--workdir={workdir}"],
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "tpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout == inspect.text(inspect.inspect_run(workdir)) + "\n"
+
+
+def test_what_is_frozen_is_listed_apart(adapters):
+    workdir, parameters = adapters
+    found = inspect.inspect_run(workdir)
+    rows = {row["name"]: row for row in found["parameters"]}
+    assert {name: (row["trains"], row["mean"]) for name, row in rows.items()} == parameters
+    assert all(row["deviation"] == 0 and row["largest"] == row["mean"] for row in rows.values())
+    report, sums = (
+        inspect.text(found),
+        [sum(r["count"] for r in rows.values() if r["trains"] == t) for t in (True, False)],
+    )
+    assert "began with the weights of runs/base at step 7" in report
+    train, frozen = report.split(f"{sums[0]:,} which train, in checkpoints/3")[1].split(
+        f"{sums[1]:,} frozen, in frozen/0"
+    )
+    assert " kernel " not in train and " kernel " in frozen and "token_embedding" not in frozen
+    with pytest.raises(UserError, match="these frozen weights belong to other adapters"):
+        with checkpoint.open_frozen(workdir, {**BASE, "step": 8}):
+            pass
+
+
+def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
+    good = {"token_embedding": np.full((3, 4), 2, jnp.bfloat16), "final_norm": {"scale": np.zeros(4, np.float32)}}
+    bad = {**good, "token_embedding": np.array([np.nan, np.inf, -5, 1, 0], np.float32)}
+    config = toy_config("gpt", seed=3)
+    saved(tmp_path, config, {5: good, 10: bad}, tokenizer="gpt2", tokenizer_data="x" * 1234)
+    found = inspect.inspect_run(tmp_path)
+    expected = {"mean": -4 / 3, "deviation": np.std([-5, 1, 0]), "largest": 5, "zeros": 0.2, "not_finite": 2}
+    assert {name: found["parameters"][0][name] for name in expected} == pytest.approx(expected)
+    assert re.search("token_embedding .* NOT FINITE: 2\n", inspect.text(found))
+    assert (
+        "WARNING: not finite (NaN or infinite), and left out of the other statistics: token_embedding (2 of 5)"
+        in inspect.text(found)
+    )
+
+    found = inspect.inspect_run(tmp_path, step=5)
+    assert (found["step"], found["steps"]) == (5, [5, 10]) and "finite" not in inspect.text(found).lower()
+    rows = [{name: row[name] for name in ("mean", "zeros", "dtype", "bytes")} for row in found["parameters"]]
+    assert rows == [
+        {"mean": 2, "zeros": 0, "dtype": "bfloat16", "bytes": 24}, {"mean": 0, "zeros": 1, "dtype": "float32", "bytes": 16}
+    ]  # fmt: skip
+    assert "gpt2, its data inside (1,234 characters)" in inspect.text(found)
+    assert "seed" in found["changed"] and not {"name", "model.kind", "model.solver", "base"} & {*found["changed"]}
+    assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == field_names(config)
+    assert "mean" not in inspect.inspect_run(tmp_path, with_statistics=False)["parameters"][0]
+
+    with pytest.raises(UserError, match="^--step: must be that of a checkpoint in .*, 5 or 10, but it is 7$"):
+        inspect.inspect_run(tmp_path, step=7)
+    with pytest.raises(UserError, match="there is no checkpoint here"):
+        inspect.inspect_run(tmp_path / "absent")
+    shutil.rmtree(tmp_path / "checkpoints" / "5" / "params")
+    with pytest.raises(
+        UserError, match="checkpoints/5: this checkpoint can't be read: .* has replaced it, start again$"
+    ):
+        inspect.inspect_run(tmp_path, step=5)
+
+
+def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
+    array = 1000 + np.random.RandomState(0).randn(50, 7)
+    monkeypatch.setattr(inspect, "BLOCK", 64)
+    array[20] = np.nan  # also a block with less than others
+    found, finite = inspect.statistics(array.astype(np.float32)), np.delete(array.astype(np.float32), 20, 0)
+    np.testing.assert_allclose(
+        [found["mean"], found["deviation"]], [np.mean(finite, dtype=float), np.std(finite, dtype=float)]
+    )
+    params = {f"{i}": np.full((i + 1, 4), i, np.float32) for i in range(6)}
+    saved(tmp_path, toy_config(), {1: params})
+    for bytes_at_once in (1, 16 * 6, 10**6):
+        with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
+            read = dict(checkpoint.read_arrays(manager, step, bytes_at_once=bytes_at_once))
+        assert {name: array.tolist() for (name,), array in read.items()} == {n: a.tolist() for n, a in params.items()}
+
+
+def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
+    result = {"loss": 2.0, "perplexity": 8.0, "bits_per_byte": 3.0}
+    for first, values in ((0, {1: 5.0, 2: 4.0, 3: 3.0}), (1, {2: 4.5})):
+        progress = Progress(tmp_path, first, steps=3, tokens_per_step=8)
+        for step, loss in values.items():
+            progress.train(step, {"loss": loss})
+            progress.validation(step, {**result, "loss": loss / 2})
+        progress.close()
+    curves = read_curves(tmp_path)
+    assert curves["train/loss"] == {1: 5.0, 2: 4.5} and curves["validation/loss"] == {1: 2.5, 2: 2.25}
+    newest = max((tmp_path / "tensorboard").iterdir())
+    whole = newest.read_bytes()
+    newest.write_bytes(whole + b"\3" + bytes(11) + b"\xff" * 7)  # then nonsense of three bytes
+    assert read_curves(tmp_path) == curves
+    newest.write_bytes(whole[:-3])  # as while it is being written
+    assert read_curves(tmp_path) == {**curves, "validation/bits_per_byte": {1: 3.0}}
+    saved(tmp_path, toy_config(), {2: {"token_embedding": np.ones(3, np.float32)}})
+    found = inspect.inspect_run(tmp_path)
+    assert found["validation"] == [{"step": 1, **result, "loss": 2.5}, {"step": 2, "loss": 2.25, "perplexity": 8.0}]
+    report = inspect.text(found)
+    assert (
+        "step    loss  perplexity  bits/byte\n  1     2.5000        8.00     3.0000\n  2     2.2500        8.00\n"
+        in report
+    )
+    assert re.search("training: step 2, loss 4.5, tokens per second [0-9]", report)

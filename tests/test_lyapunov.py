@@ -1,0 +1,101 @@
+"""Lyapunov sensitivity: the authors' numbers, full Jacobians, and a linear system whose exponents are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import authors
+from diffeqformer.analysis import lyapunov
+from diffeqformer.errors import UserError
+from diffeqformer.models.layers import Context
+from diffeqformer.models.transformer import weights_at
+from diffeqformer.solvers import SOLVERS
+from helpers import lively_model
+
+TOKENS = jnp.arange(3, 9)
+
+
+@pytest.mark.parametrize("name, last", [("last", 15), ("eighth", 8)])
+def test_the_authors_pairing_gives_the_authors_numbers(name, last):
+    """To the rounding of their time features; those of tokens behind the output are 0 in theirs."""
+    arrays = np.load(authors.DATA / "authors_lyapunov.npz")
+    model = authors.build(authors.model_config("diffeqformer", "gpt"), authors.load("diffeqformer", "gpt")[1])
+    tokens = jnp.asarray(arrays["tokens"][: last + 1])
+    found = lyapunov.exponents(model, tokens, published=True)
+    np.testing.assert_allclose(found, arrays[name][:, : last + 1], atol=3e-5)
+    assert not arrays[name][:, last + 1 :].any()
+    assert np.abs(lyapunov.exponents(model, tokens) - found).max() > 0.1
+
+
+SOLVED = [("diffeqformer", "llama", "euler"), ("gpt", "gpt", "lie_trotter"), ("shared", "gpt", "heun")]
+
+
+@pytest.mark.parametrize("kind, field, solver", SOLVED)
+def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver):
+    """Of each step, and of all of them one after the other."""
+    model = lively_model(kind, field, num_steps=3, width=16, heads=2, mlp=16, solver=solver)
+    weights, nodes = weights_at(model), len(model.solver.nodes)
+    states = model.trajectory(TOKENS[None], weights)[:, 0]
+    tangents, whole, added = np.tile(np.eye(16), (6, 1, 1)), np.eye(6 * 16), []
+    step = lambda x, layers, dt: model.solver.step(model.field, layers, x[None], dt, Context())[0]  # noqa: E731
+    jacobian_of = jax.jit(jax.jacfwd(step))
+    for number in range(3):
+        layers, dt = weights.at_step(number, nodes)
+        jacobian = np.asarray(jacobian_of(states[number], layers, dt), np.float64)  # [S, D, S, D]
+        whole = jacobian.reshape(6 * 16, 6 * 16) @ whole
+        blocks = jacobian[-1].swapaxes(0, 1)  # of the last token, by input token
+        blocks[:-1] += np.eye(16)  # the last token's block has its identity already
+        tangents, triangle = np.linalg.qr(blocks @ tangents)
+        added.append(np.log(np.abs(np.diagonal(triangle, axis1=1, axis2=2))))
+    np.testing.assert_allclose(lyapunov.exponents(model, TOKENS), added, atol=2e-3)
+    expected = whole.reshape(6, 16, 6, 16)[-1].swapaxes(0, 1)
+    np.testing.assert_allclose(lyapunov.total_derivative(model, TOKENS), expected, atol=1e-4 * np.abs(expected).max())
+    singular = np.log(np.linalg.svd(whole, compute_uv=False))
+    np.testing.assert_allclose(lyapunov.flow_exponents(model, TOKENS, count=5), singular[:5], atol=0.02)
+
+
+class Mean:
+    """A linear field: each token moves with the mean of those before it and itself, times a matrix."""
+
+    def attention(self, weights, x, context):
+        mixed = context.attend(
+            jnp.zeros_like(x)[:, :, None], jnp.zeros_like(x)[:, :, None], (x @ weights["c"])[:, :, None]
+        )
+        return mixed[:, :, 0]
+
+    def feed_forward(self, weights, x, context):
+        return 0.0 * x
+
+    def __call__(self, weights, x, context):
+        return self.attention(weights, x, context)
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return isinstance(other, Mean)
+
+
+def test_a_linear_system_has_its_known_exponents():
+    """With a lower triangular matrix c, every input token's derivative is I + dt c^T / S, upper triangular: its diagonal counts."""
+    rates, rest = np.array([3.0, 1.0, -0.5, -2.0]), np.tril(np.random.RandomState(0).randn(4, 4), -1)
+    layers, dt = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], jnp.float32(0.05)
+    tangents, total, x = jnp.tile(jnp.eye(4), (5, 1, 1)), 0, jnp.ones((5, 4))
+    for _ in range(20):
+        tangents, logs = lyapunov._advance(SOLVERS["euler"], Mean(), layers, dt, x, tangents)
+        total = total + logs
+    np.testing.assert_allclose(total, np.tile(20 * np.log(1 + 0.05 * rates / 5), (5, 1)), atol=1e-5)
+
+
+def test_kaplan_yorke():
+    """The Lorenz system's published exponents give its published dimension; too few, or none that grows, give none and 0."""
+    assert lyapunov.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)
+    assert lyapunov.kaplan_yorke(np.array([0.5, 0.1, -0.2])) is None
+    assert lyapunov.kaplan_yorke(np.array([-1.0, -0.1])) == 0
+    assert lyapunov.kaplan_yorke(np.array([np.nan, -0.1])) is None
+
+
+def test_the_authors_pairing_needs_their_kind_of_model():
+    with pytest.raises(UserError, match="generated weights and Euler's method"):
+        lyapunov.exponents(lively_model("gpt"), TOKENS, published=True)

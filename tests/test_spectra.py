@@ -1,0 +1,84 @@
+"""Spectra: known matrices, the dense product, and every kind of model."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer.analysis.spectra import Spectrum, spectra, spectrum
+from diffeqformer.errors import UserError
+from helpers import FAMILY, lively_model
+
+RANDOM = np.random.RandomState(0)
+
+
+def test_a_known_spectrum_is_found_from_either_side():
+    """Of a product that turns a plane by 60 degrees, doubles one direction and turns another round; with its complex pair."""
+    turn = np.array([[0.5, -(3**0.5) / 2], [3**0.5 / 2, 0.5]])
+    block = np.zeros((4, 4))
+    block[:2, :2], block[2, 2], block[3, 3] = turn, 2.0, -0.25
+    basis = np.linalg.qr(RANDOM.randn(9, 4))[0]
+    for left, right in ((basis @ block, basis.T), (block @ basis.T, basis)):
+        found = spectrum(left[None, None], right[None, None])
+        expected = [2, np.exp(1j * np.pi / 3), np.exp(-1j * np.pi / 3), -0.25]
+        assert np.allclose(sorted(found.eigenvalues[0, 0], key=np.angle), sorted(expected, key=np.angle), atol=1e-6)
+        assert np.allclose(found.singular_values[0, 0], [2, 1, 1, 0.25])
+        assert found.radius()[0, 0] == pytest.approx(2) and found.positive_share()[0, 0] == 0.75
+
+
+def test_effective_rank_counts_equal_directions():
+    values = np.array([[[3.0, 3.0, 3.0, 0.0]], [[5.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])
+    assert np.allclose(Spectrum(values.astype(np.complex64), values).effective_rank()[:, 0], [3, 1, 1])
+
+
+@pytest.mark.parametrize("kind, field", FAMILY)
+def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, field):
+    """Cut out of the block's kernels here by hand: heads in one piece, of [head, (query, key, value), width] in a GPT's."""
+    model = lively_model(kind, field)
+    found = spectra(model, model.times())
+    layers = {name: layer for name, layer in model.depth(model.times()).items()}
+    heads, width = model.field.heads, model.field.width
+    last = lambda name: np.asarray(layers[name]["kernel"] if kind == "shared" else layers[name]["kernel"][-1])  # noqa: E731
+    size = width // heads
+    for head in (0, heads - 1):
+        here = slice(head * size, (head + 1) * size)
+        if field == "gpt":
+            query, key, value = (last("qkv")[:, (3 * head + i) * size : (3 * head + i + 1) * size] for i in range(3))
+        else:
+            query, key, value = (last(name)[:, here] for name in ("query", "key", "value"))
+        for name, dense in (("QK", query @ key.T), ("OV", value @ last("attention_out")[here])):
+            expected = np.linalg.eigvals(dense.astype(np.float64))
+            expected = expected[np.argsort(-np.abs(expected))][:size]
+            values = found[name].eigenvalues[-1, head]
+            assert np.abs(values[:, None] - expected).min(0).max() < 1e-4 * np.abs(expected[0])
+            singular = np.linalg.svd(dense, compute_uv=False)[:size]
+            assert np.allclose(found[name].singular_values[-1, head], singular, atol=1e-4 * singular[0])
+    names = {"gpt": {"up·down": "mlp_up"}, "llama": {"up·down": "mlp_up", "gate·down": "mlp_gate"}}[field]
+    assert set(found) == {"QK", "OV", *names}
+    for name, first in names.items():
+        largest = np.abs(np.linalg.eigvals(last(first) @ last("mlp_down"))).max()
+        assert found[name].radius()[-1, 0] == pytest.approx(largest, rel=1e-4)
+    assert len(found["QK"].eigenvalues) == (1 if kind == "shared" else model.num_steps)
+
+
+def test_any_grid_of_generated_weights_and_no_other_of_weights_per_layer():
+    model = lively_model("diffeqformer")
+    fine = spectra(model, model.times(18), feed_forward=False)
+    coarse = spectra(model, model.times(6), feed_forward=False)
+    assert set(fine) == {"QK", "OV"} and fine["QK"].eigenvalues.shape == (18, 4, 8)
+    assert np.allclose(fine["OV"].singular_values[2::3], coarse["OV"].singular_values, rtol=1e-4)
+    with pytest.raises(UserError, match="weights for 6 steps"):
+        spectra(lively_model("gpt"), model.times(18))
+
+
+def test_adapters_count():
+    plain, adapted = (lively_model("discretized", lora_rank=rank) for rank in (0, 2))
+    without = spectra(plain, plain.times())["QK"].radius()
+    for name in adapted.depth.layers:
+        for leaf in adapted.depth.layers[name]:
+            if leaf not in ("a", "b"):
+                adapted.depth.layers[name][leaf][...] = plain.depth.layers[name][leaf][...]
+    assert not np.allclose(spectra(adapted, adapted.times())["QK"].radius(), without)
+    for layer in adapted.depth.layers.values():
+        if "b" in layer:
+            layer["b"][...] = jnp.zeros_like(layer["b"][...])
+    assert np.allclose(spectra(adapted, adapted.times())["QK"].radius(), without)

@@ -13,7 +13,7 @@ train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal
+	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test-kill: .venv/installed-test
 	$(BIN)/python -m pytest -m kill

@@ -19,7 +19,7 @@ from diffeqformer.calibration import calibration_tokens, choose_times
 from diffeqformer.data.prepare import matching_files
 from diffeqformer.errors import UserError
 from diffeqformer.models.transformer import MODELS, solvers_of
-from diffeqformer.progress import token_progress
+from diffeqformer.progress import show_progress
 from diffeqformer.results import results_folder, whole_numbers, write_text
 from diffeqformer.scoring import Scorer
 from diffeqformer.solvers import SOLVERS
@@ -218,8 +218,8 @@ def evaluate(options) -> dict:
     times = time_windows(evaluation, [scorer for _, scorer in scorers])
     for (row, scorer), milliseconds in zip(scorers, times):
         name = f"{name_of(row)}, {row['num_steps']} steps"
-        paper = evaluation.paper(scorer, token_progress(f"{name}, disjoint windows"))
-        full = evaluation.full(scorer, token_progress(f"{name}, every token"))
+        paper = evaluation.paper(scorer, show_progress(f"{name}, disjoint windows"))
+        full = evaluation.full(scorer, show_progress(f"{name}, every token"))
         row = {**row, **paper, **full, "milliseconds_per_window": milliseconds}
         results["rows"].append(row)
         write(results, folder)

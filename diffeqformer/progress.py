@@ -23,8 +23,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def token_progress(what: str) -> Callable[[int, int], None]:
-    """Prints, every five seconds, how many tokens of how many are done, the rate and the time left."""
+def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:
+    """Prints, every five seconds, how many of how many are done, the rate and the time left."""
     start = shown = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -32,8 +32,8 @@ def token_progress(what: str) -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - shown > 5 and done:
             shown, rate = now, done / (now - start)
-            left = duration((total - done) / rate)
-            print(f"  {what}: {done:,}/{total:,} tokens  {rate:,.0f} tokens/s  {left} left", flush=True)
+            speed, left = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}", duration((total - done) / rate)
+            print(f"  {what}: {done:,}/{total:,} {unit}  {speed} {unit}/s  {left} left", flush=True)
 
     return show
 

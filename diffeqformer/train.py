@@ -26,7 +26,7 @@ from diffeqformer.data.tokenizers import open_tokenizer
 from diffeqformer.dynamics import recorder
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.models.transformer import MODELS, Transformer
-from diffeqformer.progress import Progress, token_progress
+from diffeqformer.progress import Progress, show_progress
 from diffeqformer.sampling import Choice, generate, printable
 from diffeqformer.sharding import make_mesh, mesh_shape
 from diffeqformer.step import Program, join, make_program, random_key
@@ -272,7 +272,7 @@ def evaluate(
     """
     weights = program.weights(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
-    show = token_progress("validation")
+    show = show_progress("validation")
     shape = config.batch_size, config.sequence_length
     for number in range(-(-(split.size // config.sequence_length) // config.batch_size)):
         tokens, valid = (

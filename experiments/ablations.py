@@ -9,10 +9,12 @@ Each run is one of diffeqformer.main in a folder of its own, which studies share
 stopped. After each run, <study>.md, <study>.json and <study>.png in --folder show those that have ended.
 """
 
+import itertools
 import json
 import pathlib
 import re
 import statistics
+from typing import NamedTuple
 
 from absl import app, flags
 from common import articles_of_wikitext, train, validations
@@ -25,27 +27,43 @@ WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps of each run.")
 ARTICLES = 2  # of WikiText, that are read again and again (ten were too many for 1,500 steps to over-fit)
 WIDTHS = (4, 12, 24, 48, 96)  # E, the paper's d_emb
+RATES = (1e-3, 3e-3)  # of learning, in the study of the embedding
+TINY = {"model.time_embed_dim": 24, "optimizer.beta2": 0.95, "optimizer.learning_rate": 3e-3}  # in configs/tiny.py
 
 
-def configs(folder: pathlib.Path) -> dict[str, list[str]]:
-    """The runs of the study: their names, and the options of each."""
-    tiny = "--config=configs/tiny.py"
+class Run(NamedTuple):
+    """One run of configs/tiny.py: which model, the fields in which it differs, and whether it reads the short text."""
+
+    model: str = "diffeqformer"
+    changes: dict[str, float] = {}
+    short_text: bool = False
+
+    def differences(self) -> list[str]:
+        """What its fields are, but for those that are tiny.py's anyway; the same for the same run, whatever a study calls it."""
+        return [f"{field}={value:g}" for field, value in self.changes.items() if value != TINY[field]]
+
+    def workdir(self, folder: pathlib.Path) -> pathlib.Path:
+        """Its folder."""
+        parts = [self.model, *self.differences(), *["short_text"] * self.short_text]
+        return folder / "-".join(parts).replace("=", "-")
+
+
+def runs() -> dict[str, Run]:
+    """The runs of the study, by their names in its table."""
     if STUDY.value == "embedding":
-        sweep = {f"diffeqformer, E {width}": [tiny, f"--config.model.time_embed_dim={width}"] for width in WIDTHS}
-        return sweep | {"gpt": [f"{tiny}:gpt"]}
-    if STUDY.value == "design":
+        rates = {f"rate {rate:g}": {"optimizer.learning_rate": rate} for rate in RATES}
         return {
-            "diffeqformer, E 24": [tiny, "--config.model.time_embed_dim=24"],
-            "alternative": [f"{tiny}:alternative"],
-        }
+            f"diffeqformer, E {width}, {name}": Run(changes={"model.time_embed_dim": width, **rate})
+            for width, (name, rate) in itertools.product(WIDTHS, rates.items())
+        } | {f"gpt, {name}": Run("gpt", rate) for name, rate in rates.items()}
+    if STUDY.value == "design":
+        return {"diffeqformer": Run(), "alternative": Run("alternative")}
     if STUDY.value == "beta2":
         return {
-            f"{model}, beta2 {beta2:g}": [f"{tiny}:{model}", f"--config.optimizer.beta2={beta2}"]
-            for model in ("diffeqformer", "gpt")
-            for beta2 in (0.95, 0.999)
+            f"{model}, beta2 {beta2:g}": Run(model, {"optimizer.beta2": beta2})
+            for model, beta2 in itertools.product(("diffeqformer", "gpt"), (0.95, 0.999))
         }
-    text = articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
-    return {f"{model}, short text": [f"{tiny}:{model}", *text] for model in ("diffeqformer", "gpt", "shared")}
+    return {model: Run(model, short_text=True) for model in ("diffeqformer", "gpt", "shared")}
 
 
 def step_memory(workdir: pathlib.Path) -> float:
@@ -63,11 +81,14 @@ def step_memory(workdir: pathlib.Path) -> float:
     return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
 
 
-def measure(name: str, options: list[str], folder: pathlib.Path) -> dict:
+def measure(run: Run, folder: pathlib.Path) -> dict:
     """Train one, if nobody did yet: its validation perplexities by step, parameters, tokens/s (median) and step's MiB."""
-    workdir = folder / re.sub(r"[^a-z0-9.]+", "-", name.lower())
-    every = f"--config.eval_every={max(1, STEPS.value // 10)}"
-    log = train(workdir, [*options, f"--config.steps={STEPS.value}", every, "--config.checkpoints_kept=1"])
+    options = [f"--config=configs/tiny.py:{run.model}", *(f"--config.{field}" for field in run.differences())]
+    if run.short_text:
+        options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
+    steps = [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
+    workdir = run.workdir(folder)
+    log = train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
     rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s  [\d:]+ left$", log, re.MULTILINE)]
     parameters = int(re.search(r"([\d,]+) parameters", log).group(1).replace(",", ""))
     return {
@@ -94,41 +115,52 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(results: dict[str, dict], path: pathlib.Path) -> None:
-    """The validation curves of all runs; of the sweep over E also perplexity, throughput and memory against it."""
+def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
+    """The validation curves of all runs."""
     from diffeqformer.analysis.figures import new_figure
 
-    sweep = {name: found for name, found in results.items() if ", E " in name} if STUDY.value == "embedding" else {}
-    figure, [panels] = new_figure(1, 4 if sweep else 1, (16 if sweep else 7, 4))
+    figure, [[panel]] = new_figure(1, 1, (7, 4))
     for name, found in results.items():
         steps = list(found["perplexities"])[1:]  # the first would flatten all others
-        panels[0].plot(
-            steps, [found["perplexities"][step] for step in steps], "--" if "gpt" in name else "-", label=name
-        )
-    panels[0].set(title="validation perplexity of bytes", xlabel="step")
-    panels[0].legend(fontsize=8)
+        values = [found["perplexities"][step] for step in steps]
+        panel.plot(steps, values, "--" if "gpt" in name else "-", label=name)
+    panel.set(title="validation perplexity of bytes", xlabel="step")
+    panel.legend(fontsize=8)
+    panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
+    """Perplexity, throughput and memory against E, for each learning rate; GPT's as horizontal lines."""
+    from diffeqformer.analysis.figures import new_figure
+
     quantities = {
-        "perplexity at the end": lambda found: found["perplexities"][max(found["perplexities"])],
+        "validation perplexity of bytes, at the end": lambda found: found["perplexities"][max(found["perplexities"])],
         "tokens/s in training": lambda found: found["tokens_per_second"],
         "memory of the train step, MiB": lambda found: found["step_mib"],
     }
-    for panel, (title, value) in zip(panels[1:], quantities.items()):
-        panel.plot([int(name.split()[-1]) for name in sweep], [value(found) for found in sweep.values()], "o-")
-        if "gpt" in results:
-            panel.axhline(value(results["gpt"]), color="black", linestyle="--", label="gpt")
-            panel.legend(fontsize=8)
+    figure, [panels] = new_figure(1, 3, (14, 4))
+    for (panel, (title, value)), (number, rate) in itertools.product(
+        zip(panels, quantities.items(), strict=True), enumerate(RATES)
+    ):
+        of_rate = {name: run for name, run in runs().items() if name in results and rate in run.changes.values()}
+        sweep = {run.changes["model.time_embed_dim"]: name for name, run in of_rate.items() if run.model != "gpt"}
+        values, label = [value(results[name]) for name in sweep.values()], f"diffeqformer, rate {rate:g}"
+        panel.plot(list(sweep), values, "os"[number] + "-", color=f"C{number}", label=label)
+        for name in (name for name, run in of_rate.items() if run.model == "gpt"):
+            panel.axhline(value(results[name]), linestyle="--", color=f"C{number}", label=name)
         panel.set(title=title, xlabel="E, the width of the time embedding")
-    for panel in panels:
         panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
 def main(_) -> None:
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for name, options in configs(folder).items():
-        results[name] = measure(name, options, folder)
+    results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves
+    for name, run in runs().items():
+        results[name] = measure(run, folder)
         write_text(folder / f"{STUDY.value}.json", json.dumps(results, indent=1))
         write_text(folder / f"{STUDY.value}.md", table(results))
         plot(results, folder / f"{STUDY.value}.png")

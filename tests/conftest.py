@@ -1,5 +1,6 @@
 """Tests run on eight virtual CPU devices, with the types and shapes of annotations checked."""
 
+import gc
 import json
 import os
 import pathlib
@@ -7,22 +8,33 @@ import shutil
 import subprocess
 import sys
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0"  # most of the time is compilation; commands in processes of their own do without
-)
+from flags import FAST_COMPILATION
 
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST_COMPILATION}"
+
+import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled():
+    """Compiled functions go when they are many: all of them take gigabytes, and more mappings than Linux allows (65,530)."""
+    yield
+    mappings = pathlib.Path("/proc/self/maps")
+    if not mappings.exists() or mappings.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def stdlib_stores(tmp_path_factory) -> pathlib.Path:
-    """A folder with the token store of the standard library in bytes."""
-    folder = tmp_path_factory.mktemp("token_stores")
+    """A folder with the token store of the standard library in bytes, which all workers share: one prepares, others wait."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "token_stores"
     command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", f"--config.data.dir={folder}"]
     subprocess.run(command, check=True, capture_output=True, cwd=pathlib.Path(__file__).parent.parent)
     return folder

@@ -37,16 +37,26 @@ def load_config(name: str, model: str = "diffeqformer"):
 
 def build_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """A model of the authors' tiny sizes with parameters of our own start."""
-    return Transformer(authors.model_config(kind, field, **changes), nnx.Rngs(0))
+    return nnx.merge(*built(False, kind, field, **changes))
 
 
 def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """The same with parameters so large that every token and every step matters to the logits."""
-    graph, params = nnx.split(build_model(kind, field, **changes))
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noise = [0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
-    return nnx.merge(graph, jax.tree.unflatten(structure, [leaf + more for leaf, more in zip(leaves, noise)]))
+    return nnx.merge(*built(True, kind, field, **changes))
+
+
+@functools.cache
+def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph and parameters, made in one compiled function."""
+    config = authors.model_config(kind, field, **changes)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+    params = jax.jit(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))()
+    if lively:
+        random = np.random.RandomState(7)
+        params = jax.tree.map(
+            lambda leaf: leaf + np.float32(0.2) * random.randn(*leaf.shape).astype(leaf.dtype), params
+        )
+    return graph, params
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "microbatches"))

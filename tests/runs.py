@@ -8,6 +8,7 @@ import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from flags import FAST_COMPILATION
 from helpers import ROOT
 
 TINY = [
@@ -29,7 +30,7 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
     command = [sys.executable, "-m", "diffeqformer.main", *TINY, f"--config.data.dir={stores}", *options]
     if processes > 1:
         command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} {FAST_COMPILATION}"
     return [
         subprocess.Popen(
             [
@@ -65,9 +66,14 @@ def curves(workdir) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
 
 
-def command(module: str, *arguments, **options) -> subprocess.CompletedProcess:
-    """One of the project's commands, run to its end; `options` are those of `subprocess.run`."""
+def command(module: str, *arguments, environment: dict | None = None, **options) -> subprocess.CompletedProcess:
+    """One of the project's commands, run to its end with more in its environment; `options` are those of `subprocess.run`."""
     return subprocess.run(
         [sys.executable, "-m", f"diffeqformer.{module}", *(a if isinstance(a, bytes) else str(a) for a in arguments)],
-        cwd=ROOT, env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONIOENCODING": "utf-8"}, capture_output=True, text=True, **options,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from diffeqformer.harness import HarnessModel
 from diffeqformer.models.transformer import split
 from diffeqformer.step import new_model
 from helpers import ROOT, toy_config
+from runs import command
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,10 @@ def runs(tmp_path_factory):
     return folders
 
 
-def command(*arguments, cache):
-    environment = {"XLA_FLAGS": "", "PYTHONIOENCODING": "utf-8", "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "diffeqformer.downstream", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
 def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     done = command(
-        f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks", "--output", tmp_path / "out",
-        cache=tmp_path / "cache",
+        "downstream", f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks",
+        "--output", tmp_path / "out", environment={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]

@@ -66,13 +66,13 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, stdlib_stores, monkeypatch):
+def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch):
     """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(train, "make_mesh", lambda *_: ONE_DEVICE)
     monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
-    config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(stdlib_stores))
+    config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split(train.train(config, tmp_path / "whole"))[1]
     assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
 

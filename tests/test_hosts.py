@@ -15,11 +15,12 @@ from helpers import ROOT
 from runs import curves, finish, start
 
 
-def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores):
+@pytest.mark.parametrize("processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.kill)])
+def test_two_processes_stop_together_twice_and_others_go_on(processes, devices, tmp_path, short_stores):
     """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
-    many, stopped = [tmp_path / "many"] * 4, 0
+    many, stopped = [tmp_path / "many"] * processes, 0
     for told in (5, 1):  # steps after the start
         running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4", *steps)
         for line in running[0].stdout:
@@ -31,7 +32,9 @@ def test_two_processes_stop_together_twice_and_four_go_on(tmp_path, short_stores
         before, stopped = stopped, int(errors.split("saved at step ")[1].split()[0])
         assert before + told <= stopped < 40
 
-    said = finish(start(4, 1, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", *steps))
+    said = finish(
+        start(processes, devices, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", *steps)
+    )
     assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
     one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")

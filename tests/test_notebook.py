@@ -3,6 +3,7 @@
 import nbformat
 from nbclient import NotebookClient
 
+from flags import FAST_COMPILATION
 from helpers import ROOT
 
 
@@ -10,7 +11,7 @@ def test_the_notebook_runs_from_top_to_bottom(run, monkeypatch):
     notebook = nbformat.read(ROOT / "colab" / "inspect_checkpoint.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     monkeypatch.setenv("WORKDIR", str(run))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", FAST_COMPILATION)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
     shown = [str(cell.get("outputs")) for cell in notebook.cells]
     printed = "".join(shown)

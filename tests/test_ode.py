@@ -31,8 +31,8 @@ def test_smooth_weights_and_unrelated_weights_are_told_apart():
 
 def test_convergence_is_seen_where_weights_are_smooth_and_only_there():
     tokens = jnp.arange(12).reshape(2, 6)
-    found = ode.convergence(model_of(10.0, num_steps=4), tokens, refinements=4)
-    assert found["num_steps"] == [4, 8, 16, 32, 64]
+    found = ode.convergence(model_of(5.0, num_steps=4), tokens, refinements=3)
+    assert found["num_steps"] == [4, 8, 16, 32]
     for method, order in found["orders"].items():
         assert order == pytest.approx(SOLVERS[method].order, abs=0.35), (method, found["errors"][method])
     rough = ode.convergence(model_of(1000.0, num_steps=4), tokens, refinements=3)

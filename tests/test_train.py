@@ -23,6 +23,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.progress import Progress
 from diffeqformer.sharding import make_mesh
 from diffeqformer.step import dropout_keys, make_program, new_model
+from flags import FAST_COMPILATION
 from helpers import FAMILY, ONE_DEVICE, ROOT, load_config, run_steps, tokens_of, toy_config
 from runs import curves
 
@@ -183,9 +184,9 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
 
 
 def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
-    tmp_path, stdlib_stores, monkeypatch, one_device_loop
+    tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config(steps=6, eval_every=3, dynamics_every=1, data__dir=str(stdlib_stores), sequence_length=16)
+    config = toy_config(steps=6, eval_every=3, dynamics_every=1, data__dir=str(short_stores), sequence_length=16)
     seen = []
     monkeypatch.setattr(train, "sample", lambda *_: "")
     monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
@@ -220,9 +221,9 @@ def test_the_sample_comes_from_parameters_on_all_devices():
 
 @pytest.mark.parametrize("poison", ["loss", "gradient_norm"])
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
-    poison, tmp_path, stdlib_stores, monkeypatch, one_device_loop
+    poison, tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config(steps=6, checkpoint_every=2, data__dir=str(stdlib_stores))
+    config = toy_config(steps=6, checkpoint_every=2, data__dir=str(short_stores))
     real, read, seen = make_program, Split.batch, []
     monkeypatch.setattr(Split, "batch", lambda *args, **rows: seen.append(args[1]) or read(*args, **rows))
 
@@ -252,7 +253,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     with pytest.raises(UserError, match="another data_sha256"):
         train.check_unchanged("data_sha256", {"data_sha256": "other"}, about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
-        train.train(toy_config(steps=6, seed=1, data__dir=str(stdlib_stores)), tmp_path)
+        train.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
         train.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
     assert not (tmp_path / "stores").exists()
@@ -291,7 +292,7 @@ def test_gpt_small_takes_a_step_on_a_cpu():
     assert np.isfinite(scalars).all() and int(state["step"]) == 1
 
 
-def test_training_and_models_run_without_tensorflow(tmp_path, stdlib_stores):
+def test_training_and_models_run_without_tensorflow(tmp_path, short_stores):
     script = f"""
 import sys
 for name in ("tensorflow", "seqio", "tensorflow_datasets"):
@@ -300,9 +301,15 @@ sys.path.insert(0, "tests")
 import diffeqformer.generate, diffeqformer.materialize, diffeqformer.reference
 from helpers import toy_config
 from diffeqformer.train import train
-train(toy_config(steps=1, data__dir={str(stdlib_stores)!r}), {str(tmp_path)!r})
+train(toy_config(steps=1, data__dir={str(short_stores)!r}), {str(tmp_path)!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""})
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": FAST_COMPILATION},
+        timeout=300,
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])

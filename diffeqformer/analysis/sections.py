@@ -19,7 +19,7 @@ from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import stage_times
 from diffeqformer.models.transformer import Transformer, weights_at
-from diffeqformer.progress import duration
+from diffeqformer.progress import show_progress
 
 DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
 
@@ -154,20 +154,6 @@ def induction(opened: Checkpoint, num_steps: int | None = None) -> Section:
     return Section("induction", "Induction heads", "".join(shown), numbers, {"scores": scores, "times": times})
 
 
-def say(what: str) -> Callable[[int, int], None]:
-    """Prints, every five seconds, how much of `what` is done, and the time left."""
-    start = shown = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown > 5:
-            shown = now
-            print(f"  {what}: {done}/{total}  {duration((total - done) * (now - start) / done)} left", flush=True)
-
-    return show
-
-
 @in_float32
 def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None, published: bool = False) -> Section:
     """Which tokens the last one of a text depends on, by four measures.
@@ -180,8 +166,10 @@ def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None
     check_text(model, ids)
     tokens, pieces = jnp.asarray(ids), [opened.tokenizer.decode([i]) for i in ids]
     target = int(jnp.argmax(model(tokens[None], weights_at(model, num_steps))[0, -1]))
-    added = lyapunov.exponents(model, tokens, num_steps, published=published, progress=say("steps of the exponents"))
-    derivative = lyapunov.total_derivative(model, tokens, num_steps, say("rows of the total derivative"))
+    added = lyapunov.exponents(
+        model, tokens, num_steps, published=published, progress=show_progress("exponents", "steps")
+    )
+    derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
     sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
     with np.errstate(divide="ignore"):
         measures = {

@@ -25,7 +25,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
     flags.DEFINE_list("parts", list(PARTS), f"Parts of the report: {', '.join(PARTS)}.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by those before it; by default {TEXT!r}.")
-    flags.DEFINE_string("text_file", None, "A file with that text.")
+    flags.DEFINE_string("text_file", None, "A file with that text; an end of line after it is left out.")
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as trained.")
     flags.DEFINE_integer("times", None, "Times at which spectra are taken; by default those of the steps.")
     flags.DEFINE_bool("feed_forward", True, "Spectra of the feed-forward's products as well, which take longest.")
@@ -50,10 +50,12 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
         name = "--text_file"
         try:
             with open(options.text_file, encoding="utf-8") as file:
-                text = file.read()
+                text = file.read().removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--text_file: {options.text_file} can't be read as text: {error}") from None
     ids = opened.tokenizer.encode(text)
+    if text is TEXT:
+        ids = ids[: opened.model.max_length]
     sections.check_text(opened.model, ids, name)
     return ids
 
@@ -100,8 +102,6 @@ def analyze(options) -> list[Section]:
     Raises:
         UserError: for whatever the user can put right.
     """
-    with checkpoint.open_to_read(options.workdir, step=options.step):
-        pass  # says which steps there are
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config
     check(options, opened)

@@ -213,8 +213,8 @@ def read_arrays(
             with readable(manager, step, remedy):
                 args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
                 arrays = traverse_util.flatten_dict(reader.restore(folder, args=args))
-            yield from arrays.items()
-            del arrays  # before the next are read
+            while arrays:  # nothing is kept of what was taken
+                yield arrays.popitem()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,8 +334,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir) as (manager, newest, about, config):
-        step = newest if step is None else step
+    with open_to_read(workdir, step=step) as (manager, step, about, config):
         model = abstract_model(config)
         graph, params = split(model)
         if mesh is None:
@@ -346,7 +345,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
         place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
         trained, frozen = (part(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         moved_on = (
-            "" if step == newest else "start again, with the newest checkpoint"
+            "" if step == manager.latest_step() else "start again, with the newest checkpoint"
         )  # which a run that goes on replaces
         with readable(manager, step, moved_on):
             saved = manager.item_metadata(step)["params"].tree

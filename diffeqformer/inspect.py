@@ -60,7 +60,9 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
     saved = checkpoint.saved_arrays(manager, step, remedy)
     found = {}
     if with_statistics:
-        found = {path: statistics(array) for path, array in checkpoint.read_arrays(manager, step, remedy)}
+        for path, array in checkpoint.read_arrays(manager, step, remedy):
+            found[path] = statistics(array)
+            del array  # before the next is read
     rows = []
     for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
         leaf = saved[path]

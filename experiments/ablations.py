@@ -44,7 +44,8 @@ class Run(NamedTuple):
 
     def workdir(self, folder: pathlib.Path) -> pathlib.Path:
         """Its folder."""
-        parts = [self.model, *self.differences(), *["short_text"] * self.short_text]
+        text = [f"{ARTICLES}_articles"] * self.short_text
+        parts = [self.model, *self.differences(), *text, f"{STEPS.value}_steps"]
         return folder / "-".join(parts).replace("=", "-")
 
 
@@ -87,6 +88,7 @@ def measure(run: Run, folder: pathlib.Path) -> dict:
     if run.short_text:
         options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
     steps = [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
+    steps += [f"--config.log_every={max(1, STEPS.value // 30)}"]
     workdir = run.workdir(folder)
     log = train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
     rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s  [\d:]+ left$", log, re.MULTILINE)]

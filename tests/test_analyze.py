@@ -1,7 +1,7 @@
 """The report on a checkpoint: all of its parts, and what is refused."""
 
-import contextlib
 import json
+import shutil
 import types
 
 import jax.numpy as jnp
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from diffeqformer import analyze, checkpoint
-from diffeqformer.analysis import lyapunov, report
+from diffeqformer.analysis import figures, lyapunov, report, sections
 from diffeqformer.analysis.spectra import spectra
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.models.transformer import split
+from diffeqformer.step import new_model
 from helpers import lively_model, toy_config
 from runs import command
 
@@ -21,7 +23,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 9 and "http" not in page and "&lt;" in page and "<b>" not in page
+    assert page.count("data:image/png;base64,") == 10 and "http" not in page and "&lt;" in page and "<b>" not in page
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
     model = checkpoint.load(run).model
     tokens = np.asarray(ByteTokenizer().encode("a <b> & b a"))
@@ -47,7 +49,6 @@ def opened_model(kind, field="gpt"):
 
 def open_instead(opened, monkeypatch):
     monkeypatch.setattr(analyze.checkpoint, "load", lambda *_, **__: opened)
-    monkeypatch.setattr(analyze.checkpoint, "open_to_read", lambda *_, **__: contextlib.nullcontext())
 
 
 def options_of(**changes):
@@ -104,8 +105,8 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
 @pytest.mark.parametrize("kind, field", [("gpt", "gpt"), ("shared", "llama")])
 def test_every_kind_of_model_has_a_report(kind, field, monkeypatch, tmp_path):
     open_instead(opened_model(kind, field), monkeypatch)
-    sections = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=["spectra", "induction"]))
-    assert [section.name for section in sections] == ["spectra", "induction"]
+    done = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=["spectra", "induction"]))
+    assert [section.name for section in done] == ["spectra", "induction"]
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<img") == (4 if field == "gpt" else 5) and ("layer" in page) == (kind == "gpt")
 
@@ -115,7 +116,7 @@ def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     opened = opened_model("diffeqformer")
     opened.model.dtype = jnp.dtype(jnp.bfloat16)
     open_instead(opened, monkeypatch)
-    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "text.txt").write_text("some text\n")
     changes = {"times": 12, "heads": ["2"], "feed_forward": False, "published_pairing": True, "num_steps": 3}
     changes |= {
         "text_file": str(tmp_path / "text.txt"),
@@ -141,6 +142,33 @@ def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatc
     open_instead(opened, monkeypatch)
     with pytest.raises(UserError, match="^--workdir: the parameter final_norm/scale isn't finite"):
         analyze.analyze(options_of())
+
+
+def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
+    assert sections.text_pieces(ByteTokenizer(), [*"aé€".encode(), 7]) == ["a", "", "é", "", "", "€", "\ufffd"]
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    pieces = sections.text_pieces(tokenizer, tokenizer.encode("A cat sees the red thing."))
+    assert "".join(pieces) == "A cat sees the red thing." and " sees" in pieces
+
+
+def test_dollars_are_no_formula():
+    figures.sensitivity(["a", "$$", "$_$"], {"one": np.arange(3.0)}).canvas.draw()
+
+
+def test_the_default_text_is_cut_to_the_models_positions():
+    assert len(analyze.text_tokens(options_of(), opened_model("gpt"))) == 16
+
+
+def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
+    config = toy_config()
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, {"params": split(new_model(config))[1]}, about)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
+    assert checkpoint.load(tmp_path, step=1).step == 1
+    with pytest.raises(UserError, match="checkpoints/2"):
+        checkpoint.load(tmp_path)
 
 
 def test_what_json_does_not_know_is_null():

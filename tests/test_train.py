@@ -186,7 +186,7 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
 def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config(steps=6, eval_every=3, dynamics_every=1, data__dir=str(short_stores), sequence_length=16)
+    config = toy_config(steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
     seen = []
     monkeypatch.setattr(train, "sample", lambda *_: "")
     monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
@@ -195,7 +195,8 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
         train.train(config, tmp_path)
     assert "validation/loss" not in curves(tmp_path)
     train.train(config, tmp_path)
-    assert set(curves(tmp_path)["validation/loss"]) == set(curves(tmp_path)["dynamics/qk_radius"]) == {3, 6}
+    assert set(curves(tmp_path)["validation/loss"]) == {3, 6, 9}
+    assert set(curves(tmp_path)["dynamics/qk_radius"]) == {6, 9}
 
 
 def test_a_materialized_model_is_not_trained_further(tmp_path):

@@ -85,9 +85,10 @@ def induction_scores(
     The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
 
     Args:
-        length: tokens that are said twice; at most half the model's positions.
+        length: different tokens that are said twice; at most half the model's positions, and its vocabulary.
     """
-    once = np.random.RandomState(seed).randint(model.vocab_size, size=(examples, length))
+    random = np.random.RandomState(seed)
+    once = np.stack([random.permutation(model.vocab_size)[:length] for _ in range(examples)])
     return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, _to_successor))
 
 

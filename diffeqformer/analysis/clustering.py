@@ -5,8 +5,8 @@ Attention alone, of one head, moves particles in space:
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
 with random Q, K and V and a polynomial s. Of the paper's choice the degrees, 0 to 4, the number of particles and steps are known to us;
-polynomials, horizon and start are ours: s(t) = (t / horizon)^degree, which ends at the same size for every degree and does less on its way the higher it is; or,
-with `equal_total`, (degree + 1) times that, which does as much.
+polynomials, horizon and start are ours: s(t) = (t / horizon)^degree, which ends at the same size for every degree and has done less by then the higher it is. The weights
+named in `equal_total` take (degree + 1) times that, whose integral over time is the same for every degree; scores grow with s^2.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def simulate(
     degree: int,
     *,
-    equal_total: bool = False,
+    equal_total: str = "",
     seed: int = 0,
     draws: int = 1,
     particles: int = 40,
@@ -30,7 +30,7 @@ def simulate(
 
     Args:
         degree: of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: let the weights' integral over time be the same for every degree, and not their last size.
+        equal_total: "V" or "QKV", the weights whose integral over time is the same for every degree, and not their last size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
@@ -38,10 +38,11 @@ def simulate(
     query, key, value = random.randn(3, draws, dimensions, dimensions) / dimensions**0.5
     states = [x]
     for step in range(1, steps + 1):
-        scale = (step / steps) ** degree * (degree + 1 if equal_total else 1)
-        scores = scale**2 * (x @ query) @ (x @ key).swapaxes(-1, -2)
+        size = (step / steps) ** degree
+        sharpness, strength = (size * (degree + 1 if name in equal_total else 1) for name in "QV")
+        scores = sharpness**2 * (x @ query) @ (x @ key).swapaxes(-1, -2)
         share = np.exp(scores - scores.max(-1, keepdims=True))
-        x = x + horizon / steps * scale * (share / share.sum(-1, keepdims=True)) @ x @ value
+        x = x + horizon / steps * strength * (share / share.sum(-1, keepdims=True)) @ x @ value
         states.append(x)
     return np.stack(states, axis=1)
 

@@ -131,6 +131,7 @@ def sensitivity(labels: list[str], measures: dict[str, np.ndarray]):
         axis.margins(x=0.01)
     size = 9 if len(labels) <= 60 else 5
     axes[-1][0].set_xlabel("tokens of the text")
+    labels = [label.replace("$", r"\$") for label in labels]  # which would begin a formula
     axes[-1][0].set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 20 else 45, fontsize=size)
     return figure
 

@@ -82,8 +82,13 @@ def _advance(solver, field, layers, dt, x, tangents):
     increment, pull = jax.vjp(lambda x: last_increment(solver, field, layers, x[None], dt)[0], x)
     rows = jnp.eye(increment.size, dtype=increment.dtype)
     jacobian = jax.lax.map(lambda row: pull(row)[0], rows, batch_size=CHUNK).swapaxes(0, 1)  # [S, out, in]
-    tangents, triangle = jnp.linalg.qr(tangents + jacobian @ tangents)
-    return tangents, jnp.log(jnp.abs(jnp.diagonal(triangle, axis1=1, axis2=2)))
+
+    def orthogonal(of_token):  # a few tokens at a time, since each of these takes S D^2 numbers for all of them
+        tangent, block = of_token
+        tangent, triangle = jnp.linalg.qr(tangent + block @ tangent)
+        return tangent, jnp.log(jnp.abs(jnp.diagonal(triangle)))
+
+    return jax.lax.map(orthogonal, (tangents, jacobian), batch_size=CHUNK // 4)
 
 
 def check_published(model: Transformer) -> None:
@@ -163,19 +168,25 @@ def total_derivative(
     return np.concatenate(parts).swapaxes(0, 1)
 
 
-@functools.partial(jax.jit, static_argnames=("solver", "field", "passes"))
-def _largest_gains(solver, field, weights, x, directions, passes):
-    """The largest singular values of the derivative of x(1) by x(0), by subspace iteration."""
+@functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
+def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
+    """Logarithms of the largest singular values of the derivative of x(1) by x(0), by subspace iteration, and their last change."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
     pull = jax.linear_transpose(push, x)
-    apply = lambda linear, vectors: jax.vmap(linear)(vectors.T.reshape(-1, *x.shape)).reshape(-1, x.size).T  # noqa: E731
 
-    def there_and_back(_, directions):
-        directions = jnp.linalg.qr(apply(push, directions))[0]
-        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], directions))[0]
+    def apply(linear, vectors):
+        return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=CHUNK // 4).reshape(-1, x.size).T
 
-    directions = jax.lax.fori_loop(0, passes, there_and_back, directions)
-    return jnp.linalg.svd(jnp.linalg.qr(apply(push, directions))[1], compute_uv=False)
+    def there_and_back(carry):
+        directions, before, _, done = carry
+        images, triangle = jnp.linalg.qr(apply(push, directions))
+        found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
+        change = jnp.where(found == before, 0, jnp.abs(found - before)).max()
+        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found, change, done + 1
+
+    going_on = lambda carry: (carry[3] < passes) & ~(carry[2] <= tolerance)  # noqa: E731
+    start = (directions, jnp.full(count, jnp.inf), jnp.asarray(jnp.inf), 0)
+    return jax.lax.while_loop(going_on, there_and_back, start)[1:3]
 
 
 def flow_exponents(
@@ -183,23 +194,30 @@ def flow_exponents(
     tokens: Int[Array, "S"],
     count: int,
     num_steps: int | None = None,
-    passes: int = 4,
+    tolerance: float = 1e-3,
+    passes: int = 100,
     seed: int = 0,
-) -> Float[np.ndarray, "k"]:
+) -> tuple[Float[np.ndarray, "k"], float]:
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
     They are the logarithms of the largest singular values of the derivative of x(1) by x(0), found by subspace iteration:
-    tangent vectors are carried forward, their images pulled back, and made orthogonal each time.
+    tangent vectors are carried forward, their images pulled back, and made orthogonal each time. They come from below.
 
     Args:
-        passes: forward and back; each brings the values nearer, the last ones slowest.
+        tolerance: iterate until a pass, forward and back, changes none of them by more.
+        passes: at most so many.
+
+    Returns:
+        the exponents, and by how much the last pass changed them.
     """
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
-    more = min(count + 8, x.size)  # the last of a subspace are the least exact
+    count = min(count, x.size)
+    more = min(2 * count + 8, x.size)  # the last of a subspace are the least exact
     directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
-    gains = _largest_gains(model.solver, model.field, weights, x, directions, passes)
-    with np.errstate(divide="ignore"):
-        return np.log(np.asarray(gains, np.float64))[:count]
+    found, change = _largest_exponents(
+        model.solver, model.field, weights, x, directions, count, jnp.float32(tolerance), passes
+    )
+    return np.asarray(found, np.float64), float(change)
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:

@@ -16,10 +16,12 @@ from diffeqformer.analysis.clustering import QUANTILES, directions, relative_dis
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text, table
 from diffeqformer.analysis.spectra import spectra as all_spectra
 from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import stage_times
 from diffeqformer.models.transformer import Transformer, weights_at
 from diffeqformer.progress import show_progress
+from diffeqformer.sampling import printable
 
 DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
 
@@ -154,6 +156,18 @@ def induction(opened: Checkpoint, num_steps: int | None = None) -> Section:
     return Section("induction", "Induction heads", "".join(shown), numbers, {"scores": scores, "times": times})
 
 
+def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The characters that each token adds to a text; those of several tokens come with the last of them."""
+    pieces, before = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if end < len(ids):
+            text = text.rstrip("\ufffd")  # the beginning of a character
+        pieces.append(printable(text[len(before) :]))
+        before = max(before, text, key=len)
+    return pieces
+
+
 @in_float32
 def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None, published: bool = False) -> Section:
     """Which tokens the last one of a text depends on, by four measures.
@@ -164,8 +178,9 @@ def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None
     """
     model = opened.model
     check_text(model, ids)
-    tokens, pieces = jnp.asarray(ids), [opened.tokenizer.decode([i]) for i in ids]
-    target = int(jnp.argmax(model(tokens[None], weights_at(model, num_steps))[0, -1]))
+    tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
+    logits = model(tokens[None], weights_at(model, num_steps))[0, -1]
+    target = int(jnp.argmax(logits[: opened.tokenizer.vocab_size]))
     added = lyapunov.exponents(
         model, tokens, num_steps, published=published, progress=show_progress("exponents", "steps")
     )
@@ -222,7 +237,7 @@ def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | N
     check_text(model, ids)
     if count < 1:
         raise UserError(f"count: must be at least 1, but it is {count}")
-    largest = lyapunov.flow_exponents(model, tokens, count, num_steps)
+    largest, change = lyapunov.flow_exponents(model, tokens, count, num_steps)
     dimension = lyapunov.kaplan_yorke(largest)
     said = f"not defined by these {len(largest)}, whose sum is positive" if dimension is None else f"{dimension:.3f}"
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
@@ -234,16 +249,16 @@ def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | N
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at t = 1) of all {tokens.size} tokens together: the logarithms by which a "
             f"small change grows over the whole depth in its fastest directions. Kaplan-Yorke dimension: {said}. Over a finite depth "
-            "that is a number of this text, not the dimension of an attractor."
+            f"that is a number of this text, not the dimension of an attractor. The last iteration changed them by at most {change:.1g}."
         ),
         figures.as_html(figure, "exponents of the flow"),
     ]
     print(f"flow: largest exponent {largest[0]:.3f}; Kaplan-Yorke dimension {said}", flush=True)
-    numbers = {"exponents": largest.tolist(), "kaplan_yorke_dimension": dimension}
+    numbers = {"exponents": largest.tolist(), "last_change": change, "kaplan_yorke_dimension": dimension}
     return Section("flow", "Exponents of the flow", "".join(shown), numbers, {"exponents": largest})
 
 
-def simulations(equal_total: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def simulations(equal_total: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which constant weights bring them closest
     together, and the clustering measure [T, q] in the mean of all draws.
     """
@@ -277,13 +292,13 @@ def clustering(opened: Checkpoint, ids: list[int], num_steps: int | None = None)
             "The paper's simulation: 40 particles under attention alone, 200 steps, weights constant or growing as powers of t; "
             f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which constant weights cluster most, centred and "
             "divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
-            "power, then with the same integral over time."
+            "power; then with the same integral over time, of V alone and of Q, K and V, which makes the attention sharper."
         ),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
     numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}
     arrays = {**measures, "rms_distance": sizes, "times": times}
-    for kind, equal_total in (("equal_end", False), ("equal_total", True)):
+    for kind, equal_total in (("equal_end", ""), ("equal_total_of_v", "V"), ("equal_total", "QKV")):
         paths, means = simulations(equal_total)
         of = np.linspace(0, 1, len(means["constant"]))
         shown.append(figures.as_html(figures.trajectories(paths, means, of), "simulated particles"))

@@ -1,0 +1,48 @@
+"""The experiments' scripts, with runs that only pretend."""
+
+import json
+import subprocess
+import sys
+
+from helpers import ROOT
+
+STUDY = """
+import sys
+sys.path.insert(0, "experiments")
+import ablations, common
+
+def pretend(command, **_):  # a run of so many steps as it was told to
+    options = dict(option.split("=", 1) for option in command if "=" in option)
+    steps = int(options["--config.steps"])
+    lines = ["model: 1,234 parameters", "step 1/9  loss 3.0  2,000 tokens/s  0:05 left"]
+    lines += [f"step {step:,}/{steps:,}  validation: loss 2.0  perplexity {9 - step}.50  bits/byte 2" for step in range(1, steps + 1)]
+    ended = type("Ended", (), {"stdout": [line + "\\n" for line in [*lines, "Finished."]], "wait": lambda _: 0})
+    return ended()
+
+common.subprocess.Popen = pretend
+ablations.step_memory = lambda workdir: 5.0
+ablations.app.run(ablations.main)
+"""
+
+
+def study(folder, steps) -> tuple[str, dict]:
+    """What is printed, and what is kept."""
+    command = [sys.executable, "-c", STUDY, "--study=design", f"--steps={steps}", f"--folder={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "design.json").read_text())
+
+
+def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
+    printed, found = study(tmp_path, 3)
+    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 1
+    expected = {"parameters": 1234, "tokens_per_second": 2000, "step_mib": 5}
+    assert found["alternative"] == {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, **expected}
+    assert "| diffeqformer | 1,234 | 6.50 | 3 | 6.50 | 2,000 | 5 |" in printed
+    assert (tmp_path / "design.png").stat().st_size > 10_000
+
+    (tmp_path / "alternative-3_steps.log").write_text("Resuming\n")  # it has not ended
+    printed, again = study(tmp_path, 3)
+    assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " not in printed and again == found
+    printed, _ = study(tmp_path, 2)
+    assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " in printed

@@ -16,7 +16,7 @@ import re
 import statistics
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import app, flags, logging
 from common import articles_of_wikitext, train, validations
 
 from diffeqformer.results import write_text
@@ -121,12 +121,14 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
     """The validation curves of all runs."""
     from diffeqformer.analysis.figures import new_figure
 
+    explodes = STUDY.value == "overfitting"
     figure, [[panel]] = new_figure(1, 1, (7, 4))
     for name, found in results.items():
-        steps = list(found["perplexities"])[1:]  # the first would flatten all others
+        steps = list(found["perplexities"])
+        steps = steps if explodes else steps[1:]  # the first would flatten all others
         values = [found["perplexities"][step] for step in steps]
         panel.plot(steps, values, "--" if "gpt" in name else "-", label=name)
-    panel.set(title="validation perplexity of bytes", xlabel="step")
+    panel.set(title="validation perplexity of bytes", xlabel="step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -158,6 +160,7 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
 
 
 def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)  # Orbax says much
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves

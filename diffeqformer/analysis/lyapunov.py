@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from threadpoolctl import threadpool_limits
 
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import stage_times
@@ -132,11 +133,14 @@ def exponents(
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     tangents = jnp.tile(jnp.eye(states.shape[-1]), (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
-    for step in range(steps):
-        layers, dt = weights.at_step(step, len(solver.nodes))
-        tangents, logs = _advance(solver, model.field, layers, dt, states[step], tangents)
-        added.append(np.asarray(logs))
-        progress(step + 1, steps)
+    with threadpool_limits(
+        1, "blas"
+    ):  # which the QR is of; beside other work its threads wait for one another, tens of times as long
+        for step in range(steps):
+            layers, dt = weights.at_step(step, len(solver.nodes))
+            tangents, logs = _advance(solver, model.field, layers, dt, states[step], tangents)
+            added.append(np.asarray(logs))
+            progress(step + 1, steps)
     return np.stack(added)
 
 
@@ -214,10 +218,10 @@ def flow_exponents(
     count = min(count, x.size)
     more = min(2 * count + 8, x.size)  # the last of a subspace are the least exact
     directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
-    found, change = _largest_exponents(
-        model.solver, model.field, weights, x, directions, count, jnp.float32(tolerance), passes
-    )
-    return np.asarray(found, np.float64), float(change)
+    limits = jnp.float32(tolerance), passes
+    with threadpool_limits(1, "blas"):
+        found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, *limits)
+        return np.asarray(found, np.float64), float(change)
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:

@@ -1,5 +1,6 @@
 # make train   watch a small Neural ODE Transformer learn real text (about five minutes on two cores)
 # make test    the test suite
+# make test-slow what takes half a minute each: four processes, full disks, a kill in the middle of a save
 # make test-kill ten minutes of kills at random moments, each survived
 # make test-tpu  large train steps through the TPU compiler, which needs no TPU (ten minutes)
 # Both create .venv and install what they need the first time. PYTHON chooses the interpreter (3.11 to 3.13).
@@ -7,13 +8,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-kill test-tpu
+.PHONY: train test test-slow test-kill test-tpu
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+test-slow: .venv/installed-test
+	$(BIN)/python -m pytest -m slow
 
 test-kill: .venv/installed-test
 	$(BIN)/python -m pytest -m kill

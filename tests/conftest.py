@@ -25,7 +25,7 @@ def forget_compiled():
     """Compiled functions go when they are many: all of them take gigabytes, and more mappings than Linux allows (65,530)."""
     yield
     mappings = pathlib.Path("/proc/self/maps")
-    if not mappings.exists() or mappings.read_bytes().count(b"\n") > 20_000:
+    if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
         gc.collect()
 

@@ -15,7 +15,7 @@ from helpers import ROOT
 from runs import curves, finish, start
 
 
-@pytest.mark.parametrize("processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.kill)])
+@pytest.mark.parametrize("processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_two_processes_stop_together_twice_and_others_go_on(processes, devices, tmp_path, short_stores):
     """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
@@ -43,7 +43,7 @@ def test_two_processes_stop_together_twice_and_others_go_on(processes, devices, 
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
-@pytest.mark.kill
+@pytest.mark.slow
 def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
     """Also after both were killed between the frozen weights and the first checkpoint."""
     base, many = tmp_path / "base", [tmp_path / "many"] * 2
@@ -100,7 +100,7 @@ def test_options_that_do_not_fit_together_are_refused(options):
         hosts.join(*options, timeout=1)
 
 
-@pytest.mark.kill
+@pytest.mark.slow
 def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, short_stores):
     """A notice saves; then the limit on a file's size, which stands for the disk, lets no checkpoint be written."""
     [running] = start(1, 1, [tmp_path], short_stores)

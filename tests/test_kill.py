@@ -61,7 +61,7 @@ def saved_state(workdir) -> dict:
         return dict(manager.restore(step, args=checkpoint.ocp.args.Composite(**items)).items())
 
 
-@pytest.mark.kill
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
     def saves_begun() -> set:
         return {(path.name, path.stat().st_ino) for path in (tmp_path / "killed" / "checkpoints").glob("*tmp*")}

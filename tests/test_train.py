@@ -283,7 +283,7 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
     assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
-@pytest.mark.kill
+@pytest.mark.slow
 def test_gpt_small_takes_a_step_on_a_cpu():
     config = load_config("small")
     config.update(batch_size=1, sequence_length=64, steps=2)

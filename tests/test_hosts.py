@@ -15,13 +15,15 @@ from helpers import ROOT
 from runs import curves, finish, start
 
 
-@pytest.mark.parametrize("processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_two_processes_stop_together_twice_and_others_go_on(processes, devices, tmp_path, short_stores):
-    """With the losses of one process; the notice reaches the second of two alone, and once at the first step."""
+@pytest.mark.parametrize(
+    "stops, processes, devices", [((1,), 2, 2), pytest.param((5, 1), 4, 1, marks=pytest.mark.slow)]
+)
+def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, tmp_path, short_stores):
+    """With the losses of one process; the notice reaches the second of two alone: at the first step, or twice."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * processes, 0
-    for told in (5, 1):  # steps after the start
+    for told in stops:  # steps after the start
         running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4", *steps)
         for line in running[0].stdout:
             if line.startswith(f"step {stopped + told}/"):

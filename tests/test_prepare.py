@@ -72,6 +72,7 @@ def test_a_store_has_every_document_and_its_end(corpus, store):
     }
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_finished_shard(corpus, store, tmp_path):
     process = subprocess.Popen(
         options(corpus, tmp_path), cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -96,6 +97,7 @@ def test_a_kill_loses_no_finished_shard(corpus, store, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["python_stdlib-bytes"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
     """A limit on the size of files stands for the disk; only the largest shard exceeds it."""
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path)]

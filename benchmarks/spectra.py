@@ -1,51 +1,52 @@
-"""Eigenvalues of all heads from the small side of each product, against the dense D x D product.
+"""Eigenvalues and singular values of all heads from the small side of each product, against the dense D x D product.
 
-    python benchmarks/spectra.py            # GPT-large: 36 steps, 20 heads of 64, width 1280
+    python benchmarks/spectra.py --config=configs/large.py          # 36 times, 20 heads of 64; :gpt has them in layers
 
-The weights are random. The dense way is timed on a few heads, for on all it would take far too long.
+Parameters are random. The time of all heads includes generating the weights at all times, and compiling that. The dense
+way is timed on a few heads, for on all it would take far too long. Both have one thread of the BLAS.
 """
 
 import time
 
+import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
+from flax import nnx
+from threadpoolctl import threadpool_limits
 
-from diffeqformer.analysis.spectra import spectrum
+from diffeqformer import cli
+from diffeqformer.analysis.spectra import pairs_over_time, spectra
+from diffeqformer.models.transformer import Transformer
 
-STEPS = flags.DEFINE_integer("steps", 36, "Times, or layers.")
-HEADS = flags.DEFINE_integer("heads", 20, "Heads.")
-WIDTH = flags.DEFINE_integer("width", 1280, "Model width D.")
-DENSE = flags.DEFINE_integer("dense", 4, "Heads of the first step that the dense way takes.")
+CONFIG = cli.define_config()
+DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense way takes.")
 
 
-def main(_) -> None:
-    random, size = np.random.RandomState(0), WIDTH.value // HEADS.value
-    shape = (1, HEADS.value, WIDTH.value, size)
-    seconds, first = 0.0, None
-    for _ in range(STEPS.value):
-        for _ in ("QK", "OV"):
-            left, right = (random.randn(*shape).astype(np.float32) * WIDTH.value**-0.5 for _ in range(2))
-            start = time.monotonic()
-            found = spectrum(left, right.swapaxes(-1, -2))
-            seconds += time.monotonic() - start
-            first = first or (left, right, found)
-    count = 2 * STEPS.value * HEADS.value
+def main() -> None:
+    config = CONFIG.value
+    model = nnx.merge(*jax.jit(lambda: nnx.split(Transformer(config.model, nnx.Rngs(0))))())
+    start = time.monotonic()
+    found = spectra(model, model.times(), feed_forward=False)["QK"]
+    seconds, count = time.monotonic() - start, 2 * found.eigenvalues[..., 0].size
     print(
-        f"small side: {count} products in {seconds:.1f} s, {1000 * seconds / count:.1f} ms each, with singular values"
+        f"{config.name}: {count:,} products in {seconds:.1f} s, {1000 * seconds / count:.1f} ms each, weights included",
+        flush=True,
     )
-    left, right, found = first
+    left, right = next(pairs_over_time(model, model.times(), False))["QK"]
     start, differences = time.monotonic(), []
-    for head in range(DENSE.value):
-        dense = np.linalg.eigvals(left[0, head] @ right[0, head].T)
-        np.linalg.svd(left[0, head] @ right[0, head].T, compute_uv=False)
-        values, dense = found.eigenvalues[0, head], dense[np.argsort(-np.abs(dense))][:size]
-        differences.append(np.abs(values[:, None] - dense).min(1).max() / np.abs(dense[0]))
+    with threadpool_limits(1, "blas"):
+        for head in range(DENSE.value):
+            product = left[0, head] @ right[0, head]
+            np.linalg.svd(product, compute_uv=False)
+            dense, values = np.linalg.eigvals(product), found.eigenvalues[0, head]
+            dense = dense[np.argsort(-np.abs(dense))][: len(values)]
+            differences.append(np.abs(values[:, None] - dense).min(1).max() / np.abs(dense[0]))
     each = (time.monotonic() - start) / DENSE.value
     print(
-        f"dense: {each:.2f} s each, measured on {DENSE.value}; {each * count / seconds:,.0f} times as long; eigenvalues differ by "
-        f"at most {max(differences):.1e} of the largest"
+        f"dense: {each:.2f} s each, measured on {DENSE.value}: {each * count / seconds:,.0f} times as long; eigenvalues differ "
+        f"by at most {max(differences):.1e} of the largest"
     )
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main, cli.parse_config)

@@ -142,7 +142,7 @@ def induction(opened: Checkpoint, num_steps: int | None = None) -> Section:
     ]
     shown = [
         paragraph(
-            f"A text of {length} random tokens is said twice; the score is how much a head attends from a token's second "
+            f"A text of {length} different random tokens is said twice; the score is how much a head attends from a token's second "
             f"occurrence to what followed its first. A head that attends to all alike has {even:.3f}, a perfect one 1. The "
             "paper infers induction heads from positive eigenvalues of both QK and OV; the score measures them."
         ),

@@ -3,15 +3,13 @@
 Writes one HTML report with figures, and the numbers behind them; docs/analysis.md explains them.
 """
 
-import jax.numpy as jnp
 from absl import flags
-from flax.traverse_util import flatten_dict
 
 from diffeqformer import checkpoint, cli
 from diffeqformer.analysis import lyapunov, sections
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import MODELS, split
+from diffeqformer.models.transformer import MODELS
 from diffeqformer.results import results_folder, whole_numbers
 
 PARTS = ("spectra", "induction", "sensitivity", "flow", "clustering")
@@ -89,11 +87,7 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         if "sensitivity" not in options.parts:
             raise UserError("--published_pairing: has a meaning for the part sensitivity alone, which is left out")
         lyapunov.check_published(model)
-    for path, leaf in flatten_dict(split(model)[1]).items():
-        if not jnp.isfinite(leaf).all():
-            raise UserError(
-                f"--workdir: the parameter {'/'.join(map(str, path))} isn't finite; python -m diffeqformer.inspect says more"
-            )
+    sections.check_finite(model)
 
 
 def analyze(options) -> list[Section]:
@@ -121,7 +115,7 @@ def analyze(options) -> list[Section]:
     }
     steps, heads, done = options.num_steps, whole_numbers("--heads", options.heads, 0), []
     parts = {
-        "spectra": lambda: sections.spectra(opened, options.times or steps, heads, options.feed_forward),
+        "spectra": lambda: sections.spectra(opened, options.times, heads, options.feed_forward, steps),
         "induction": lambda: sections.induction(opened, steps),
         "sensitivity": lambda: sections.sensitivity(opened, ids, steps, options.published_pairing),
         "flow": lambda: sections.flow(opened, ids, options.flow, steps),

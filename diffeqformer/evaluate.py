@@ -293,26 +293,25 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """Draw perplexity against the number of steps, and against the time that a window takes."""
-    import matplotlib
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from diffeqformer.analysis.figures import COLOURS, new_figure
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731
     solvers = list(dict.fromkeys(map(series, results["rows"])))
     curves = {"perplexity": "o-"} if len(solvers) > 1 else {"paper_perplexity": "s--", "perplexity": "o-"}
-    for colour, solver in enumerate(solvers):
+    for colour, solver in zip(itertools.cycle(COLOURS), solvers):
         rows = sorted((row for row in results["rows"] if series(row) == solver), key=lambda row: row["num_steps"])
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
             for metric, line in curves.items():
                 label = solver if len(solvers) > 1 else COLUMNS[metric]
                 values = [row[across] for row in rows], [row[metric] for row in rows]
-                axis.plot(*values, line, color=f"C{colour}", label=label, markersize=4)
+                axis.plot(*values, line, color=colour, label=label, markersize=4)
         for row in rows:
             place = row["milliseconds_per_window"], row["perplexity"]
             offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
-            axes[1].annotate(row["num_steps"], place, color=f"C{colour}", fontsize=8, **offset)
+            axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:
         axis.grid(alpha=0.3)
     steps = sorted({row["num_steps"] for row in results["rows"]})
@@ -331,7 +330,6 @@ def plot(results: dict, path: pathlib.Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(f"{results['config']} at step {results['checkpoint_step']:,} on {text_name(results)}")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

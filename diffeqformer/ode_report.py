@@ -32,16 +32,15 @@ def table(results: dict) -> str:
 
 def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
     """Draw entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
-    import matplotlib
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from diffeqformer.analysis.figures import COLOURS, new_figure
 
-    figure, ((over_time, smooth), (grids, errors)) = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
     times, values, at_trained = curves
     for entry in range(values.shape[1]):
-        over_time.plot(times, values[:, entry], linewidth=0.8, color=f"C{entry}")
-        over_time.plot(trained, at_trained[:, entry], "o", color=f"C{entry}")
+        over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
+        over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
     over_time.set(xlabel="t", title="a few weights over time (without constant term; dots: trained times)")
 
     names = list(results["smoothness"])
@@ -62,8 +61,6 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     )
     grids.xaxis.set_minor_formatter(ticker.NullFormatter())
     grids.margins(x=0.15)
-    for axis in (over_time, smooth, grids, errors):
-        axis.title.set_fontsize(10)
 
     found = results["convergence"]
     for method, series in found["errors"].items():
@@ -79,4 +76,3 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
         axis.grid(alpha=0.3)
     figure.suptitle(table(results).splitlines()[0])
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -136,7 +136,7 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
 
 def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
     """Perplexity, throughput and memory against E, for each learning rate; GPT's as horizontal lines."""
-    from diffeqformer.analysis.figures import new_figure
+    from diffeqformer.analysis.figures import COLOURS, new_figure
 
     quantities = {
         "validation perplexity of bytes, at the end": lambda found: found["perplexities"][max(found["perplexities"])],
@@ -150,9 +150,9 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
         of_rate = {name: run for name, run in runs().items() if name in results and rate in run.changes.values()}
         sweep = {run.changes["model.time_embed_dim"]: name for name, run in of_rate.items() if run.model != "gpt"}
         values, label = [value(results[name]) for name in sweep.values()], f"diffeqformer, rate {rate:g}"
-        panel.plot(list(sweep), values, "os"[number] + "-", color=f"C{number}", label=label)
+        panel.plot(list(sweep), values, "os"[number] + "-", color=COLOURS[number], label=label)
         for name in (name for name, run in of_rate.items() if run.model == "gpt"):
-            panel.axhline(value(results[name]), linestyle="--", color=f"C{number}", label=name)
+            panel.axhline(value(results[name]), linestyle="--", color=COLOURS[number], label=name)
         panel.set(title=title, xlabel="E, the width of the time embedding")
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)

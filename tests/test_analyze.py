@@ -42,8 +42,8 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == model.num_steps + 1
 
 
-def opened_model(kind, field="gpt"):
-    model, config = lively_model(kind, field, vocab_size=257), toy_config(kind, field)
+def opened_model(kind, field="gpt", **changes):
+    model, config = lively_model(kind, field, vocab_size=257, **changes), toy_config(kind, field)
     return checkpoint.Checkpoint(config=config, model=model, tokenizer=ByteTokenizer(), step=1, about={})
 
 
@@ -102,13 +102,26 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind, field", [("gpt", "gpt"), ("shared", "llama")])
-def test_every_kind_of_model_has_a_report(kind, field, monkeypatch, tmp_path):
-    open_instead(opened_model(kind, field), monkeypatch)
-    done = analyze.analyze(options_of(output=str(tmp_path / "out"), parts=["spectra", "induction"]))
-    assert [section.name for section in done] == ["spectra", "induction"]
+@pytest.mark.parametrize(
+    "kind, field, changes",
+    [
+        ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}),
+        ("shared", "llama", {"solver": "midpoint"}),
+        ("discretized", "gpt", {"lora_rank": 2}),
+    ],
+)
+def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp_path):
+    opened = opened_model(kind, field, num_steps=2, **changes)
+    open_instead(opened, monkeypatch)
+    parts = [part for part in analyze.PARTS if part != "clustering"]  # most of which is the same for all
+    done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))
+    assert [section.name for section in done] == parts
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<img") == (4 if field == "gpt" else 5) and ("layer" in page) == (kind == "gpt")
+    assert page.count("<img") == 6 + (field == "llama") and ("layer" in page) == (kind == "gpt")
+    assert ("within a step of this solver" in page) == (kind == "shared")
+    for section in done:
+        assert all(np.isfinite(values).all() for values in section.arrays.values()), section.name
+    assert opened.model.dtype == opened.model.state_dtype == changes.get("dtype", "float32")
 
 
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
@@ -140,7 +153,7 @@ def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatc
     opened = opened_model("gpt")
     opened.model.final_norm["scale"][...] = opened.model.final_norm["scale"][...].at[3].set(jnp.nan)
     open_instead(opened, monkeypatch)
-    with pytest.raises(UserError, match="^--workdir: the parameter final_norm/scale isn't finite"):
+    with pytest.raises(UserError, match="^parameters: .* final_norm/scale isn't; "):
         analyze.analyze(options_of())
 
 
@@ -151,8 +164,33 @@ def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
     assert "".join(pieces) == "A cat sees the red thing." and " sees" in pieces
 
 
-def test_dollars_are_no_formula():
-    figures.sensitivity(["a", "$$", "$_$"], {"one": np.arange(3.0)}).canvas.draw()
+def test_names_of_tokens_below_their_bars():
+    """Dollars are no formula; of a long text not every token has a name."""
+    figures.as_html(figures.sensitivity(["a", "$$", "$_$"], {"one": np.arange(3.0)}), "a formula would raise")
+    [axis] = figures.sensitivity(list("abcde") * 50, {"one": np.arange(250.0)}).axes
+    assert axis.get_xticks().tolist() == list(range(0, 250, 3)) and "one in 3 is named" in axis.get_xlabel()
+
+
+def test_figures_leave_a_notebooks_own_as_they_were():
+    from matplotlib import pyplot
+
+    before = dict(pyplot.rcParams)
+    figures.new_figure(1, 2, (5, 3))
+    assert dict(pyplot.rcParams) == before and not pyplot.get_fignums()
+
+
+def test_tokens_that_a_text_can_consist_of(sentencepiece_file):
+    ids = sections.readable_ids(ByteTokenizer())
+    assert set(b"\n az~") < set(ids) < set(range(128)) and 7 not in ids
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    ids = sections.readable_ids(tokenizer)
+    assert tokenizer.end_of_text not in ids and set(tokenizer.encode("A cat sees")) <= set(ids)
+
+
+def test_spectra_are_of_the_times_at_which_the_steps_take_weights():
+    opened = opened_model("diffeqformer", solver="strang")
+    shown = sections.spectra(opened, feed_forward=False, num_steps=2)
+    assert shown.numbers["times"] == [0.25, 0.75]
 
 
 def test_the_default_text_is_cut_to_the_models_positions():

@@ -25,12 +25,13 @@ ablations.app.run(ablations.main)
 """
 
 
-def study(folder, steps) -> tuple[str, dict]:
+def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     """What is printed, and what is kept."""
-    command = [sys.executable, "-c", STUDY, "--study=design", f"--steps={steps}", f"--folder={folder}"]
+    command = [sys.executable, "-c", STUDY, f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((folder / "design.json").read_text())
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+    return done.stdout, json.loads((folder / f"{name}.json").read_text())
 
 
 def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
@@ -39,10 +40,26 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
     expected = {"parameters": 1234, "tokens_per_second": 2000, "step_mib": 5}
     assert found["alternative"] == {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, **expected}
     assert "| diffeqformer | 1,234 | 6.50 | 3 | 6.50 | 2,000 | 5 |" in printed
-    assert (tmp_path / "design.png").stat().st_size > 10_000
 
     (tmp_path / "alternative-3_steps.log").write_text("Resuming\n")  # it has not ended
     printed, again = study(tmp_path, 3)
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " not in printed and again == found
     printed, _ = study(tmp_path, 2)
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " in printed
+
+
+def test_the_sweep_has_every_width_at_every_rate(tmp_path):
+    printed, found = study(tmp_path, 2, "embedding")
+    assert len(found) == 12 and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
+    assert printed.count("--config.model.time_embed_dim=96 ") == 2
+
+
+def test_the_short_text_is_the_first_articles(tmp_path):
+    articles = "".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14))
+    (tmp_path / "wiki.txt").write_text(articles)
+    printed, found = study(tmp_path, 2, "overfitting", f"--wikitext={tmp_path / 'wiki.txt'}")
+    assert list(found) == ["diffeqformer", "gpt", "shared"]
+    texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
+    assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
+    assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
+    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3

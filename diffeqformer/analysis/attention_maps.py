@@ -14,7 +14,7 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -78,17 +78,23 @@ def _to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
 
 
 def induction_scores(
-    model: Transformer, length: int, examples: int = 8, num_steps: int | None = None, seed: int = 0
+    model: Transformer,
+    ids: Sequence[int],
+    length: int,
+    examples: int = 8,
+    num_steps: int | None = None,
+    seed: int = 0,
 ) -> Float[np.ndarray, "T H"]:
     """How strongly each head attends, in a text of random tokens said twice, to the token that came next the first time.
 
     The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
 
     Args:
-        length: different tokens that are said twice; at most half the model's positions, and its vocabulary.
+        ids: of tokens, from which the text is drawn.
+        length: different tokens that are said twice; at most half the model's positions, and as many as there are ids.
     """
     random = np.random.RandomState(seed)
-    once = np.stack([random.permutation(model.vocab_size)[:length] for _ in range(examples)])
+    once = np.stack([random.choice(ids, length, replace=False) for _ in range(examples)])
     return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, _to_successor))
 
 

@@ -5,32 +5,35 @@ Attention alone, of one head, moves particles in space:
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
 with random Q, K and V and a polynomial s. Of the paper's choice the degrees, 0 to 4, the number of particles and steps are known to us;
-polynomials, horizon and start are ours: s(t) = (t / horizon)^degree, which ends at the same size for every degree and has done less by then the higher it is. The weights
-named in `equal_total` take (degree + 1) times that, whose integral over time is the same for every degree; scores grow with s^2.
+coefficients, horizon and start are ours: s(t) = (t / horizon)^degree, which ends at the same size for every degree and has done less by then the higher it is. As
+controls, V, and the scores, which grow with s^2, can be multiplied by what makes their integral over time that of degree 0.
 """
+
+from collections.abc import Collection
 
 import numpy as np
 from jaxtyping import Float
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+HORIZON = 10.0  # of the simulation's time
 
 
 def simulate(
     degree: int,
     *,
-    equal_total: str = "",
+    equal_total: Collection[str] = (),
     seed: int = 0,
     draws: int = 1,
     particles: int = 40,
     dimensions: int = 3,
     steps: int = 200,
-    horizon: float = 10.0,
+    horizon: float = HORIZON,
 ) -> Float[np.ndarray, "draws states particles dimensions"]:
     """The positions of particles at time 0 and after every step of Euler's method, in float64, from a uniform start in [-1, 1].
 
     Args:
         degree: of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: "V" or "QKV", the weights whose integral over time is the same for every degree, and not their last size.
+        equal_total: "V" or "scores" or both, whose integral over time is the same for every degree, and not their last size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
@@ -39,8 +42,9 @@ def simulate(
     states = [x]
     for step in range(1, steps + 1):
         size = (step / steps) ** degree
-        sharpness, strength = (size * (degree + 1 if name in equal_total else 1) for name in "QV")
-        scores = sharpness**2 * (x @ query) @ (x @ key).swapaxes(-1, -2)
+        sharpness = size**2 * (2 * degree + 1 if "scores" in equal_total else 1)
+        strength = size * (degree + 1 if "V" in equal_total else 1)
+        scores = sharpness * (x @ query) @ (x @ key).swapaxes(-1, -2)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         x = x + horizon / steps * strength * (share / share.sum(-1, keepdims=True)) @ x @ value
         states.append(x)

@@ -10,29 +10,28 @@ from diffeqformer.analysis.spectra import Spectrum
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
+LABELS = 120  # of tokens that can be read below one another's bars
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle means something
 
 
 def new_figure(rows: int, columns: int, size: tuple, **options):
-    """A figure of that size in inches with its axes [rows, columns]; without a display."""
+    """A figure of that size in inches with its axes [rows, columns]; without pyplot, so that a notebook's own stay as they were."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update(
-        {"axes.prop_cycle": pyplot.cycler(color=COLOURS), "axes.titlesize": 10, "axes.labelsize": 9, "font.size": 9}
-    )
-    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+    style = {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.titlesize": 10, "axes.labelsize": 9}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=9)
+    return figure, axes
 
 
 def as_html(figure, what: str) -> str:
-    """The figure inside of HTML, and done with."""
-    from matplotlib import pyplot
-
+    """The figure inside of HTML."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
-    pyplot.close(figure)
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
@@ -129,10 +128,12 @@ def sensitivity(labels: list[str], measures: dict[str, np.ndarray]):
         axis.set(title=name)
         axis.grid(alpha=0.3, axis="y")
         axis.margins(x=0.01)
-    size = 9 if len(labels) <= 60 else 5
-    axes[-1][0].set_xlabel("tokens of the text")
-    labels = [label.replace("$", r"\$") for label in labels]  # which would begin a formula
-    axes[-1][0].set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 20 else 45, fontsize=size)
+    every = -(-len(labels) // LABELS)
+    axes[-1][0].set_xlabel("tokens of the text" if every == 1 else f"tokens of the text; one in {every} is named")
+    shown = range(0, len(labels), every)
+    names = [labels[i].replace("$", r"\$") for i in shown]  # which would begin a formula
+    size = 9 if len(names) <= 60 else 6
+    axes[-1][0].set_xticks(shown, names, rotation=90 if len(names) > 20 else 45, fontsize=size)
     return figure
 
 

@@ -27,6 +27,7 @@ from diffeqformer.models.transformer import Transformer, weights_at
 from diffeqformer.solvers import SOLVERS, Solver, walk
 
 CHUNK = 64  # rows of a Jacobian that are computed at once
+OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # solvers that let other tokens move at the end of a step alone
 
 
 class LastToken:
@@ -72,7 +73,7 @@ def last_increment(
         dt: the length of the step.
     """
     row = x[:, -1:]
-    if solver in (SOLVERS["euler"], SOLVERS["lie_trotter"]):  # in which other tokens keep their state until the end
+    if solver in OTHERS_WAIT:
         return (solver.step(LastToken(field, x), layers, row, dt, Context()) - row)[:, 0]
     return (solver.step(field, layers, x, dt, Context()) - x)[:, -1]
 
@@ -164,11 +165,12 @@ def total_derivative(
     """
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    rows = jnp.eye(x.shape[-1])
+    # The pull-back through the attention takes H S^2 numbers for each row.
+    rows, at_once = jnp.eye(x.shape[-1]), max(1, CHUNK * 256**2 // max(256, len(tokens)) ** 2)
     parts = []
-    for start in range(0, len(rows), CHUNK):
-        parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + CHUNK])))
-        progress(min(start + CHUNK, len(rows)), len(rows))
+    for start in range(0, len(rows), at_once):
+        parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + at_once])))
+        progress(min(start + at_once, len(rows)), len(rows))
     return np.concatenate(parts).swapaxes(0, 1)
 
 

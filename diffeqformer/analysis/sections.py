@@ -10,38 +10,50 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from diffeqformer.analysis import attention_maps, figures, lyapunov
-from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances, simulate
+from diffeqformer.analysis.clustering import HORIZON, QUANTILES, directions, relative_distances, simulate
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text, table
 from diffeqformer.analysis.spectra import spectra as all_spectra
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.models.depth_weights import stage_times
-from diffeqformer.models.transformer import Transformer, weights_at
+from diffeqformer.models.transformer import Transformer, split, weights_at
 from diffeqformer.progress import show_progress
 from diffeqformer.sampling import printable
 
 DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
 
 
+def check_finite(model: Transformer) -> None:
+    """Raise a UserError if a parameter isn't finite."""
+    for path, leaf in flatten_dict(split(model)[1]).items():
+        if not jnp.isfinite(leaf).all():
+            raise UserError(
+                f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; python -m diffeqformer.inspect says more"
+            )
+
+
 def in_float32(section: Callable) -> Callable:
-    """A section computed in fp32 throughout, whatever the checkpoint's compute type and the backend's usual precision."""
+    """A section computed in fp32 throughout, whatever the checkpoint's types and the backend's usual precision."""
 
     @functools.wraps(section)
     def run(opened: Checkpoint, *arguments, **options):
-        before, opened.model.dtype = opened.model.dtype, jnp.dtype(jnp.float32)
+        model, single = opened.model, jnp.dtype(jnp.float32)
+        before = model.dtype, model.state_dtype
+        model.dtype, model.state_dtype = single, single
         try:
             with jax.default_matmul_precision("highest"):
                 return section(opened, *arguments, **options)
         finally:
-            opened.model.dtype = before
+            model.dtype, model.state_dtype = before
 
     return run
 
 
-def check_text(model: Transformer, ids: list[int], name: str = "ids") -> None:
+def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
     """Whether a text can be looked at.
 
     Args:
@@ -70,6 +82,12 @@ def time_label(model: Transformer) -> str:
     return "layer" if model.unit_steps else "t"
 
 
+def readable_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids of tokens that a text can consist of: no end of text, no parts of characters, no control characters."""
+    texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text)
+    return [i for i, text in texts if text and "\ufffd" not in text and (text.isprintable() or text.isspace())]
+
+
 def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
     """When the model's solver first evaluates the attention in each step."""
     return stage_times(model.times(num_steps), model.solver.nodes)[:: len(model.solver.nodes)]
@@ -77,29 +95,34 @@ def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
 
 @in_float32
 def spectra(
-    opened: Checkpoint, times: int | None = None, heads: Sequence[int] = (), feed_forward: bool = True
+    opened: Checkpoint,
+    times: int | None = None,
+    heads: Sequence[int] = (),
+    feed_forward: bool = True,
+    num_steps: int | None = None,
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
 
     Args:
-        times: how many, evenly over the depth; by default those at which the trained steps take weights.
+        times: how many, evenly over the depth; by default those at which the steps take weights.
         heads: whose eigenvalues are drawn; by default the four whose are largest.
         feed_forward: its products as well, which take longest.
+        num_steps: of depth; by default as trained.
 
     Raises:
         UserError: if there is no such head, or there are no weights at these times.
     """
     model = opened.model
     check_heads(model, heads)
-    at = np.unique(stage_times(model.times(), model.solver.nodes)) if times is None else model.times(times)
+    at = np.unique(stage_times(model.times(num_steps), model.solver.nodes)) if times is None else model.times(times)
     start = time.monotonic()
     found = all_spectra(model, at, feed_forward)
     seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
     shown = [
         paragraph(
             "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides who attends to whom: "
-            "with positive real parts, to those that are alike. OV is what is received: positive real parts copy and "
-            "attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
+            "along the direction of a positive real part, to those that are alike. OV is what is received: positive real parts copy "
+            "and attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
             "So are biases and norms; rotary positions are those of a token and itself. The D - n eigenvalues that are 0 "
             "whatever the weights are left out. Effective rank: the exponential of the entropy of the singular values."
         )
@@ -123,8 +146,9 @@ def spectra(
 def induction(opened: Checkpoint, num_steps: int | None = None) -> Section:
     """Induction scores beside the signs of the spectra."""
     model = opened.model
-    times, length = first_nodes(model, num_steps), min(64, model.max_length // 2)
-    scores = attention_maps.induction_scores(model, length, num_steps=num_steps)
+    times, ids = first_nodes(model, num_steps), readable_ids(opened.tokenizer)
+    length = min(64, model.max_length // 2, len(ids))
+    scores = attention_maps.induction_scores(model, ids, length, num_steps=num_steps)
     found = all_spectra(model, times, feed_forward=False)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
     order = np.argsort(-scores, axis=None)[:5]
@@ -196,13 +220,14 @@ def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None
             ),
         }
     predicted = opened.tokenizer.decode([target])
+    exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is {predicted!r}. "
             "Equation (7) treats each token and the last one as a system of their own: its exponents are 0 for a token without "
-            "influence, and know neither of ways through other tokens nor of what becomes of the token itself; from so few steps "
-            "they also depend on the order of the coordinates. All ways are in the total derivative of x(1) by x(0). Darker is "
-            "larger, each line by itself and without the last token, which is framed."
+            f"influence, and know neither of paths through other tokens nor of what becomes of the token itself{exception}; "
+            "from so few steps they also depend on the order of the coordinates. All paths are in the total derivative of x(1) by x(0). "
+            "Darker is larger, each line by itself and without the last token, which is framed."
         )
     ]
     if published:
@@ -258,7 +283,7 @@ def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | N
     return Section("flow", "Exponents of the flow", "".join(shown), numbers, {"exponents": largest})
 
 
-def simulations(equal_total: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def simulations(equal_total: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which constant weights bring them closest
     together, and the clustering measure [T, q] in the mean of all draws.
     """
@@ -292,15 +317,15 @@ def clustering(opened: Checkpoint, ids: list[int], num_steps: int | None = None)
             "The paper's simulation: 40 particles under attention alone, 200 steps, weights constant or growing as powers of t; "
             f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which constant weights cluster most, centred and "
             "divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
-            "power; then with the same integral over time, of V alone and of Q, K and V, which makes the attention sharper."
+            "power; then with the same integral over time, of V alone, and of V and the scores."
         ),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
     numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}
     arrays = {**measures, "rms_distance": sizes, "times": times}
-    for kind, equal_total in (("equal_end", ""), ("equal_total_of_v", "V"), ("equal_total", "QKV")):
+    for kind, equal_total in (("equal_end", ()), ("equal_total_of_v", ("V",)), ("equal_total", ("V", "scores"))):
         paths, means = simulations(equal_total)
-        of = np.linspace(0, 1, len(means["constant"]))
+        of = np.linspace(0, HORIZON, len(means["constant"]))
         shown.append(figures.as_html(figures.trajectories(paths, means, of), "simulated particles"))
         numbers[f"simulated_{kind}"] = {name: one[-1].tolist() for name, one in means.items()}
         arrays |= {f"simulated_{kind}/{name}": one for name, one in means.items()}

@@ -28,21 +28,15 @@ DIRECTIONS = flags.DEFINE_multi_enum(
     "From which text to which; can be repeated.",
 )
 BASES = flags.DEFINE_multi_enum(
-    "base", ["diffeqformer", "gpt"], ["diffeqformer", "smooth", "gpt"], "Models that are pretrained; can be repeated."
+    "base", ["diffeqformer", "gpt"], ["diffeqformer", "gpt"], "Models that are pretrained; can be repeated."
 )
 SEEDS = flags.DEFINE_integer("seeds", 1, "How many seeds; all rows with one come before the first with the next.")
 
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=18"],
-    "smooth": [  # comes nearest to a differential equation (docs/ode.md)
-        "--config=configs/tiny.py",
-        "--config.model.num_steps=18",
-        "--config.model.time_frequency=10",
-        "--config.model.training_times=shifted",
-    ],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=24"],
 }
-DEPTHS = {"diffeqformer": (18, 9, 12, 24), "smooth": (18, 9, 12, 24), "gpt": (24,)}
+DEPTHS = {"diffeqformer": (18, 9, 12, 24), "gpt": (24,)}
 MODES = {"full": [], "lora": ["--config.model.lora_rank=20"]}  # of 96 as much as 200 of the paper's 1,024
 PRETRAINING = ["--config.steps=3000", "--config.eval_every=1500"]
 FINETUNING = ["--config.steps=800", "--config.eval_every=100", "--config.sample.prompt=The "]
@@ -108,7 +102,7 @@ def plot(results: dict[Row, dict[int, float]], path: pathlib.Path) -> None:
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
         steps = sorted(curves[0])[1:]  # the perplexity before is in the table: it would flatten all else
         mean = [statistics.mean(curve[step] for curve in curves) for step in steps]
-        style = {"diffeqformer": "-", "smooth": ":", "gpt": "--"}[base]
+        style = {"diffeqformer": "-", "gpt": "--"}[base]
         colour = "black" if base == "gpt" else colours[depth]
         panel.plot(steps, mean, style, color=colour, label=f"{base}, {depth} steps")
     for (row, panel_row), (column, mode) in itertools.product(enumerate(panels), enumerate(MODES)):

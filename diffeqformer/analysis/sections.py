@@ -284,16 +284,15 @@ def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | N
 
 
 def simulations(equal_total: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which constant weights bring them closest
-    together, and the clustering measure [T, q] in the mean of all draws.
+    """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which they come closest together, and the
+    clustering measure [T, q] in the mean of all draws.
     """
     names = ["constant", *(f"degree {degree}" for degree in range(1, 5))]
-    paths, means, closest = {}, {}, None
+    paths, means = {}, {}
     for degree, name in enumerate(names):
         draws = simulate(degree, equal_total=equal_total, draws=DRAWS)
         quantiles = np.stack([relative_distances(path)[0] for path in draws[:, ::SHOWN_EVERY]])
-        closest = int(quantiles[:, -1, 1].argmin()) if closest is None else closest
-        paths[name], means[name] = draws[closest], quantiles.mean(0)
+        paths[name], means[name] = draws[quantiles[:, -1, 1].argmin()], quantiles.mean(0)
     return paths, means
 
 
@@ -315,8 +314,8 @@ def clustering(opened: Checkpoint, ids: list[int], num_steps: int | None = None)
         figures.as_html(figures.real_clustering(measures, sizes, times, time_label(model)), "clustering of tokens"),
         paragraph(
             "The paper's simulation: 40 particles under attention alone, 200 steps, weights constant or growing as powers of t; "
-            f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which constant weights cluster most, centred and "
-            "divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
+            f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which particles of this power cluster most, centred "
+            "and divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
             "power; then with the same integral over time, of V alone, and of V and the scores."
         ),
     ]

@@ -13,7 +13,6 @@ import itertools
 import json
 import pathlib
 import re
-import statistics
 from typing import NamedTuple
 
 from absl import app, flags, logging
@@ -83,7 +82,7 @@ def step_memory(workdir: pathlib.Path) -> float:
 
 
 def measure(run: Run, folder: pathlib.Path) -> dict:
-    """Train one, if nobody did yet: its validation perplexities by step, parameters, tokens/s (median) and step's MiB."""
+    """Train one, if nobody did yet: its validation perplexities by step, parameters, best tokens/s and step's MiB."""
     options = [f"--config=configs/tiny.py:{run.model}", *(f"--config.{field}" for field in run.differences())]
     if run.short_text:
         options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
@@ -91,12 +90,15 @@ def measure(run: Run, folder: pathlib.Path) -> dict:
     steps += [f"--config.log_every={max(1, STEPS.value // 30)}"]
     workdir = run.workdir(folder)
     log = train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
-    rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s  [\d:]+ left$", log, re.MULTILINE)]
+    rates = [
+        float(rate.replace(",", ""))
+        for rate in re.findall(r"^step .* ([\d,]+) tokens/s  [\d:]+ left$", log, re.MULTILINE)
+    ]
     parameters = int(re.search(r"([\d,]+) parameters", log).group(1).replace(",", ""))
     return {
         "perplexities": validations(log),
         "parameters": parameters,
-        "tokens_per_second": statistics.median(rates),
+        "tokens_per_second": max(rates),  # of stretches between two lines, in which other work disturbs least
         "step_mib": step_memory(workdir),
     }
 

@@ -14,7 +14,8 @@ import ablations, common
 def pretend(command, **_):  # a run of so many steps as it was told to
     options = dict(option.split("=", 1) for option in command if "=" in option)
     steps = int(options["--config.steps"])
-    lines = ["model: 1,234 parameters", "step 1/9  loss 3.0  2,000 tokens/s  0:05 left"]
+    lines = ["model: 1,234 parameters", "step 1/9  loss 3.0  1,000 tokens/s  0:05 left", "step 2/9  loss 3.0  2,000 tokens/s  0:05 left"]
+    lines += ["  validation: 10/20 tokens  9,999 tokens/s  0:01 left"]
     lines += [f"step {step:,}/{steps:,}  validation: loss 2.0  perplexity {9 - step}.50  bits/byte 2" for step in range(1, steps + 1)]
     ended = type("Ended", (), {"stdout": [line + "\\n" for line in [*lines, "Finished."]], "wait": lambda _: 0})
     return ended()

@@ -1,60 +1,76 @@
-"""The paper's ablations on two CPU cores: Figures 4, 7, 14 to 16 and 18, with configs/tiny.py on Python's standard library.
+"""The paper's ablations, Figures 4, 7, 14 to 16 and 18, over a config; by default configs/tiny.py, on two CPU cores.
 
     python experiments/ablations.py --study=embedding      # d_emb: perplexity, parameters, throughput, memory (Figures 14 to 16)
     python experiments/ablations.py --study=design         # one MLP of t for all weights, or one for each (Figure 18)
     python experiments/ablations.py --study=beta2          # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
     python experiments/ablations.py --study=overfitting --wikitext=wiki.valid.tokens      # a short text read again and again (Figure 4)
 
-Each run is one of diffeqformer.main in a folder of its own, which studies share; the same command goes on where it was
-stopped. After each run, <study>.md, <study>.json and <study>.png in --folder show those that have ended.
+Others need their own widths and rates: --config=configs/medium.py --widths=12,48,144 --rates=6e-4. Each run is one of
+diffeqformer.main in a folder of its own, which studies share; the same command goes on where it was stopped. After each
+run, <study>.md, <study>.json and <study>.png in --folder show those that have ended.
 """
 
+import concurrent.futures
+import functools
 import itertools
 import json
+import multiprocessing
 import pathlib
 import re
+import runpy
+import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
 from common import articles_of_wikitext, train, validations
 
+from diffeqformer.config import get_field
 from diffeqformer.results import write_text
 
 STUDY = flags.DEFINE_enum("study", None, ["embedding", "design", "beta2", "overfitting"], "Which.", required=True)
+CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config that they are over.")
+WIDTHS = flags.DEFINE_list(
+    "widths", ["4", "12", "24", "48", "96"], "E, the paper's d_emb, in the study of the embedding."
+)
+RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3"], "Rates of learning, in the study of the embedding.")
 FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Where the runs and their results go.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103, for the study of overfitting.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps of each run.")
 ARTICLES = 2  # of WikiText, that are read again and again (ten were too many for 1,500 steps to over-fit)
-WIDTHS = (4, 12, 24, 48, 96)  # E, the paper's d_emb
-RATES = (1e-3, 3e-3)  # of learning, in the study of the embedding
-TINY = {"model.time_embed_dim": 24, "optimizer.beta2": 0.95, "optimizer.learning_rate": 3e-3}  # in configs/tiny.py
+
+
+@functools.cache
+def config_of(model: str):
+    """The config with a model of this kind."""
+    return runpy.run_path(CONFIG.value)["get_config"](model)
 
 
 class Run(NamedTuple):
-    """One run of configs/tiny.py: which model, the fields in which it differs, and whether it reads the short text."""
+    """One run of the config: which model, the fields in which it differs, and whether it reads the short text."""
 
     model: str = "diffeqformer"
     changes: dict[str, float] = {}
     short_text: bool = False
 
     def differences(self) -> list[str]:
-        """What its fields are, but for those that are tiny.py's anyway; the same for the same run, whatever a study calls it."""
-        return [f"{field}={value:g}" for field, value in self.changes.items() if value != TINY[field]]
+        """What its fields are, but for those that are the config's anyway; the same for the same run, whatever a study calls it."""
+        config = config_of(self.model)
+        return [f"{field}={value:g}" for field, value in self.changes.items() if value != get_field(config, field)]
 
     def workdir(self, folder: pathlib.Path) -> pathlib.Path:
         """Its folder."""
         text = [f"{ARTICLES}_articles"] * self.short_text
-        parts = [self.model, *self.differences(), *text, f"{STEPS.value}_steps"]
+        parts = [pathlib.Path(CONFIG.value).stem, self.model, *self.differences(), *text, f"{STEPS.value}_steps"]
         return folder / "-".join(parts).replace("=", "-")
 
 
 def runs() -> dict[str, Run]:
     """The runs of the study, by their names in its table."""
     if STUDY.value == "embedding":
-        rates = {f"rate {rate:g}": {"optimizer.learning_rate": rate} for rate in RATES}
+        rates = {f"rate {rate}": {"optimizer.learning_rate": float(rate)} for rate in RATES.value}
         return {
-            f"diffeqformer, E {width}, {name}": Run(changes={"model.time_embed_dim": width, **rate})
-            for width, (name, rate) in itertools.product(WIDTHS, rates.items())
+            f"diffeqformer, E {width}, {name}": Run(changes={"model.time_embed_dim": int(width), **rate})
+            for width, (name, rate) in itertools.product(WIDTHS.value, rates.items())
         } | {f"gpt, {name}": Run("gpt", rate) for name, rate in rates.items()}
     if STUDY.value == "design":
         return {"diffeqformer": Run(), "alternative": Run("alternative")}
@@ -66,24 +82,30 @@ def runs() -> dict[str, Run]:
     return {model: Run(model, short_text=True) for model in ("diffeqformer", "gpt", "shared")}
 
 
-def step_memory(workdir: pathlib.Path) -> float:
-    """MiB of arguments and temporaries of a run's compiled train step."""
+def compiled_memory(workdir: pathlib.Path) -> float:
+    """MiB of arguments and temporaries of a run's compiled train step, on each device."""
     import jax
 
     from diffeqformer import checkpoint
-    from diffeqformer.sharding import make_mesh
+    from diffeqformer.sharding import make_mesh, mesh_shape
     from diffeqformer.step import make_program
 
     config = checkpoint.load_config(workdir)
-    program = make_program(config, make_mesh())
+    program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     memory = program.train_step.lower(jax.eval_shape(program.init), tokens).compile().memory_analysis()
     return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
 
 
+def step_memory(workdir: pathlib.Path) -> float:
+    """The same from a process of its own, for the next run needs the accelerator."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(compiled_memory, workdir).result()
+
+
 def measure(run: Run, folder: pathlib.Path) -> dict:
     """Train one, if nobody did yet: its validation perplexities by step, parameters, best tokens/s and step's MiB."""
-    options = [f"--config=configs/tiny.py:{run.model}", *(f"--config.{field}" for field in run.differences())]
+    options = [f"--config={CONFIG.value}:{run.model}", *(f"--config.{field}" for field in run.differences())]
     if run.short_text:
         options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
     steps = [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
@@ -130,7 +152,7 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
         steps = steps if explodes else steps[1:]  # the first would flatten all others
         values = [found["perplexities"][step] for step in steps]
         panel.plot(steps, values, "--" if "gpt" in name else "-", label=name)
-    panel.set(title="validation perplexity of bytes", xlabel="step", yscale="log" if explodes else "linear")
+    panel.set(title="validation perplexity", xlabel="step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -141,18 +163,18 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
     from diffeqformer.analysis.figures import COLOURS, new_figure
 
     quantities = {
-        "validation perplexity of bytes, at the end": lambda found: found["perplexities"][max(found["perplexities"])],
+        "validation perplexity, at the end": lambda found: found["perplexities"][max(found["perplexities"])],
         "tokens/s in training": lambda found: found["tokens_per_second"],
-        "memory of the train step, MiB": lambda found: found["step_mib"],
+        "memory of the train step on a device, MiB": lambda found: found["step_mib"],
     }
     figure, [panels] = new_figure(1, 3, (14, 4))
     for (panel, (title, value)), (number, rate) in itertools.product(
-        zip(panels, quantities.items(), strict=True), enumerate(RATES)
+        zip(panels, quantities.items(), strict=True), enumerate(RATES.value)
     ):
-        of_rate = {name: run for name, run in runs().items() if name in results and rate in run.changes.values()}
+        of_rate = {name: run for name, run in runs().items() if name in results and name.endswith(f"rate {rate}")}
         sweep = {run.changes["model.time_embed_dim"]: name for name, run in of_rate.items() if run.model != "gpt"}
-        values, label = [value(results[name]) for name in sweep.values()], f"diffeqformer, rate {rate:g}"
-        panel.plot(list(sweep), values, "os"[number] + "-", color=COLOURS[number], label=label)
+        values, label = [value(results[name]) for name in sweep.values()], f"diffeqformer, rate {rate}"
+        panel.plot(list(sweep), values, "o-", color=COLOURS[number], label=label)
         for name in (name for name, run in of_rate.items() if run.model == "gpt"):
             panel.axhline(value(results[name]), linestyle="--", color=COLOURS[number], label=name)
         panel.set(title=title, xlabel="E, the width of the time embedding")
@@ -163,6 +185,8 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
 
 def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax says much
+    if not pathlib.Path(CONFIG.value).is_file():
+        sys.exit(f"--config: must be a config file, but there is no file {CONFIG.value}")
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves

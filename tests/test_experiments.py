@@ -42,7 +42,7 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
     assert found["alternative"] == {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, **expected}
     assert "| diffeqformer | 1,234 | 6.50 | 3 | 6.50 | 2,000 | 5 |" in printed
 
-    (tmp_path / "alternative-3_steps.log").write_text("Resuming\n")  # it has not ended
+    (tmp_path / "tiny-alternative-3_steps.log").write_text("Resuming\n")  # it has not ended
     printed, again = study(tmp_path, 3)
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " not in printed and again == found
     printed, _ = study(tmp_path, 2)

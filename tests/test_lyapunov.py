@@ -11,7 +11,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.models.layers import Context
 from diffeqformer.models.transformer import weights_at
 from diffeqformer.solvers import SOLVERS
-from helpers import lively_model
+from helpers import build_model, lively_model
 
 TOKENS = jnp.arange(3, 9)
 
@@ -32,7 +32,7 @@ SOLVED = [("diffeqformer", "llama", "euler"), ("gpt", "gpt", "lie_trotter"), ("s
 
 
 @pytest.mark.parametrize("kind, field, solver", SOLVED)
-def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver):
+def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver, monkeypatch):
     """Of each step, and of all of them one after the other."""
     model = lively_model(kind, field, num_steps=3, width=16, heads=2, mlp=16, solver=solver)
     weights, nodes = weights_at(model), len(model.solver.nodes)
@@ -50,7 +50,10 @@ def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solv
         added.append(np.log(np.abs(np.diagonal(triangle, axis1=1, axis2=2))))
     np.testing.assert_allclose(lyapunov.exponents(model, TOKENS), added, atol=2e-3)
     expected = whole.reshape(6, 16, 6, 16)[-1].swapaxes(0, 1)
-    np.testing.assert_allclose(lyapunov.total_derivative(model, TOKENS), expected, atol=1e-4 * np.abs(expected).max())
+    with monkeypatch.context() as changed:
+        changed.setattr(lyapunov, "CHUNK", 6)  # and a rest of 4 rows
+        found = lyapunov.total_derivative(model, TOKENS)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
     singular = np.log(np.linalg.svd(whole, compute_uv=False))
     for count in (5, 30):
         found, change = lyapunov.flow_exponents(model, TOKENS, count=count)
@@ -103,3 +106,14 @@ def test_kaplan_yorke():
 def test_the_authors_pairing_needs_their_kind_of_model():
     with pytest.raises(UserError, match="generated weights and Euler's method"):
         lyapunov.exponents(lively_model("gpt"), TOKENS, published=True)
+
+
+def test_longer_texts_take_fewer_rows_at_a_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        lyapunov,
+        "_pull_back",
+        lambda solver, field, weights, x, rows: seen.append(len(rows)) or np.zeros((len(rows), *x.shape), np.float32),
+    )
+    lyapunov.total_derivative(build_model("gpt", max_length=1024), jnp.arange(1024) % 64)
+    assert seen == [4] * 8

@@ -50,7 +50,8 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
             with open(options.text_file, encoding="utf-8") as file:
                 text = file.read().removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--text_file: {options.text_file} can't be read as text: {error}") from None
+            reason = getattr(error, "strerror", error)
+            raise UserError(f"--text_file: {options.text_file} can't be read as text: {reason}") from None
     ids = opened.tokenizer.encode(text)
     if text is TEXT:
         ids = ids[: opened.model.max_length]
@@ -75,7 +76,7 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
             raise UserError(f"{name}: must be at least 1, but it is {number}")
         if number not in (None, model.num_steps) and MODELS[kind].weights == "per_layer":
             raise UserError(
-                f"{name}: must be {model.num_steps} for this model of the kind {kind}, which has weights for so many steps and "
+                f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} steps and "
                 f"no others, but it is {number}"
             )
     if options.times and model.depth.constant:

@@ -1,6 +1,7 @@
 """What the commands share: whatever the user can put right ends them with one sentence."""
 
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 
@@ -84,7 +85,8 @@ def run(
         try:
             return parse(arguments)
         except (UserError, flags.Error) as error:
-            sys.exit(f"diffeqformer: {error}")
+            needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
+            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else error}")
 
     def main(_):
         logging.set_verbosity(verbosity)

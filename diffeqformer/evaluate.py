@@ -293,9 +293,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """Draw perplexity against the number of steps, and against the time that a window takes."""
-    from matplotlib import ticker
-
-    from diffeqformer.analysis.figures import COLOURS, new_figure
+    from diffeqformer.analysis.figures import COLOURS, log_scale, new_figure
 
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731
@@ -321,10 +319,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
     values = [row[metric] for row in results["rows"] for metric in curves]
     if max(values) > 3 * min(values):
-        axes[0].set_yscale("log")
-        axes[0].yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
-        for level in ("major", "minor"):
-            getattr(axes[0].yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+        log_scale(axes[0], "y")
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")

@@ -49,11 +49,11 @@ def table(header: list[str], rows: list[list]) -> str:
 
 
 def shares(values: np.ndarray) -> np.ndarray:
-    """Between 0, of the smallest finite value, and 1, of the largest; of all but the last token, beside whose own the others would be pale."""
+    """Between 0, of the smallest finite value, and 1, of the largest; the last token, beside whose own the others would be pale, has 0."""
     others = values[:-1]
     finite = others[np.isfinite(others)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
-    return np.nan_to_num((np.clip(values, low, high) - low) / ((high - low) or 1.0))
+    return np.append(np.nan_to_num((np.clip(others, low, high) - low) / ((high - low) or 1.0)), 0.0)
 
 
 def highlighted(pieces: list[str], values: np.ndarray) -> str:
@@ -75,12 +75,12 @@ def coloured(pieces: list[str], values: np.ndarray) -> str:
 
 
 def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
-    """Print the text in colours on a terminal; elsewhere its five largest values."""
+    """Print the text in colours on a terminal; elsewhere the five largest values of tokens before the last."""
     print(f"{title}:")
     if sys.stdout.isatty():
         print(coloured(pieces, values))
     else:
-        largest = np.argsort(-np.nan_to_num(values, nan=-np.inf))[:5]
+        largest = np.argsort(-np.nan_to_num(values[:-1], nan=-np.inf))[:5]
         print("  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
 
 

@@ -123,8 +123,8 @@ def spectra(
             "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides who attends to whom: "
             "along the direction of a positive real part, to those that are alike. OV is what is received: positive real parts copy "
             "and attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
-            "So are biases and norms; rotary positions are those of a token and itself. The D - n eigenvalues that are 0 "
-            "whatever the weights are left out. Effective rank: the exponential of the entropy of the singular values."
+            "So are biases and norms; rotary positions are those of a token and itself. A product of a D x n and an n x D matrix has "
+            "D - n eigenvalues that are 0 whatever the weights: they are left out. Effective rank: the exponential of the entropy of the singular values."
         )
     ]
     numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []
@@ -138,7 +138,7 @@ def spectra(
         means = [float(of_heads[name].mean()) for name in ("positive_share", "effective_rank")]
         rows.append([name, float(one.radius().max()), *means])
     shown.insert(1, table(["product", "largest radius", "mean positive share", "mean effective rank"], rows))
-    print(f"spectra of {len(at)} times in {seconds:.1f} s", flush=True)
+    print(f"eigenvalues and singular values in {seconds:.1f} s, times: {len(at)}", flush=True)
     return Section("spectra", "Spectra over time", "".join(shown), numbers, arrays)
 
 
@@ -226,7 +226,7 @@ def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is {predicted!r}. "
             "Equation (7) treats each token and the last one as a system of their own: its exponents are 0 for a token without "
             f"influence, and know neither of paths through other tokens nor of what becomes of the token itself{exception}; "
-            "from so few steps they also depend on the order of the coordinates. All paths are in the total derivative of x(1) by x(0). "
+            "from so few steps they also depend on the order of the coordinates. All paths are in the total derivative of the last state by the first. "
             "Darker is larger, each line by itself and without the last token, which is framed."
         )
     ]
@@ -240,6 +240,7 @@ def sensitivity(opened: Checkpoint, ids: list[int], num_steps: int | None = None
         "tokens": ids,
         "pieces": pieces,
         "prediction": predicted,
+        "published_pairing": published,
         "measures": {name: values.tolist() for name, values in measures.items()},
     }
     return Section(
@@ -264,15 +265,18 @@ def flow(opened: Checkpoint, ids: list[int], count: int = 32, num_steps: int | N
         raise UserError(f"count: must be at least 1, but it is {count}")
     largest, change = lyapunov.flow_exponents(model, tokens, count, num_steps)
     dimension = lyapunov.kaplan_yorke(largest)
-    said = f"not defined by these {len(largest)}, whose sum is positive" if dimension is None else f"{dimension:.3f}"
+    fewer = "; more of them may define it" if len(largest) < tokens.size * model.token_embedding.shape[-1] else ""
+    said = f"{dimension:.3f}" if dimension is not None else f"not defined by these, whose sum is positive{fewer}"
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
     axis.plot(range(1, len(largest) + 1), largest, "o-", markersize=3)
     axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(title="largest exponents of the flow, over the whole depth", xlabel="rank", ylabel="exponent")
+    axis.set(title="largest exponents of the flow, over the whole depth", ylabel="exponent")
+    axis.set_xlabel("rank")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     shown = [
         paragraph(
-            f"The {len(largest)} largest exponents (equation 8, at t = 1) of all {tokens.size} tokens together: the logarithms by which a "
+            f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens together: the logarithms by which a "
             f"small change grows over the whole depth in its fastest directions. Kaplan-Yorke dimension: {said}. Over a finite depth "
             f"that is a number of this text, not the dimension of an attractor. The last iteration changed them by at most {change:.1g}."
         ),
@@ -313,19 +317,22 @@ def clustering(opened: Checkpoint, ids: list[int], num_steps: int | None = None)
         ),
         figures.as_html(figures.real_clustering(measures, sizes, times, time_label(model)), "clustering of tokens"),
         paragraph(
-            "The paper's simulation: 40 particles under attention alone, 200 steps, weights constant or growing as powers of t; "
-            f"powers, horizon and start are our choice. Above the draw of {DRAWS} in which particles of this power cluster most, centred "
-            "and divided by its spread at every time; below the mean of all. First with the same last size of the weights for every "
-            "power; then with the same integral over time, of V alone, and of V and the scores."
+            "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 steps, weights constant or "
+            "growing as a power of t, whose degree is named; coefficients, horizon and start are our choice. In the upper row, for each "
+            f"degree, the draw of {DRAWS} that clusters most, centred and divided by its spread at every time; below, the mean of all."
         ),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
     numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}
     arrays = {**measures, "rms_distance": sizes, "times": times}
-    for kind, equal_total in (("equal_end", ()), ("equal_total_of_v", ("V",)), ("equal_total", ("V", "scores"))):
+    for kind, equal_total, title in (
+        ("equal_end", (), "weights that end at the same size"),
+        ("equal_total_of_v", ("V",), "the same integral of V over time, Q and K that end at the same size"),
+        ("equal_total", ("V", "scores"), "the same integrals of V and of the scores over time"),
+    ):
         paths, means = simulations(equal_total)
         of = np.linspace(0, HORIZON, len(means["constant"]))
-        shown.append(figures.as_html(figures.trajectories(paths, means, of), "simulated particles"))
+        shown.append(figures.as_html(figures.trajectories(paths, means, of, title), "simulated particles"))
         numbers[f"simulated_{kind}"] = {name: one[-1].tolist() for name, one in means.items()}
         arrays |= {f"simulated_{kind}/{name}": one for name, one in means.items()}
         arrays |= {f"simulated_{kind}/{name}/paths": path for name, path in paths.items()}

@@ -152,7 +152,7 @@ def sensitivity(labels: list[str], measures: dict[str, np.ndarray]):
     axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
     shown = range(0, len(labels), every)
     names = [labels[i].replace("$", r"\$") for i in shown]  # which would begin a formula
-    size = 9 if len(names) <= 60 else 6
+    size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
     axes[-1][0].set_xticks(shown, names, rotation=90 if len(names) > 20 else 45, fontsize=size)
     return figure
 

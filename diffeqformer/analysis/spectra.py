@@ -25,6 +25,7 @@ from diffeqformer.models.low_rank import merge
 from diffeqformer.models.transformer import Transformer, split
 
 CHUNK = 4  # times whose weights exist at once
+PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
 
 
 class Spectrum(NamedTuple):
@@ -143,5 +144,6 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
         ]
     return {
         name: Spectrum(*(np.concatenate(arrays) for arrays in zip(*(part[name] for part in parts))))
-        for name in parts[0]
+        for name in PRODUCTS
+        if name in parts[0]
     }

@@ -9,6 +9,7 @@ way is timed on a few heads, for on all it would take far too long. Both have on
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
@@ -23,8 +24,10 @@ DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense way takes.")
 
 
 def main() -> None:
-    config = CONFIG.value
-    model = nnx.merge(*jax.jit(lambda: nnx.split(Transformer(config.model, nnx.Rngs(0))))())
+    config, random = CONFIG.value, np.random.default_rng(0)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
+    fill = lambda leaf: jnp.asarray(np.float32(0.02) * random.standard_normal(leaf.shape, np.float32))  # noqa: E731
+    model = nnx.merge(graph, jax.tree.map(fill, shapes))
     start = time.monotonic()
     found = spectra(model, model.times(), feed_forward=False)["QK"]
     seconds, count = time.monotonic() - start, 2 * found.eigenvalues[..., 0].size

@@ -125,6 +125,8 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp
     assert ("within a step of this solver" in page) == (kind == "shared")
     for section in done:
         assert all(np.isfinite(values).all() for values in section.arrays.values()), section.name
+    inside = sections.in_float32(lambda opened: (opened.model.dtype, opened.model.state_dtype))(opened)
+    assert inside == ("float32", "float32")
     assert opened.model.dtype == opened.model.state_dtype == changes.get("dtype", "float32")
 
 
@@ -189,6 +191,12 @@ def test_tokens_that_a_text_can_consist_of(sentencepiece_file):
     tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     ids = sections.readable_ids(tokenizer)
     assert tokenizer.end_of_text not in ids and set(tokenizer.encode("A cat sees")) <= set(ids)
+
+
+def test_a_text_said_twice_is_as_long_as_there_are_tokens(monkeypatch):
+    monkeypatch.setattr(sections, "readable_ids", lambda _: [5, 6, 7])
+    numbers = sections.induction(opened_model("shared")).numbers
+    assert numbers["length"] == 3 and numbers["even"] == pytest.approx((1 / 4 + 1 / 5 + 1 / 6) / 3)
 
 
 def test_spectra_are_of_the_times_at_which_the_steps_take_weights():

@@ -24,7 +24,7 @@ from diffeqformer.models.generated import time_features
 from diffeqformer.models.low_rank import merge
 from diffeqformer.models.transformer import Transformer, split
 
-CHUNK = 4  # times whose weights exist at once
+CHUNK = 12  # times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
 
 
@@ -105,6 +105,12 @@ def _generated_pairs(graph, params, features, feed_forward):
     return matrix_pairs(model.field, model.depth.from_features(features), feed_forward)
 
 
+@functools.partial(jax.jit, static_argnames=("field", "count", "feed_forward"))
+def _stored_pairs(field, layers, start, count, feed_forward):
+    part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), layers)
+    return matrix_pairs(field, merge(part), feed_forward)
+
+
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
@@ -123,9 +129,10 @@ def pairs_over_time(
     layers = depth(times)
     if depth.constant:
         layers = jax.tree.map(lambda leaf: leaf[None], layers)
-    for start in range(0, 1 if depth.constant else len(times), CHUNK):
-        part = jax.tree.map(lambda leaf: leaf[start : start + CHUNK], layers)  # noqa: B023
-        yield jax.tree.map(np.asarray, matrix_pairs(model.field, merge(part), feed_forward))
+    total = 1 if depth.constant else len(times)
+    for start in range(0, total, CHUNK):
+        count = min(CHUNK, total - start)
+        yield jax.tree.map(np.asarray, _stored_pairs(model.field, layers, start, count, feed_forward))
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:

@@ -62,8 +62,7 @@ class Spectrum(NamedTuple):
 
 def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n D"]) -> Spectrum:
     """The spectrum of each product left @ right [D, D], from its smaller side."""
-    threads = 1 if left.shape[-1] <= 256 else None  # in small products they only wait for one another
-    with threadpool_limits(threads, "blas"):
+    with threadpool_limits(1, "blas"):  # beside other work its threads wait for one another
         return _spectrum(left, right)
 
 

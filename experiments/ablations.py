@@ -178,6 +178,8 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
         for name in (name for name, run in of_rate.items() if run.model == "gpt"):
             panel.axhline(value(results[name]), linestyle="--", color=COLOURS[number], label=name)
         panel.set(title=title, xlabel="E, the width of the time embedding")
+        if panel is not panels[0]:
+            panel.set_ylim(0)
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -22,6 +22,7 @@ from diffeqformer.models.transformer import Transformer
 from diffeqformer.progress import Progress, read_curves
 from diffeqformer.step import abstract_model, part
 from helpers import ROOT, toy_config
+from runs import command
 
 BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
 
@@ -191,3 +192,8 @@ def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
         in report
     )
     assert re.search("training: step 2, loss 4.5, tokens per second [0-9]", report)
+
+
+def test_a_command_without_its_folder_says_so():
+    done = command("inspect")
+    assert done.returncode == 1 and done.stderr == "diffeqformer: --workdir: must be given\n"

@@ -293,7 +293,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """Draw perplexity against the number of steps, and against the time that a window takes."""
-    from diffeqformer.analysis.figures import COLOURS, log_scale, new_figure
+    from diffeqformer.analysis.figures import COLOURS, log_if_wide, new_figure
 
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731
@@ -317,9 +317,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     if trained in steps:
         axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
     axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
-    values = [row[metric] for row in results["rows"] for metric in curves]
-    if max(values) > 3 * min(values):
-        log_scale(axes[0], "y")
+    log_if_wide(axes[0])
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")

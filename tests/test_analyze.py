@@ -177,6 +177,20 @@ def test_names_of_tokens_below_their_bars():
     assert axis.get_xticks().tolist() == list(range(0, 249, 2)) and "one in 2 is named" in axis.get_xlabel()
 
 
+def test_a_narrow_range_is_not_logarithmic():
+    """Where an axis of decades would have no number at all."""
+    for values, scale in (([7.2, 9.5], "linear"), ([2, 9], "log"), ([0, 9], "linear")):
+        _, [[axis]] = figures.new_figure(1, 1, (5, 3))
+        axis.plot(values)
+        figures.log_if_wide(axis)
+        assert axis.get_yscale() == scale
+
+
+def test_columns_lie_around_their_times():
+    assert figures.column_edges(np.array([0.0, 0.25, 1.0])).tolist() == [-0.125, 0.125, 0.625, 1.375]
+    assert figures.column_edges(np.array([1.0])).tolist() == [0.5, 1.5]
+
+
 def test_figures_leave_a_notebooks_own_as_they_were():
     from matplotlib import pyplot
 

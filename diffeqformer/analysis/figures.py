@@ -38,15 +38,16 @@ def as_html(figure, what: str) -> str:
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
-def log_scale(axis, which: str) -> None:
-    """A logarithmic x or y axis with numbers as one writes them, also where it spans less than a factor of ten."""
+def log_if_wide(axis) -> None:
+    """A logarithmic vertical axis with numbers as one writes them, if what is drawn spans more than a factor of three."""
     from matplotlib import ticker
 
-    getattr(axis, f"set_{which}scale")("log")
-    ticks = getattr(axis, f"{which}axis")
-    ticks.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
-    for level in ("major", "minor"):
-        getattr(ticks, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+    low, high = axis.dataLim.intervaly
+    if 0 < 3 * low < high:
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        for level in ("major", "minor"):
+            getattr(axis.yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
 
 
 def time_axis(axis, label: str) -> None:
@@ -97,8 +98,7 @@ def spectrum(name: str, found: Spectrum, times: np.ndarray, time_label: str, hea
     sizes = np.abs(values).reshape(len(values), -1)
     for share, label in ((1.0, "largest"), (0.9, "90 % are below"), (0.5, "median")):
         modulus.plot(times, np.quantile(sizes, share, axis=1), "o-", markersize=3, label=label)
-    if sizes.max() > 0:
-        log_scale(modulus, "y")
+    log_if_wide(modulus)
     modulus.legend(fontsize=8)
     modulus.set(title=f"{name}: moduli" + ("" if only else " of all heads"), ylabel="modulus")
     chosen = values[:, heads]

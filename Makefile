@@ -1,6 +1,6 @@
 # make train      watch a small Neural ODE Transformer learn real text (about five minutes on two cores)
 # make test       the test suite
-# make test-slow  what takes half a minute each: four processes, full disks, a kill in the middle of a save
+# make test-slow  what takes half a minute each: several processes, full disks, a kill in the middle of a save
 # make test-kill  ten minutes of kills at random moments, each survived
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (ten minutes)
 # Each creates .venv and installs what it needs the first time. PYTHON chooses the interpreter (3.11 to 3.13).

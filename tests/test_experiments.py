@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from helpers import ROOT
 
 STUDY = """
@@ -49,12 +51,14 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " in printed
 
 
+@pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
     printed, found = study(tmp_path, 2, "embedding")
     assert len(found) == 12 and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
     assert printed.count("--config.model.time_embed_dim=96 ") == 2
 
 
+@pytest.mark.slow
 def test_the_short_text_is_the_first_articles(tmp_path):
     articles = "".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14))
     (tmp_path / "wiki.txt").write_text(articles)

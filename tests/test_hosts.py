@@ -15,9 +15,8 @@ from helpers import ROOT
 from runs import curves, finish, start
 
 
-@pytest.mark.parametrize(
-    "stops, processes, devices", [((1,), 2, 2), pytest.param((5, 1), 4, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stops, processes, devices", [((1,), 2, 2), ((5, 1), 4, 1)])
 def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, tmp_path, short_stores):
     """With the losses of one process; the notice reaches the second of two alone: at the first step, or twice."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")

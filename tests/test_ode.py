@@ -56,6 +56,7 @@ def test_curves_pass_through_the_trained_weights():
     np.testing.assert_allclose(trained[:, 0], kernel[:, kernel.shape[1] // 8, kernel.shape[2] // 8], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_reports_on_a_run(run, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     done = command(

@@ -189,6 +189,12 @@ def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax says much
     if not pathlib.Path(CONFIG.value).is_file():
         sys.exit(f"--config: must be a config file, but there is no file {CONFIG.value}")
+    for name, values, number in (("widths", WIDTHS.value, int), ("rates", RATES.value, float)):
+        for value in values:
+            try:
+                number(value)
+            except ValueError:
+                sys.exit(f"--{name}: must be numbers with commas between them, but one is {value!r}")
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves

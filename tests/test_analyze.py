@@ -170,7 +170,7 @@ def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
     assert "".join(pieces) == "A cat sees the red thing." and " sees" in pieces
 
 
-def test_names_of_tokens_below_their_bars():
+def test_names_of_tokens_below_their_dots():
     """Dollars are no formula; of a long text not every token has a name."""
     figures.as_html(figures.sensitivity(["a", "$$", "$_$"], {"one": np.arange(3.0)}), "no error")
     [axis] = figures.sensitivity(list("abcde") * 50, {"one": np.arange(250.0)}).axes

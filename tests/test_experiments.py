@@ -51,6 +51,13 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " in printed
 
 
+def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
+    command = [sys.executable, "-c", STUDY, "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert done.stderr == "--widths: must be numbers with commas between them, but one is 'wide'\n"
+
+
 @pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
     printed, found = study(tmp_path, 2, "embedding")

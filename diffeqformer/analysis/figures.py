@@ -11,7 +11,7 @@ from diffeqformer.analysis.spectra import Spectrum
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
-LABELS = 130  # of tokens that can be read below one another's bars
+LABELS = 130  # of tokens that can be read side by side
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle means something
 
 

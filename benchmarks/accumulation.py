@@ -3,7 +3,7 @@
     python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
 Both compute the loss and gradient of the same batch. `once` is
-`diffeqformer.step.Losses.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
+`diffeqformer.training.step.Losses.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
 up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
 taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
 """
@@ -14,11 +14,11 @@ import numpy as np
 from absl import flags
 from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table, random_tokens, seconds
 
-from diffeqformer import cli
+from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import split
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import Losses, dropout_keys, new_model, split_batch
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.step import Losses, dropout_keys, split_batch
+from diffeqformer.transformer import new_model, split
 
 MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers of microbatches to try.")
 
@@ -79,4 +79,4 @@ def measure(name: str, counts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(benchmark)
+    command_line.run(benchmark)

@@ -20,14 +20,17 @@ import jax.numpy as jnp  # noqa: E402
 from absl import flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
-from diffeqformer import cli  # noqa: E402
-from diffeqformer.config import check_config  # noqa: E402
+from diffeqformer.config import (
+    check_config,  # noqa: E402
+    check_overrides,  # noqa: E402
+)
+from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
-from diffeqformer.models import attention  # noqa: E402
-from diffeqformer.sharding import make_mesh, mesh_shape  # noqa: E402
-from diffeqformer.step import make_program  # noqa: E402
+from diffeqformer.fields import attention  # noqa: E402
+from diffeqformer.parallel.sharding import make_mesh, mesh_shape  # noqa: E402
+from diffeqformer.training.step import make_program  # noqa: E402
 
-CONFIG = cli.define_config()
+CONFIG = command_line.define_config()
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:8x8", "Kind and shape of the slice.")
 PLAIN = flags.DEFINE_bool("plain_attention", False, "Take XLA's own attention, to compare.")
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape.", lower_bound=1)
@@ -70,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.parse_config)
+    command_line.run(main, check_overrides)

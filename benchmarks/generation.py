@@ -16,10 +16,9 @@ from absl import flags
 from common import MODEL_NAMES, SEQUENCE_LENGTH, VOCAB_SIZE, alternate, make_config, print_table, ratio, seconds
 from flax import nnx
 
-from diffeqformer import cli
-from diffeqformer.models.transformer import split, weights_at
-from diffeqformer.sampling import Choice, write_tokens
-from diffeqformer.step import new_model
+from diffeqformer.console import command_line
+from diffeqformer.inference.sampling import Choice, write_tokens
+from diffeqformer.transformer import new_model, split, weights_at
 
 SAMPLES = flags.DEFINE_integer("samples", 1, "Texts written at once.")
 PROMPT = flags.DEFINE_integer("prompt_length", 32, "Tokens of the prompt.")
@@ -62,4 +61,4 @@ def benchmark() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(benchmark)
+    command_line.run(benchmark)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from absl import flags
 
-from diffeqformer import cli
+from diffeqformer.console import command_line
 from diffeqformer.data.store import Split
 
 GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "Size of the store.")
@@ -44,4 +44,4 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(measure)
+    command_line.run(measure)

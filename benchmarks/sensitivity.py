@@ -16,7 +16,7 @@ from flax import nnx
 
 from diffeqformer.analysis import lyapunov
 from diffeqformer.config import base_config
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.transformer import Transformer
 
 TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of the text.")
 STEPS = flags.DEFINE_integer("steps", None, "Steps of depth; by default GPT-small's 12.")

@@ -15,11 +15,12 @@ from absl import flags
 from flax import nnx
 from threadpoolctl import threadpool_limits
 
-from diffeqformer import cli
 from diffeqformer.analysis.spectra import pairs_over_time, spectra
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.config import check_overrides
+from diffeqformer.console import command_line
+from diffeqformer.transformer import Transformer
 
-CONFIG = cli.define_config()
+CONFIG = command_line.define_config()
 DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense way takes.")
 
 
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.parse_config)
+    command_line.run(main, check_overrides)

@@ -19,12 +19,12 @@ import numpy as np
 from absl import flags
 from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, random_tokens, ratio, seconds
 
-from diffeqformer import cli
 from diffeqformer.config import check_config
-from diffeqformer.models.layers import Linear
-from diffeqformer.models.transformer import vector_field
-from diffeqformer.sharding import make_mesh, mesh_shape
-from diffeqformer.step import make_program
+from diffeqformer.console import command_line
+from diffeqformer.fields.layers import Linear
+from diffeqformer.parallel.sharding import make_mesh, mesh_shape
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import vector_field
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
 
@@ -90,4 +90,4 @@ def benchmark() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(benchmark)
+    command_line.run(benchmark)

@@ -5,12 +5,13 @@ Writes one HTML report with figures, and the numbers behind them; docs/analysis.
 
 from absl import flags
 
-from diffeqformer import checkpoint, cli
+from diffeqformer import checkpoint
 from diffeqformer.analysis import lyapunov, sections
 from diffeqformer.analysis.report import Section, write
+from diffeqformer.console import command_line
+from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import MODELS
-from diffeqformer.results import results_folder, whole_numbers
+from diffeqformer.transformer import MODELS
 
 PARTS = ("spectra", "induction", "sensitivity", "flow", "clustering")
 READING = {"sensitivity", "flow", "clustering"}  # parts that need a text
@@ -133,4 +134,4 @@ def analyze(options) -> list[Section]:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: analyze(flags.FLAGS))
+    command_line.run(lambda: analyze(flags.FLAGS))

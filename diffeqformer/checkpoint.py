@@ -23,12 +23,11 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
-from diffeqformer import hosts
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
-from diffeqformer.errors import Stopped, UserError, out_of_memory
-from diffeqformer.models.transformer import Transformer, split
-from diffeqformer.step import abstract_model, join, part, split_specs
+from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
+from diffeqformer.parallel import hosts
+from diffeqformer.transformer import Transformer, abstract_model, join, part, split, split_specs
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -76,7 +75,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) ->
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
     Args:
-        state: see `diffeqformer.step`; of a model that won't be trained further, the parameters alone.
+        state: see `diffeqformer.training.step`; of a model that won't be trained further, the parameters alone.
         about: config (a dict), tokenizer (its name), tokenizer_data (what its `save` gave) and data_sha256 (of
             the training split); of a materialized model also materialized_from, of one that began with another one's weights base.
     """
@@ -97,7 +96,7 @@ def written(manager: ocp.CheckpointManager) -> Iterator[None]:
         raise
     except Exception as error:  # of the file system, of TensorStore, or of another host
         raise UserError(
-            f"{manager.directory}: a checkpoint can't be written: {_reason(error)}; earlier ones are untouched, and the same "
+            f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and the same "
             "command goes on from the newest"
         ) from error
 
@@ -126,28 +125,6 @@ def read_about(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> d
 
 
 @contextlib.contextmanager
-def reachable(option: str, folder: epath.PathLike) -> Iterator[None]:
-    """Turns what went wrong with a file system, a cloud's or this machine's, into a UserError that names the option."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(f"{option}: {folder} needs a package: pip install -e '.[gcs]' -c constraints.txt") from None
-    except OSError as error:
-        reason = f"{error.filename or folder}: {error.strerror or error}"
-        raise UserError(f"{option}: {reason}; choose a folder that can be written") from None
-    except Exception as error:  # a cloud's client has many of its own
-        if "://" not in str(folder):
-            raise
-        raise UserError(f"{option}: {folder} can't be reached: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """The end of an error's first line, where TensorStore says what the system said before it shows the array's description."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
-    return line if len(line) <= 200 else f"... {line[-200:]}"
-
-
-@contextlib.contextmanager
 def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
     """Turns what went wrong with reading a checkpoint's files into a UserError that ends with a remedy."""
     remedy = remedy or "put its files back, or delete the folder to go on from the checkpoint before it"
@@ -157,7 +134,7 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
         if out_of_memory(error):
             raise
         raise UserError(
-            f"{manager.directory / str(step)}: this checkpoint can't be read: {_reason(error)}; {remedy}"
+            f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         ) from error
 
 

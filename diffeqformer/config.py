@@ -12,14 +12,14 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
+from diffeqformer.depth.generated import STARTS, TRAINING_TIMES
+from diffeqformer.depth.low_rank import STARTS as LORA_STARTS
+from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError
-from diffeqformer.models.generated import STARTS, TRAINING_TIMES
-from diffeqformer.models.low_rank import STARTS as LORA_STARTS
-from diffeqformer.models.low_rank import adapted_layers
-from diffeqformer.models.transformer import FIELDS, MODELS, solvers_of, vector_field
-from diffeqformer.sharding import check_mesh
+from diffeqformer.parallel.sharding import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
+from diffeqformer.transformer import FIELDS, MODELS, solvers_of, vector_field
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
@@ -27,7 +27,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
     Args:
         name: the config's name, by which its runs are called.
-        model: the kind of model, a key of `diffeqformer.models.transformer.MODELS`.
+        model: the kind of model, a key of `diffeqformer.transformer.MODELS`.
         field: the vector field, gpt or llama, for a kind that has no field of its own.
     """
     config = ConfigDict()
@@ -58,13 +58,13 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
-    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.models.generated and docs/ode.md).
+    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.depth.generated and docs/ode.md).
     config.model.training_times = "fixed"
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
     config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
     config.model.lora_layers = ".*"  # a regular expression: the linear layers that get adapters
-    config.model.lora_start = "zero"  # how adapters start: zero or published (see diffeqformer.models.low_rank)
+    config.model.lora_start = "zero"  # how adapters start: zero or published (see diffeqformer.depth.low_rank)
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     config.model.dtype = "bfloat16"  # of matrix products; parameters, state between steps and times are float32
     config.model.state_dtype = "float32"  # of the state between steps: float32 or bfloat16
@@ -75,7 +75,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 6e-4  # at the peak, after the warm-up
-    config.optimizer.weight_decay = 0.1  # decoupled; see diffeqformer.optimizer.decay_mask
+    config.optimizer.weight_decay = 0.1  # decoupled; see diffeqformer.training.optimizer.decay_mask
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.999
     config.optimizer.epsilon = 1e-8

@@ -22,13 +22,13 @@ import tensorboardX
 from absl import flags
 from flax import nnx
 
-from diffeqformer import checkpoint, cli
-from diffeqformer.downstream_table import TASKS, describe
+from diffeqformer import checkpoint
+from diffeqformer.console import command_line
+from diffeqformer.console.progress import duration
+from diffeqformer.console.results import results_folder, whole_numbers, write_text
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import split
-from diffeqformer.progress import duration
-from diffeqformer.results import results_folder, whole_numbers, write_text
-from diffeqformer.step import abstract_model
+from diffeqformer.inference.published import TASKS, describe
+from diffeqformer.transformer import abstract_model, split
 
 SEED = 1234  # of the few-shot examples, as in lm-eval
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
@@ -203,7 +203,7 @@ def run_all(options) -> None:
     own = {name: task.get_config("num_fewshot") for name, task in tasks["tasks"].items()}
     check_examples(tasks, own, shots)
 
-    from diffeqformer.harness import HarnessModel
+    from diffeqformer.inference.harness import HarnessModel
 
     folder = results_folder(options.output, options.workdir[0], "downstream")
     report = {
@@ -275,7 +275,7 @@ def main() -> None:
         prepare_lm_eval()
         run_all(flags.FLAGS)
 
-    cli.run(command)
+    command_line.run(command)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What is said to the user: exceptions whose message is meant for them, and a way to end with a sentence."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
@@ -30,3 +32,25 @@ def leave(status: int, sentence: str) -> None:
     sys.stderr.write(f"diffeqformer: {sentence}\n")  # at once: other threads may be writing, too
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
+    """Turns what went wrong with a file system, a cloud's or this machine's, into a UserError that names the option."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{option}: {folder} needs a package: pip install -e '.[gcs]' -c constraints.txt") from None
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"{option}: {reason}; choose a folder that can be written") from None
+    except Exception as error:  # a cloud's client has many of its own
+        if "://" not in str(folder):
+            raise
+        raise UserError(f"{option}: {folder} can't be reached: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The end of an error's first line, where TensorStore says what the system said before it shows the array's description."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+    return line if len(line) <= 200 else f"... {line[-200:]}"

@@ -14,15 +14,16 @@ import tensorboardX
 from absl import flags
 from flax import nnx
 
-from diffeqformer import checkpoint, cli
-from diffeqformer.calibration import calibration_tokens, choose_times
-from diffeqformer.data.prepare import matching_files
+from diffeqformer import checkpoint
+from diffeqformer.console import command_line
+from diffeqformer.console.progress import show_progress
+from diffeqformer.console.results import results_folder, whole_numbers, write_text
+from diffeqformer.data.preparation import matching_files
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import MODELS, solvers_of
-from diffeqformer.progress import show_progress
-from diffeqformer.results import results_folder, whole_numbers, write_text
-from diffeqformer.scoring import Scorer
+from diffeqformer.inference.calibration import calibration_tokens, choose_times
+from diffeqformer.inference.scoring import Scorer
 from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import MODELS, solvers_of
 
 COLUMNS = {
     "solver": "solver",
@@ -99,7 +100,7 @@ def window_of(options, opened: checkpoint.Checkpoint) -> int:
 
 
 def open_text(options, opened: checkpoint.Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
-    """The text to be scored, a `diffeqformer.data.perplexity.Evaluation`; TensorFlow comes with it.
+    """The text to be scored, a `diffeqformer.inference.perplexity.Evaluation`; TensorFlow comes with it.
 
     Raises:
         UserError: if there is no such text, or less than one window.
@@ -108,7 +109,7 @@ def open_text(options, opened: checkpoint.Checkpoint, task: str, files: list[str
 
     import_tensorflow()
     from diffeqformer.data import tasks
-    from diffeqformer.data.perplexity import Evaluation
+    from diffeqformer.inference.perplexity import Evaluation
 
     data = opened.config.data
     tasks.configure(
@@ -327,4 +328,4 @@ def plot(results: dict, path: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: evaluate(flags.FLAGS))
+    command_line.run(lambda: evaluate(flags.FLAGS))

@@ -7,10 +7,12 @@ import time
 
 from absl import flags, logging
 
-from diffeqformer import checkpoint, cli
+from diffeqformer import checkpoint
+from diffeqformer.console import command_line
+from diffeqformer.console.progress import printable
 from diffeqformer.errors import UserError
-from diffeqformer.sampling import Choice, Samples, encode_prompt, printable, write_tokens
-from diffeqformer.step import random_key
+from diffeqformer.inference.sampling import Choice, Samples, encode_prompt, write_tokens
+from diffeqformer.transformer import random_key
 
 
 def define_flags() -> None:
@@ -103,7 +105,7 @@ def main() -> None:
         except BrokenPipeError:  # whoever read the text has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    cli.run(command, verbosity=logging.ERROR)
+    command_line.run(command, verbosity=logging.ERROR)
 
 
 if __name__ == "__main__":

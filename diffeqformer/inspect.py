@@ -12,9 +12,10 @@ import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint, cli
+from diffeqformer import checkpoint
 from diffeqformer.config import base_config, field_names, get_field
-from diffeqformer.progress import read_curves
+from diffeqformer.console import command_line
+from diffeqformer.console.progress import read_curves
 
 BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
@@ -238,7 +239,7 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")  # a training may hold the accelerator
         print(text(inspect_run(workdir.value, step.value, with_statistics.value), everything.value))
 
-    cli.run(command, verbosity=logging.FATAL)
+    command_line.run(command, verbosity=logging.FATAL)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ START = time.monotonic()  # before the heavy imports, so that the time to the fi
 
 from absl import flags, logging  # noqa: E402
 
-from diffeqformer import cli, hosts  # noqa: E402
-from diffeqformer.train import train  # noqa: E402
+from diffeqformer.config import check_overrides  # noqa: E402
+from diffeqformer.console import command_line  # noqa: E402
+from diffeqformer.parallel import hosts  # noqa: E402
+from diffeqformer.training.loop import train  # noqa: E402
 
 if __name__ == "__main__":
-    config = cli.define_config()
+    config = command_line.define_config()
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run; by default runs/<config name>.")
     hosts.define_flags()
 
@@ -20,9 +22,9 @@ if __name__ == "__main__":
         with hosts.together():
             train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
 
-    cli.run(
+    command_line.run(
         command,
-        cli.parse_config,
+        check_overrides,
         verbosity=logging.FATAL,  # what fails in the background of a save is raised, and said once
         interrupted="interrupted; the same command goes on from the newest checkpoint, if any",
     )

@@ -6,60 +6,15 @@ The hypernetwork and the optimizer's state stay behind: what remains has a vanil
 and opens wherever a run does.
 """
 
-import functools
-
 import jax
-import jax.numpy as jnp
 from absl import flags, logging
 from etils import epath
-from flax import nnx
-from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint, cli
+from diffeqformer import checkpoint
+from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import in_compute_type, stage_times
-from diffeqformer.models.low_rank import merge
-from diffeqformer.models.transformer import MODELS, Transformer, solvers_of, split
-from diffeqformer.solvers import SOLVERS
-
-
-def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
-    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated.
-
-    Its solver is that of the training or, if that one takes weights at several times of a step, Euler's.
-    """
-    config = config.copy_and_resolve_references()
-    config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
-    if MODELS[config.model.kind].weights == "generated":
-        config.model.update(kind="discretized", training_times="fixed")
-        if config.model.solver not in solvers_of("discretized"):
-            config.model.solver = "euler"
-    return config
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype", "solver"))
-def _discretized_params(graph, params, num_steps, dtype, solver):
-    model = nnx.merge(graph, params)
-    layers = model.depth(stage_times(model.times(num_steps), SOLVERS[solver].nodes))
-    others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
-    return {
-        **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
-        **in_compute_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_compute_type(merge(layers), dtype)},
-    }
-
-
-def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
-    """The model of `discretized_config` that does what `model` does in `num_steps` steps, computed in `dtype`.
-
-    Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
-
-    Raises:
-        UserError: if the model can't take that number of steps.
-    """
-    target = discretized_config(config, num_steps, dtype).model
-    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype), target.solver)
-    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)
+from diffeqformer.inference.discretize import discretize, discretized_config
+from diffeqformer.transformer import solvers_of, split
 
 
 def materialize(
@@ -134,7 +89,7 @@ def main() -> None:
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
         print(f"{folder}: {size_of(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
-    cli.run(command, verbosity=logging.FATAL)
+    command_line.run(command, verbosity=logging.FATAL)
 
 
 if __name__ == "__main__":

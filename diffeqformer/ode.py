@@ -15,17 +15,18 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from diffeqformer import checkpoint, cli
+from diffeqformer import checkpoint
+from diffeqformer.analysis.ode_report import plot, table
+from diffeqformer.console import command_line
+from diffeqformer.console.results import results_folder, write_text
+from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.plain import StackedWeights, in_compute_type, stage_times, step_sizes
 from diffeqformer.errors import UserError
 from diffeqformer.evaluate import define_text_flags, open_text, text_of, window_of
-from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, step_sizes
-from diffeqformer.models.generated import time_features
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import MODELS, Transformer, split
-from diffeqformer.ode_report import plot, table
-from diffeqformer.results import results_folder, write_text
-from diffeqformer.scoring import Scorer, Stretch
+from diffeqformer.fields.layers import Context
+from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.transformer import MODELS, Transformer, split
 
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is looked at
 
@@ -210,4 +211,4 @@ def examine(options) -> dict:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: examine(flags.FLAGS))
+    command_line.run(lambda: examine(flags.FLAGS))

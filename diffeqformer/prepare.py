@@ -2,9 +2,9 @@
 
 from ml_collections import ConfigDict
 
-from diffeqformer import cli
-from diffeqformer.config import check_config, check_tokenizer
-from diffeqformer.data.prepare import open_stored, prepare, store_folder
+from diffeqformer.config import check_config, check_overrides, check_tokenizer
+from diffeqformer.console import command_line
+from diffeqformer.data.preparation import open_stored, prepare, store_folder
 from diffeqformer.data.remote import upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
@@ -33,9 +33,9 @@ def run(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    config = cli.define_config()
-    cli.run(
+    config = command_line.define_config()
+    command_line.run(
         lambda: run(config.value),
-        cli.parse_config,
+        check_overrides,
         interrupted="interrupted; finished shards stay, and the same command goes on from them",
     )

@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from common import articles_of_wikitext, train, validations
 
 from diffeqformer.config import get_field
-from diffeqformer.results import write_text
+from diffeqformer.console.results import write_text
 
 STUDY = flags.DEFINE_enum("study", None, ["embedding", "design", "beta2", "overfitting"], "Which.", required=True)
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config that they are over.")
@@ -87,8 +87,8 @@ def compiled_memory(workdir: pathlib.Path) -> float:
     import jax
 
     from diffeqformer import checkpoint
-    from diffeqformer.sharding import make_mesh, mesh_shape
-    from diffeqformer.step import make_program
+    from diffeqformer.parallel.sharding import make_mesh, mesh_shape
+    from diffeqformer.training.step import make_program
 
     config = checkpoint.load_config(workdir)
     program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))

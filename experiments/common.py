@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from diffeqformer.results import write_text
+from diffeqformer.console.results import write_text
 
 
 def train(workdir: pathlib.Path, options: list[str]) -> str:

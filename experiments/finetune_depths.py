@@ -17,7 +17,7 @@ from absl import app, flags
 from common import articles_of_wikitext, train, validations
 
 from diffeqformer.analysis.figures import new_figure
-from diffeqformer.results import write_text
+from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Where the runs and their results go.")

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer.config import base_config
-from diffeqformer.models.transformer import Transformer
+from diffeqformer.transformer import Transformer
 
 DATA = pathlib.Path(__file__).parent / "data"
 

@@ -84,8 +84,7 @@ def run(tmp_path_factory):
     import jax.numpy as jnp
 
     from diffeqformer import checkpoint
-    from diffeqformer.models.transformer import split
-    from diffeqformer.step import new_model
+    from diffeqformer.transformer import new_model, split
     from helpers import toy_config
 
     workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)

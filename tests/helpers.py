@@ -15,10 +15,10 @@ from flax import nnx
 import authors
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import FIELDS, MODELS, Transformer
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import Losses, make_program
+from diffeqformer.fields.layers import Context
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.step import Losses, make_program
+from diffeqformer.transformer import FIELDS, MODELS, Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
@@ -81,7 +81,7 @@ def train_sentencepiece(**options) -> bytes:
 
 
 def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:
-    """Write a token store as `diffeqformer.data.prepare` would, from the documents of each shard of each split."""
+    """Write a token store as `diffeqformer.data.preparation` would, from the documents of each shard of each split."""
     folder.mkdir(parents=True)
     about = {"format": 2, "task": "python_stdlib", "origin": "made up", "files": "", "tokenizer": tokenizer.name}
     about |= {"vocab_size": tokenizer.vocab_size, "dtype": "<u2", "splits": {}}

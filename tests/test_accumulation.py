@@ -7,8 +7,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import split
-from diffeqformer.step import dropout_keys, make_program, split_batch
+from diffeqformer.training.step import dropout_keys, make_program, split_batch
+from diffeqformer.transformer import split
 from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
 
 

@@ -13,8 +13,7 @@ from diffeqformer.analysis import figures, lyapunov, report, sections
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import split
-from diffeqformer.step import new_model
+from diffeqformer.transformer import new_model, split
 from helpers import lively_model, toy_config
 from runs import command
 

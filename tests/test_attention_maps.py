@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from diffeqformer.analysis import attention_maps
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import split, weights_at
+from diffeqformer.fields.layers import Context
+from diffeqformer.transformer import split, weights_at
 from helpers import build_model, lively_model
 
 TOKENS = jnp.arange(3, 11)

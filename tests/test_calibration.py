@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer import calibration
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import weights_at
+from diffeqformer.fields.layers import Context
+from diffeqformer.inference import calibration
 from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import weights_at
 from helpers import lively_model
 
 TOKENS = jnp.arange(24).reshape(2, 12)

@@ -20,9 +20,9 @@ from diffeqformer.config import (
 )
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import MODELS
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import abstract_model, make_program
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import MODELS, abstract_model
 from helpers import CONFIGS, ROOT, load_config, toy_config
 
 

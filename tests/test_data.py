@@ -11,7 +11,7 @@ import pytest
 
 from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.prepare import open_prepared
+from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.remote import stage, upload
 from diffeqformer.data.store import open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import ByteTokenizer

@@ -12,11 +12,11 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from diffeqformer import checkpoint, downstream, downstream_table
+from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.harness import HarnessModel
-from diffeqformer.models.transformer import split
-from diffeqformer.step import new_model
+from diffeqformer.inference import published
+from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.transformer import new_model, split
 from helpers import ROOT, toy_config
 from runs import command
 
@@ -157,12 +157,12 @@ def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
 
 def test_published_figures():
     """Spot checks against the paper, and the standard error that each accuracy and number of examples implies."""
-    gpt, ours = downstream_table.PUBLISHED["gpt"]
-    llama, _ = downstream_table.PUBLISHED["llama"]
+    gpt, ours = published.PUBLISHED["gpt"]
+    llama, _ = published.PUBLISHED["llama"]
     assert str(gpt.values[0]["arc_challenge"]) == "20.65 (1.18)" and str(ours.values[5]["wsc273"]) == "53.11 (3.03)"
     assert str(llama.values[5]["mmlu"]) == "26.43 (0.37)" and str(ours.values[0]["lambada_openai"]) == "38.39 (0.68)"
-    examples = dict(zip(downstream_table.TASKS, (1172, 2376, 10042, 5153, 5153, 651, 14042, 1838, 1000, 1267, 273)))
-    for columns in downstream_table.PUBLISHED.values():
+    examples = dict(zip(published.TASKS, (1172, 2376, 10042, 5153, 5153, 651, 14042, 1838, 1000, 1267, 273)))
+    for columns in published.PUBLISHED.values():
         for column in columns:
             for values in column.values.values():
                 for task, (percent, error, _) in values.items():

@@ -9,10 +9,10 @@ from flax import nnx
 from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.data.store import open_store
-from diffeqformer.dynamics import recorder
-from diffeqformer.models.transformer import split
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import make_program
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.dynamics import recorder
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import split
 from helpers import ONE_DEVICE, lively_model, toy_config
 
 

@@ -13,18 +13,18 @@ import pytest
 from lm_eval.api.instance import Instance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from diffeqformer import checkpoint, train
+from diffeqformer import checkpoint, transformer
 from diffeqformer import evaluate as evaluation_command
-from diffeqformer.calibration import calibration_tokens, choose_times
+from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.harness import HarnessModel
-from diffeqformer.models import transformer
-from diffeqformer.models.transformer import Transformer
-from diffeqformer.results import results_folder, whole_numbers
+from diffeqformer.inference.calibration import calibration_tokens, choose_times
+from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.step import make_program, new_model
+from diffeqformer.training import loop
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import Transformer, new_model
 from helpers import ONE_DEVICE, lively_model, make_store, toy_config
 from runs import command
 
@@ -221,7 +221,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     params = transformer.split(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
     for row in results[1]["rows"][:2]:
-        scores = train.evaluate(program, params, split, config, row["num_steps"])
+        scores = loop.evaluate(program, params, split, config, row["num_steps"])
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 
 

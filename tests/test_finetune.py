@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from diffeqformer import checkpoint, finetune, train
+from diffeqformer import checkpoint
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.models.transformer import MODELS, Transformer, split
-from diffeqformer.sharding import make_mesh
+from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.step import make_program, part
+from diffeqformer.training import finetune, loop
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import MODELS, Transformer, part, split
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
 
@@ -70,18 +71,18 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
-    monkeypatch.setattr(train, "make_mesh", lambda *_: ONE_DEVICE)
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
-    whole = split(train.train(config, tmp_path / "whole"))[1]
+    whole = split(loop.train(config, tmp_path / "whole"))[1]
     assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
 
     seen = []
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 2"):
-        patch.setattr(train.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 2)
-        train.train(config, tmp_path / "parts")
+        patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 2)
+        loop.train(config, tmp_path / "parts")
     shutil.rmtree(base)
-    parts = split(train.train(config, tmp_path / "parts"))[1]
+    parts = split(loop.train(config, tmp_path / "parts"))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
     opened = checkpoint.load(tmp_path / "parts", make_mesh((4, 2, 1)))
@@ -101,7 +102,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
 
         frozen = tmp_path / "parts" / "frozen"
         save_base(base, toy_config(model__vocab_multiple=16), step=5)
-        train.train(config, tmp_path / "other")
+        loop.train(config, tmp_path / "other")
         shutil.rmtree(frozen)
         shutil.copytree(tmp_path / "other" / "frozen", frozen)
         with pytest.raises(UserError, match="frozen: these frozen weights belong to other adapters than this run's"):
@@ -143,7 +144,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         ),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
-            train.train(new_config(tmp_path / base, **changes), tmp_path / "new")
+            loop.train(new_config(tmp_path / base, **changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(
         UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"

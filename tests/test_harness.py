@@ -11,12 +11,12 @@ import sentencepiece
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffeqformer import checkpoint, scoring
+from diffeqformer import checkpoint, transformer
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.harness import HarnessModel
-from diffeqformer.models import transformer
-from diffeqformer.sampling import Choice, generate, write_tokens
+from diffeqformer.inference import scoring
+from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.inference.sampling import Choice, generate, write_tokens
 from helpers import ONE_DEVICE, build_model, lively_model, toy_config
 
 BYTES = ByteTokenizer()
@@ -212,7 +212,7 @@ def constant_writer(tokens):
 def test_writing_stops_and_truncates(monkeypatch):
     model = harness_model()
     writer, calls = constant_writer(list(b"one\ntwo. three") + [256] + list(b"more"))
-    monkeypatch.setattr("diffeqformer.harness.continue_prompt", writer)
+    monkeypatch.setattr("diffeqformer.inference.harness.continue_prompt", writer)
     assert write(
         model,
         ("a", {"until": ["\n", "."]}),

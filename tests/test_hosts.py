@@ -9,8 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from diffeqformer import hosts
 from diffeqformer.errors import UserError
+from diffeqformer.parallel import hosts
 from helpers import ROOT
 from runs import curves, finish, start
 

@@ -17,10 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import checkpoint, inspect
 from diffeqformer.config import field_names
+from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import Transformer
-from diffeqformer.progress import Progress, read_curves
-from diffeqformer.step import abstract_model, part
+from diffeqformer.transformer import Transformer, abstract_model, part
 from helpers import ROOT, toy_config
 from runs import command
 
@@ -84,7 +83,7 @@ def test_statistics_are_those_of_the_parameters_without_a_model(run, monkeypatch
 def test_the_command_takes_no_tensorflow_and_no_devices_of_the_training(adapters):
     workdir, parameters = adapters
     program = (
-        "import runpy, sys; sys.modules['tensorflow'] = None; from diffeqformer.models.transformer import Transformer; "
+        "import runpy, sys; sys.modules['tensorflow'] = None; from diffeqformer.transformer import Transformer; "
         "Transformer.__init__ = None; runpy.run_module('diffeqformer.inspect', run_name='__main__')"
     )
     done = subprocess.run(

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from diffeqformer import checkpoint, train
-from diffeqformer.sampling import printable
+from diffeqformer import checkpoint
+from diffeqformer.console.progress import printable
+from diffeqformer.training import loop
 from runs import curves, finish, start
 
 KILLING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=10"]
@@ -81,7 +82,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
     [(again, _)] = finish(start(1, 1, [tmp_path / "alone"], short_stores, *KILLING))
     assert "has already finished its 30 steps" in again and "first step" not in again
     opened = checkpoint.load(tmp_path / "alone")  # by itself: config, model and tokenizer come from the checkpoint
-    text = train.sample(opened.config, opened.model, opened.tokenizer)
+    text = loop.sample(opened.config, opened.model, opened.tokenizer)
     assert f"--- sample ---\n{printable(text)}\n" in again
 
 

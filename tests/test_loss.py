@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from diffeqformer import loss
-from diffeqformer.models import attention
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import make_program
+from diffeqformer.fields import attention
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training import cross_entropy
+from diffeqformer.training.step import make_program
 from helpers import toy_config
 
 
@@ -33,10 +33,10 @@ def example(rows: int, dtype):
 @pytest.mark.parametrize("dtype, close", [("float32", 2e-6), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("rows", [24, 20, 5])  # whole chunks, a part of one, and less than one
 def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK", 8)
+    monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     x, matrix, targets, weights = example(rows, dtype)
     results = []
-    for function in (loss.cross_entropy, plain_cross_entropy):
+    for function in (cross_entropy.cross_entropy, plain_cross_entropy):
         value, gradient = jax.value_and_grad(lambda x, m: 3 * function(x, m, targets, weights, 41), (0, 1))(x, matrix)
         assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
         results.append((value, *gradient))
@@ -49,16 +49,20 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, mon
 
 def test_all_logits_never_exist():
     """By the compiler's own account, of the loss and its gradient at 16 chunks."""
-    shapes = [((16 * loss.CHUNK, 8), "float32"), ((2000, 8), "float32"), ((16 * loss.CHUNK,), "int32")]
-    shapes = [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((16 * loss.CHUNK,), "float32")]]
+    shapes = [
+        ((16 * cross_entropy.CHUNK, 8), "float32"),
+        ((2000, 8), "float32"),
+        ((16 * cross_entropy.CHUNK,), "int32"),
+    ]
+    shapes = [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((16 * cross_entropy.CHUNK,), "float32")]]
 
     def temporaries(function):
         gradient = jax.grad(lambda *arguments: function(*arguments, 2000), (0, 1))
         return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    logits = 4 * 16 * loss.CHUNK * 2000
+    logits = 4 * 16 * cross_entropy.CHUNK * 2000
     assert temporaries(plain_cross_entropy) > logits
-    assert temporaries(loss.cross_entropy) < 0.3 * logits
+    assert temporaries(cross_entropy.cross_entropy) < 0.3 * logits
 
 
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 2e-2)])

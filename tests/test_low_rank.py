@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 
 from diffeqformer.config import check_config
+from diffeqformer.depth.low_rank import merge, unmerge
 from diffeqformer.errors import UserError
-from diffeqformer.materialize import discretize
-from diffeqformer.models.low_rank import merge, unmerge
-from diffeqformer.models.transformer import split
-from diffeqformer.step import make_program, part
+from diffeqformer.inference.discretize import discretize
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import part, split
 from helpers import ONE_DEVICE, build_model, lively_model, loss_and_gradient, run_steps, toy_config
 
 LORA = dict(lora_rank=3, lora_alpha=6.0)

@@ -8,9 +8,9 @@ import pytest
 import authors
 from diffeqformer.analysis import lyapunov
 from diffeqformer.errors import UserError
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import weights_at
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import weights_at
 from helpers import build_model, lively_model
 
 TOKENS = jnp.arange(3, 9)

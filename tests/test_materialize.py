@@ -10,13 +10,13 @@ from diffeqformer import checkpoint
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.materialize import materialize
-from diffeqformer.models.transformer import split
-from diffeqformer.sampling import (
+from diffeqformer.inference.sampling import (
     generate,
 )
-from diffeqformer.step import make_program, new_model
-from diffeqformer.train import evaluate
+from diffeqformer.materialize import materialize
+from diffeqformer.training.loop import evaluate
+from diffeqformer.training.step import make_program
+from diffeqformer.transformer import new_model, split
 from helpers import FAMILY, ONE_DEVICE, toy_config
 from runs import command
 

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
-from diffeqformer.models.generated import project, time_features
-from diffeqformer.models.layers import Context, dropout
-from diffeqformer.models.llama import rotary_table
-from diffeqformer.sharding import RULES
+from diffeqformer.fields.layers import Context, dropout
+from diffeqformer.fields.llama import rotary_table
+from diffeqformer.parallel.sharding import RULES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
-from diffeqformer.step import abstract_model, dropout_keys
+from diffeqformer.training.step import dropout_keys
+from diffeqformer.transformer import abstract_model
 from helpers import FAMILY, NO_DROPOUT, build_model, load_config
 
 

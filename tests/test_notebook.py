@@ -5,7 +5,7 @@ import shutil
 import nbformat
 from nbclient import NotebookClient
 
-from diffeqformer.progress import Progress
+from diffeqformer.console.progress import Progress
 from flags import FAST_COMPILATION
 from helpers import ROOT
 

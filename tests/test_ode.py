@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diffeqformer import checkpoint, ode, reference
-from diffeqformer.models.transformer import weights_at
 from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import weights_at
 from helpers import lively_model, toy_config
 from runs import command
 

@@ -13,8 +13,8 @@ from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.models.depth_weights import step_sizes
-from diffeqformer.models.layers import Context, rms_norm
+from diffeqformer.depth.plain import step_sizes
+from diffeqformer.fields.layers import Context, rms_norm
 from helpers import FAMILY, loss_and_gradient
 
 MODELS = list(authors.MODELS)

@@ -12,22 +12,21 @@ import pytest
 
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
+from diffeqformer.console.progress import printable
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.models.transformer import MODELS, split, weights_at
-from diffeqformer.sampling import (
+from diffeqformer.inference.sampling import (
     CHUNK,
     Choice,
     Samples,
     choose,
     encode_prompt,
     generate,
-    printable,
     read_prompt,
     read_token,
     write_tokens,
 )
-from diffeqformer.step import random_key
+from diffeqformer.transformer import MODELS, random_key, split, weights_at
 from helpers import FAMILY, ROOT, build_model, lively_model
 from runs import command
 

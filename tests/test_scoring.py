@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer import scoring
+from diffeqformer import transformer
 from diffeqformer.errors import UserError
-from diffeqformer.models import transformer
-from diffeqformer.scoring import Scorer, Stretch, sliding_windows
-from diffeqformer.sharding import make_mesh
+from diffeqformer.inference import scoring
+from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.parallel.sharding import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
 
 RANDOM = np.random.default_rng(0)

@@ -9,8 +9,8 @@ import pytest
 
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import make_program
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.step import make_program
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
 
 

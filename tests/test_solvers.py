@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 
 from diffeqformer import reference
-from diffeqformer.models.depth_weights import StackedWeights, stage_times, step_sizes
-from diffeqformer.models.generated import time_features
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import split, weights_at
+from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.plain import StackedWeights, stage_times, step_sizes
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, walk
-from diffeqformer.step import make_program, random_times
+from diffeqformer.training.step import make_program, random_times
+from diffeqformer.transformer import split, weights_at
 from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
 
 

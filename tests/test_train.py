@@ -14,15 +14,17 @@ import pytest
 from etils import epath
 from flax import nnx
 
-from diffeqformer import checkpoint, optimizer, train
+from diffeqformer import checkpoint
 from diffeqformer.config import check_config
+from diffeqformer.console.progress import Progress
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.progress import Progress
-from diffeqformer.sharding import make_mesh
-from diffeqformer.step import dropout_keys, make_program, new_model
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training import loop, optimizer
+from diffeqformer.training.step import dropout_keys, make_program
+from diffeqformer.transformer import new_model
 from flags import FAST_COMPILATION
 from helpers import FAMILY, ONE_DEVICE, ROOT, load_config, run_steps, tokens_of, toy_config
 from runs import curves
@@ -30,8 +32,8 @@ from runs import curves
 
 @pytest.fixture
 def one_device_loop(monkeypatch):
-    """Let `train.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
-    monkeypatch.setattr(train, "make_mesh", lambda *_: ONE_DEVICE)
+    """Let `loop.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
+    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)
@@ -126,7 +128,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     program = make_program(config, ONE_DEVICE)
     params = jax.tree.map(np.zeros_like, program.init()["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
-    scores = train.evaluate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
+    scores = loop.evaluate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
     assert scores["perplexity"] == pytest.approx(257, rel=1e-5)
     assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
@@ -188,13 +190,13 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 ):
     config = toy_config(steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
     seen = []
-    monkeypatch.setattr(train, "sample", lambda *_: "")
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
-        patch.setattr(train.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
-        train.train(config, tmp_path)
+        patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
+        loop.train(config, tmp_path)
     assert "validation/loss" not in curves(tmp_path)
-    train.train(config, tmp_path)
+    loop.train(config, tmp_path)
     assert set(curves(tmp_path)["validation/loss"]) == {3, 6, 9}
     assert set(curves(tmp_path)["dynamics/qk_radius"]) == {6, 9}
 
@@ -207,7 +209,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
         checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
         manager.wait_until_finished()
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer to go on with"):
-            train.read_saved(config, tmp_path, about)
+            loop.read_saved(config, tmp_path, about)
 
 
 def test_the_sample_comes_from_parameters_on_all_devices():
@@ -216,7 +218,7 @@ def test_the_sample_comes_from_parameters_on_all_devices():
     for mesh in (ONE_DEVICE, make_mesh()):
         program = make_program(config, mesh)
         model = nnx.merge(program.graph, program.init()["params"])
-        samples.append(train.sample(config, model, ByteTokenizer()))
+        samples.append(loop.sample(config, model, ByteTokenizer()))
     assert samples[0] == samples[1] and len(samples[0]) > 4
 
 
@@ -238,25 +240,25 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
 
         return program._replace(train_step=train_step)
 
-    monkeypatch.setattr(train, "make_program", poisoned)
+    monkeypatch.setattr(loop, "make_program", poisoned)
     with pytest.raises(
         UserError,
         match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
     ):
-        train.train(config, tmp_path)
+        loop.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
     assert sorted(set(seen))[:4] == [0, 1, 2, 3]  # step n on batch n - 1: a shift is unseen when two runs are compared
 
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about
     with pytest.raises(UserError, match="another tokenizer"):
-        train.read_saved(config, tmp_path, {**about, "tokenizer": "other"})
+        loop.read_saved(config, tmp_path, {**about, "tokenizer": "other"})
     with pytest.raises(UserError, match="another data_sha256"):
-        train.check_unchanged("data_sha256", {"data_sha256": "other"}, about, tmp_path)
+        loop.check_unchanged("data_sha256", {"data_sha256": "other"}, about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
-        train.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
+        loop.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
-        train.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
+        loop.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
     assert not (tmp_path / "stores").exists()
 
 
@@ -301,7 +303,7 @@ for name in ("tensorflow", "seqio", "tensorflow_datasets"):
 sys.path.insert(0, "tests")
 import diffeqformer.generate, diffeqformer.materialize, diffeqformer.reference
 from helpers import toy_config
-from diffeqformer.train import train
+from diffeqformer.training.loop import train
 train(toy_config(steps=1, data__dir={str(short_stores)!r}), {str(tmp_path)!r})
 """
     subprocess.run(

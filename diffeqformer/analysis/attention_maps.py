@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.models import attention
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import Transformer, split, weights_at
+from diffeqformer.fields import attention
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
+from diffeqformer.transformer import Transformer, split, weights_at
 
 
 def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) -> Float[Array, "B H S S"]:

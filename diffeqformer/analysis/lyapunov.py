@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
+from diffeqformer.depth.plain import stage_times
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import stage_times
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import Transformer, weights_at
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # rows of a Jacobian that are computed at once
 OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # solvers that let other tokens move at the end of a step alone

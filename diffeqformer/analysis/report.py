@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from diffeqformer.results import write_text
+from diffeqformer.console.results import write_text
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1250px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff; }

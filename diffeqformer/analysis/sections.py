@@ -17,12 +17,11 @@ from diffeqformer.analysis.clustering import HORIZON, QUANTILES, directions, rel
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text, table
 from diffeqformer.analysis.spectra import spectra as all_spectra
 from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console.progress import printable, show_progress
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.plain import stage_times
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import stage_times
-from diffeqformer.models.transformer import Transformer, split, weights_at
-from diffeqformer.progress import show_progress
-from diffeqformer.sampling import printable
+from diffeqformer.transformer import Transformer, split, weights_at
 
 DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
 

@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Complex, Float
 from threadpoolctl import threadpool_limits
 
-from diffeqformer.models.generated import time_features
-from diffeqformer.models.low_rank import merge
-from diffeqformer.models.transformer import Transformer, split
+from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.low_rank import merge
+from diffeqformer.transformer import Transformer, split
 
 CHUNK = 12  # times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown

@@ -3,7 +3,7 @@
 A store is a folder with `<split>-<number>.bin` (the ids of documents one after another, end-of-text after
 each, little-endian, 16 bits wide if the vocabulary allows it, else 32) and `store.json` (task, tokenizer,
 origin, and of each split the tokens, documents, bytes of text, SHA-256, and the shards with theirs). It
-appears under its name only when it is complete. `diffeqformer.data.prepare` makes it.
+appears under its name only when it is complete. `diffeqformer.data.preparation` makes it.
 """
 
 import dataclasses
@@ -172,7 +172,7 @@ def open_store(
 
     Args:
         tokenizer: name of the tokenizer.
-        files: fingerprint of the local files that take the task's place (`diffeqformer.data.prepare.fingerprint`),
+        files: fingerprint of the local files that take the task's place (`diffeqformer.data.preparation.fingerprint`),
             empty for none, None for any.
         task: name of the corpus; None for any.
 

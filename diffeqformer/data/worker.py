@@ -1,4 +1,4 @@
-"""The process that reads text for `diffeqformer.data.prepare`, since only such a one imports TensorFlow.
+"""The process that reads text for `diffeqformer.data.preparation`, since only such a one imports TensorFlow.
 
 It reads requests, one a line, from its standard input and answers in lines of JSON on what was its standard
 output; whatever else it prints goes to standard error.

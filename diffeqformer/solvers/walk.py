@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.layers import Context, as_it_is
-from diffeqformer.models.low_rank import merge
+from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.plain import StackedWeights
+from diffeqformer.fields.layers import Context, as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
 

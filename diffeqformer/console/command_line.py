@@ -8,7 +8,6 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.config import check_overrides
 from diffeqformer.errors import Stopped, UserError, leave, out_of_memory
 
 
@@ -31,13 +30,13 @@ def parse_flags(arguments: list[str]) -> list[str]:
     return rest
 
 
-def parse_config(arguments: list[str]) -> list[str]:
-    """Parse the command line and load the config file that it names.
+def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> list[str]:
+    """Parse the command line, whose arguments are checked first, and load the config file that it names.
 
     Raises:
         UserError, flags.Error: for what is wrong with either.
     """
-    check_overrides(arguments)
+    check(arguments)
     try:
         rest = parse_flags(arguments)
         if flags.FLAGS.config is None:
@@ -67,7 +66,7 @@ def _but_for_late_news(unraisable) -> None:
 
 def run(
     command: Callable[[], None],
-    parse: Callable[[list[str]], list[str]] = parse_flags,
+    check: Callable[[list[str]], None] | None = None,
     *,
     interrupted: str = "interrupted",
     verbosity: int = logging.WARNING,
@@ -76,14 +75,14 @@ def run(
     and SIGTERM (143).
 
     Args:
-        parse: of the command line; may raise UserError or flags.Error.
+        check: of the arguments of a command that takes --config (`diffeqformer.config.check_overrides`); may raise UserError.
         interrupted: what to say after Ctrl-C.
         verbosity: of the libraries' log.
     """
 
     def parse_or_exit(arguments):
         try:
-            return parse(arguments)
+            return parse_config(arguments, check) if check else parse_flags(arguments)
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else error}")

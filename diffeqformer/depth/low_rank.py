@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from diffeqformer.errors import UserError
-from diffeqformer.models.layers import Linear, Norm, as_it_is, parameter
+from diffeqformer.fields.layers import Linear, Norm, as_it_is, parameter
 
 FACTORS = ("a", "b")
 STARTS = ("zero", "published")

@@ -3,8 +3,8 @@
 import jax
 import optax
 
-from diffeqformer.models.low_rank import FACTORS
-from diffeqformer.models.transformer import MODELS
+from diffeqformer.depth.low_rank import FACTORS
+from diffeqformer.transformer import MODELS
 
 
 def learning_rate_schedule(config, steps: int) -> optax.Schedule:

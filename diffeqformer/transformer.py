@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import (
+from diffeqformer.depth.generated import GeneratedWeights
+from diffeqformer.depth.low_rank import FACTORS, add_adapters, merge
+from diffeqformer.depth.plain import (
     PerLayerWeights,
     SharedWeights,
     StackedWeights,
@@ -18,12 +20,13 @@ from diffeqformer.models.depth_weights import (
     plain_layer,
     stage_times,
     step_sizes,
+    weight_axes,
 )
-from diffeqformer.models.generated import GeneratedWeights
-from diffeqformer.models.gpt import GPT
-from diffeqformer.models.layers import Context, dropout, parameter, rows_from
-from diffeqformer.models.llama import Llama
-from diffeqformer.models.low_rank import FACTORS, add_adapters, merge
+from diffeqformer.errors import UserError
+from diffeqformer.fields.gpt import GPT
+from diffeqformer.fields.layers import Context, dropout, parameter, rows_from
+from diffeqformer.fields.llama import Llama
+from diffeqformer.parallel.sharding import partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
@@ -258,3 +261,43 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
 def _weights_at(graph, params, num_steps):
     model = nnx.merge(graph, params)
     return model.weights(model.times(num_steps))
+
+
+def random_key(seed: int, purpose: str) -> Key[Array, ""]:
+    """The root key of everything random that serves one purpose: parameters, dropout, sample or times."""
+    return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample", "times").index(purpose))
+
+
+def new_model(config) -> Transformer:
+    """The model of a config with its initial parameters."""
+    return Transformer(config.model, nnx.Rngs(random_key(config.seed, "parameters")))
+
+
+def abstract_model(config) -> Transformer:
+    """The model of a config with shapes in place of values: costs nothing, however large."""
+    return nnx.eval_shape(lambda: new_model(config))
+
+
+def split_specs(model: Transformer) -> tuple[dict, dict]:
+    """How a model's parameters, and its weights at all times (`model.depth(...)`), lie on the mesh: trees of specs."""
+    variables = nnx.to_pure_dict(
+        nnx.map_state(lambda _, variable: partition(variable.axes), nnx.state(model, nnx.Param))
+    )
+    field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
+    layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.times()), nnx.split(model.depth))
+    return variables, {
+        layer: {name: partition((*time, *weight_axes(field_layers[layer], name))) for name in weights}
+        for layer, weights in layers.items()
+    }
+
+
+def part(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
+    """The leaves of nested dictionaries whose path is wanted."""
+    leaves = traverse_util.flatten_dict(tree)
+    return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})
+
+
+def join(*trees: dict) -> dict:
+    """Nested dictionaries put together again."""
+    leaves = [traverse_util.flatten_dict(tree) for tree in trees]
+    return traverse_util.unflatten_dict({path: leaf for each in leaves for path, leaf in each.items()})

@@ -13,24 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from clu import metrics
-from flax import nnx, traverse_util
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, Shaped
 
+from diffeqformer.depth.low_rank import FACTORS
+from diffeqformer.depth.plain import StackedWeights, in_compute_type, stage_times, step_sizes
 from diffeqformer.errors import UserError
-from diffeqformer.loss import cross_entropy
-from diffeqformer.models.attention import choose, plain
-from diffeqformer.models.depth_weights import StackedWeights, in_compute_type, stage_times, step_sizes, weight_axes
-from diffeqformer.models.layers import Context, as_it_is
-from diffeqformer.models.low_rank import FACTORS
-from diffeqformer.models.transformer import Transformer, split
-from diffeqformer.optimizer import learning_rate_schedule, make_optimizer
-from diffeqformer.sharding import AXES, BATCH, by_device, gather, partition, sharding, sum_copies
-
-
-def random_key(seed: int, purpose: str) -> Key[Array, ""]:
-    """The root key of everything random that serves one purpose: parameters, dropout, sample or times."""
-    return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample", "times").index(purpose))
+from diffeqformer.fields.attention import choose, plain
+from diffeqformer.fields.layers import Context, as_it_is
+from diffeqformer.parallel.sharding import AXES, BATCH, by_device, gather, sharding, sum_copies
+from diffeqformer.training.cross_entropy import cross_entropy
+from diffeqformer.training.optimizer import learning_rate_schedule, make_optimizer
+from diffeqformer.transformer import Transformer, abstract_model, join, new_model, part, random_key, split, split_specs
 
 
 def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
@@ -76,16 +71,6 @@ class Program(NamedTuple):
     evaluate: Callable
 
 
-def new_model(config) -> Transformer:
-    """The model of a config with its initial parameters."""
-    return Transformer(config.model, nnx.Rngs(random_key(config.seed, "parameters")))
-
-
-def abstract_model(config) -> Transformer:
-    """The model of a config with shapes in place of values: costs nothing, however large."""
-    return nnx.eval_shape(lambda: new_model(config))
-
-
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
     """The microbatches of a batch: the m-th has rows m, m + parts, ..., so that every device has its share of each.
 
@@ -95,31 +80,6 @@ def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "par
     if len(array) % parts:
         raise UserError(f"microbatches: must divide the batch ({len(array)} examples), but it is {parts}")
     return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
-
-
-def split_specs(model: Transformer) -> tuple[dict, dict]:
-    """How a model's parameters, and its weights at all times (`model.depth(...)`), lie on the mesh: trees of specs."""
-    variables = nnx.to_pure_dict(
-        nnx.map_state(lambda _, variable: partition(variable.axes), nnx.state(model, nnx.Param))
-    )
-    field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
-    layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.times()), nnx.split(model.depth))
-    return variables, {
-        layer: {name: partition((*time, *weight_axes(field_layers[layer], name))) for name in weights}
-        for layer, weights in layers.items()
-    }
-
-
-def part(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
-    """The leaves of nested dictionaries whose path is wanted."""
-    leaves = traverse_util.flatten_dict(tree)
-    return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})
-
-
-def join(*trees: dict) -> dict:
-    """Nested dictionaries put together again."""
-    leaves = [traverse_util.flatten_dict(tree) for tree in trees]
-    return traverse_util.unflatten_dict({path: leaf for each in leaves for path, leaf in each.items()})
 
 
 def without_time(specs: dict) -> dict:
@@ -134,7 +94,7 @@ class Losses:
         graph: the structure of the model.
         params: its parameters, or their shapes.
         mesh: the devices.
-        attend: causal attention (`diffeqformer.models.attention`).
+        attend: causal attention (`diffeqformer.fields.attention`).
     """
 
     def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain):

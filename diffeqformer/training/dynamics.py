@@ -12,9 +12,9 @@ from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances
 from diffeqformer.data.store import Split
-from diffeqformer.hosts import is_first
-from diffeqformer.models.layers import Context
-from diffeqformer.step import Program
+from diffeqformer.fields.layers import Context
+from diffeqformer.parallel.hosts import is_first
+from diffeqformer.training.step import Program
 
 WINDOWS, TOKENS = 4, 128  # of the validation split, and of each of them, whose distances are measured
 

@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.transformer import Transformer, split, weights_at
-from diffeqformer.sharding import make_mesh, sharding
+from diffeqformer.parallel.sharding import make_mesh, sharding
+from diffeqformer.transformer import Transformer, split, weights_at
 
 SHORTEST = 32  # positions; sequences are filled up to this times a power of two, so that few shapes are compiled
 

@@ -17,19 +17,21 @@ from etils import epath
 from flax import nnx
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint, finetune, hosts
+from diffeqformer import checkpoint
 from diffeqformer.config import check_config, check_fields, check_resumable, check_tokenizer
+from diffeqformer.console.progress import Progress, printable, show_progress
 from diffeqformer.data.lock import only_run
-from diffeqformer.data.prepare import open_prepared
+from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import open_tokenizer
-from diffeqformer.dynamics import recorder
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.models.transformer import MODELS, Transformer
-from diffeqformer.progress import Progress, show_progress
-from diffeqformer.sampling import Choice, generate, printable
-from diffeqformer.sharding import make_mesh, mesh_shape
-from diffeqformer.step import Program, join, make_program, random_key
+from diffeqformer.inference.sampling import Choice, generate
+from diffeqformer.parallel import hosts
+from diffeqformer.parallel.sharding import make_mesh, mesh_shape
+from diffeqformer.training import finetune
+from diffeqformer.training.dynamics import recorder
+from diffeqformer.training.step import Program, make_program
+from diffeqformer.transformer import MODELS, Transformer, join, random_key
 
 
 def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
@@ -210,7 +212,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     Scalars are read one step late, so dispatch never waits.
     """
     first, shape = int(state["step"]), (config.batch_size, config.sequence_length)
-    progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length)
+    progress = Progress(workdir, first, config.steps, config.batch_size * config.sequence_length, hosts.is_first())
     pending, validation = collections.deque(), splits["validation"]
     dynamics = recorder(program, validation, config.sequence_length) if config.dynamics_every else None
 

@@ -14,14 +14,14 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from diffeqformer.data.files import read_texts
-from diffeqformer.data.prepare import matching_files
+from diffeqformer.data.preparation import matching_files
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.plain import in_compute_type
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import in_compute_type
-from diffeqformer.models.generated import time_features
-from diffeqformer.models.layers import Context
-from diffeqformer.models.transformer import Transformer, split, weights_at
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.heun import HEUN
+from diffeqformer.transformer import Transformer, split, weights_at
 
 MOST = 16  # times the trained number of steps: no grid gets finer
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.models.layers import Context, Linear, Norm, dropout, linear, rms_norm, rows_from
+from diffeqformer.fields.layers import Context, Linear, Norm, dropout, linear, rms_norm, rows_from
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.errors import UserError
-from diffeqformer.models.layers import Linear, Norm, as_it_is, parameter
+from diffeqformer.fields.layers import Linear, Norm, as_it_is, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +28,7 @@ class StackedWeights:
         their order; without the axis T if `constant`.
     step_sizes: length in time of each step, fp32.
     constant: the same weights serve every step.
-    gather: makes one step's layers whole, where devices share them (`diffeqformer.sharding`).
+    gather: makes one step's layers whole, where devices share them (`diffeqformer.parallel.sharding`).
     """
 
     layers: dict

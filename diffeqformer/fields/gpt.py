@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffeqformer.models.layers import Context, Linear, Norm, dropout, layer_norm, linear
+from diffeqformer.fields.layers import Context, Linear, Norm, dropout, layer_norm, linear
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,12 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
+from diffeqformer.console.progress import duration
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.progress import duration
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:

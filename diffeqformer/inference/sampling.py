@@ -11,11 +11,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.models.depth_weights import StackedWeights
-from diffeqformer.models.layers import fold_in
-from diffeqformer.models.transformer import Transformer, split, weights_at
+from diffeqformer.fields.layers import fold_in
 from diffeqformer.solvers import KeyValueCache
+from diffeqformer.transformer import Transformer, split, weights_at
 
 CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
 
@@ -280,8 +280,3 @@ def generate(
         if written.finished():
             break
     return [written.text(sample) for sample in range(samples)]
-
-
-def printable(text: str) -> str:
-    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -10,8 +10,7 @@ from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from diffeqformer.checkpoint import reachable
-from diffeqformer.hosts import is_first
+from diffeqformer.errors import reachable
 
 FLUSH_SECONDS = 30  # after which those who watch the curves see them
 
@@ -21,6 +20,11 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def printable(text: str) -> str:
+    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:
@@ -98,11 +102,12 @@ class Progress:
         first_step: the step from which this process trains; what earlier ones wrote from there on is dropped.
         steps: steps of the whole run.
         tokens_per_step: tokens of one global batch.
+        writes: whether this process writes the curves; one of several does.
     """
 
-    def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int):
+    def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int, writes: bool = True):
         self.writer, self.flushed, self.failed = None, time.monotonic(), False
-        if is_first():
+        if writes:
             with reachable("--workdir", workdir):
                 self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step)
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step

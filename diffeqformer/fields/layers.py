@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.models import attention
+from diffeqformer.fields import attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def parameter(
 ):
     """An fp32 parameter drawn from N(mean, stddev^2); `axes` names each dimension's logical axis.
 
-    The axes are plain metadata, read by `diffeqformer.sharding` and by nothing else.
+    The axes are plain metadata, read by `diffeqformer.parallel.sharding` and by nothing else.
     """
     assert len(shape) == len(axes), (shape, axes)
     value = jnp.full(shape, mean, jnp.float32)

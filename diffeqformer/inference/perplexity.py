@@ -17,7 +17,7 @@ from diffeqformer.data import tasks
 from diffeqformer.data.quiet import quiet
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
 LARGEST = 700.0  # exponents beyond this overflow
 GROUP = 4096  # windows that exist at once

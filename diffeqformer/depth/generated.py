@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from diffeqformer.models.layers import Linear, Norm, parameter
+from diffeqformer.fields.layers import Linear, Norm, parameter
 
 
 def time_features(

@@ -1,0 +1,1 @@
+"""The terminal: command lines, progress and folders of results."""

@@ -1,0 +1,1 @@
+"""Depth weights: where the weights at the solver's times come from."""

@@ -1,0 +1,1 @@
+"""Vector fields: what one block does to a state, given the block's weights at that time."""

@@ -1,0 +1,52 @@
+"""A model's weights at the times of one grid, as a model without hypernetwork."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.plain import in_compute_type, stage_times
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import MODELS, Transformer, solvers_of, split
+
+
+def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
+    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated.
+
+    Its solver is that of the training or, if that one takes weights at several times of a step, Euler's.
+    """
+    config = config.copy_and_resolve_references()
+    config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
+    if MODELS[config.model.kind].weights == "generated":
+        config.model.update(kind="discretized", training_times="fixed")
+        if config.model.solver not in solvers_of("discretized"):
+            config.model.solver = "euler"
+    return config
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype", "solver"))
+def _discretized_params(graph, params, num_steps, dtype, solver):
+    model = nnx.merge(graph, params)
+    layers = model.depth(stage_times(model.times(num_steps), SOLVERS[solver].nodes))
+    others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
+    return {
+        **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
+        **in_compute_type({"final_norm": params["final_norm"]}, dtype),
+        "depth": {"layers": in_compute_type(merge(layers), dtype)},
+    }
+
+
+def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
+    """The model of `discretized_config` that does what `model` does in `num_steps` steps, computed in `dtype`.
+
+    Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
+
+    Raises:
+        UserError: if the model can't take that number of steps.
+    """
+    target = discretized_config(config, num_steps, dtype).model
+    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype), target.solver)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)

@@ -1,0 +1,230 @@
+"""Models of the family as a model of lm-evaluation-harness (package `lm_eval`, the extra `eval`)."""
+
+import sys
+
+import jax
+import lm_eval.api.model
+import numpy as np
+from jax.sharding import Mesh
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+from diffeqformer import checkpoint
+from diffeqformer.errors import UserError
+from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
+from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.transformer import random_key
+
+GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+
+
+@register_model("diffeqformer")
+class HarnessModel(lm_eval.api.model.TemplateLM):
+    """One checkpoint at one number of steps. Its weights are generated once, and few shapes are compiled (see `Scorer`).
+
+    Args:
+        opened: from `checkpoint.load`.
+        num_steps: steps of depth; None: as trained.
+        batch_size: sequences scored at once, over all devices; changes the speed alone.
+        window: ids that the model sees at once, at most its positions; None: the sequence length of training.
+        mesh: the devices to use; None: all.
+
+    Raises:
+        UserError: if one of these is out of its range, or the model can't take that number of steps.
+    """
+
+    def __init__(
+        self,
+        opened: checkpoint.Checkpoint,
+        num_steps: int | None = None,
+        batch_size: int = 8,
+        window: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        super().__init__()
+        positions = opened.model.max_length
+        self._window = opened.config.sequence_length if window is None else window
+        if not 2 <= self._window <= positions:
+            raise UserError(f"window: must be from 2 to the model's {positions} positions, but it is {self._window}")
+        self.opened, self.num_steps = opened, opened.model.num_steps if num_steps is None else num_steps
+        self.scorer = Scorer(opened.model, num_steps, batch_size, mesh)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
+        """The model that lm-eval's command line describes: workdir and, if given, num_steps, window and batch_size.
+
+        lm-eval's `device` and `max_batch_size` have no meaning here: all devices that JAX finds are used.
+
+        Raises:
+            UserError: for a missing workdir, an argument that there isn't, one that is no number, and whatever
+                `checkpoint.load` and the constructor refuse.
+        """
+        values = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
+        values = {name: value for name, value in values.items() if name not in ("device", "max_batch_size")}
+        workdir = values.pop("workdir", None)
+        if workdir is None:
+            raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
+        for name, value in values.items():
+            if name not in ("num_steps", "window", "batch_size"):
+                raise UserError(f"{name}: there is no such argument; take workdir, num_steps, window or batch_size")
+            try:
+                values[name] = int(value)
+            except ValueError:
+                raise UserError(f"{name}: must be a whole number, but it is {value!r}") from None
+        return cls(checkpoint.load(str(workdir)), **values)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
+        """The same from "workdir=runs/tiny,num_steps=8"."""
+        return cls.create_from_arg_obj(lm_eval.utils.simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def max_length(self) -> int:
+        """Ids that the model sees at once."""
+        return self._window
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document, and stands before a text without context."""
+        return self.opened.tokenizer.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """The ids of a text; no tokenizer of ours adds special ones.
+
+        Raises:
+            UserError: if it isn't valid text.
+        """
+        return encode_prompt(self.opened.tokenizer, string) if string else []
+
+    def get_model_info(self) -> dict:
+        """What lm-eval keeps beside its results."""
+        return {
+            "model_source": "diffeqformer",
+            "model_config": self.opened.config.name,
+            "model_step": self.opened.step,
+            "model_num_steps": self.num_steps,
+            "model_dtype": str(self.opened.model.dtype),
+            "model_window": self.max_length,
+        }
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation in nats, and whether greedy decoding writes it.
+
+        Context and continuation are encoded together; a missing context is an end-of-text. A context too long for the
+        window loses its start; a continuation too long for it is scored window by window.
+
+        Raises:
+            UserError: for an empty continuation.
+        """
+        for request in requests:
+            if not request.args[1]:
+                raise _nothing_to_score(*request.args)
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
+        """What `loglikelihood` gives, of ((context, continuation), the ids of both)."""
+        for (context, continuation), _, ids in requests:
+            if not ids:
+                raise _nothing_to_score(context, continuation)
+        # a context of spaces alone has become part of the continuation
+        groups = [self._stretches(context or [self.eot_token_id], ids) for _, context, ids in requests]
+        results = self._score(groups, "Scoring", disable_tqdm)
+        for (texts, _, _), result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
+
+    def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
+        """The continuation after as much of the context's end as the window holds; no id of it is left out."""
+        if len(continuation) > self.max_length:
+            return list(sliding_windows(continuation, self.max_length, self.max_length, context[-1]))
+        ids = (context + continuation)[-(self.max_length + 1) :]
+        return [Stretch(ids, len(ids) - len(continuation))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text in nats, by windows that meet; the first id comes after end-of-text."""
+        texts = [request.args[0] for request in requests]
+        window, before = self.max_length, self.eot_token_id
+        groups = [list(sliding_windows(self.tok_encode(text), window, window, before)) for text in texts]
+        results = [total for total, _ in self._score(groups, "Scoring texts", disable_tqdm)]
+        for text, result in zip(texts, results):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), result)
+        return results
+
+    def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """For each group of stretches the sum of its log-probabilities, and whether all its ids are the likeliest."""
+        stretches = [stretch for group in groups for stretch in group]
+        with _bar(sum(len(ids) - first for ids, first in stretches), what, " tokens", disable_tqdm) as bar:
+            scores = iter(self.scorer(stretches, show=bar.update))
+        results = []
+        for group in groups:
+            parts = [next(scores) for _ in group]
+            total = sum((float(part.log_probs.sum(dtype=np.float64)) for part in parts), 0.0)
+            results.append((total, all(bool(part.likeliest.all()) for part in parts)))
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context, up to the first of its stop strings, which is left out.
+
+        One text after another, so that none depends on the others; everything is compiled once. The likeliest token is
+        taken unless the request asks for `do_sample` or a temperature. A context too long for the window loses its start.
+
+        Raises:
+            UserError: if a request asks for something that there isn't, or for more tokens than the window holds.
+        """
+        prepared = [self._generation(*request.args) for request in requests]
+        results = []
+        for number, (prompt, until, count, choice) in enumerate(_bar(prepared, "Writing", " texts", disable_tqdm)):
+            results.append(self._write(number, prompt, until, count, choice))
+            self.cache_hook.add_partial("generate_until", requests[number].args, results[-1])
+        return results
+
+    def _generation(self, context: str, options: dict) -> tuple[list[int], list[str], int, Choice]:
+        """The ids of the prompt, the stop strings, how many tokens to write at most, and how to choose them."""
+        options = normalize_gen_kwargs(options, min(256, self.max_length // 2))
+        unknown = sorted(set(options) - GENERATION_FIELDS)
+        if unknown:
+            raise UserError(
+                f"generation_kwargs.{unknown[0]}: isn't supported; take {', '.join(sorted(GENERATION_FIELDS))}"
+            )
+        count = options["max_gen_toks"]
+        if not 1 <= count < self.max_length:
+            raise UserError(
+                f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {self.max_length} tokens, "
+                f"but it is {count}"
+            )
+        temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+        choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
+        choice.check()
+        prompt = encode_prompt(self.opened.tokenizer, context)[-(self.max_length - count) :]
+        return prompt, options["until"], count, choice
+
+    def _write(self, number: int, prompt: list[int], until: list[str], count: int, choice: Choice) -> str:
+        tokenizer, scorer = self.opened.tokenizer, self.scorer
+        keys = jax.random.fold_in(random_key(0, "sample"), number)[None]
+        samples = Samples(tokenizer, prompt, 1)
+        for token in continue_prompt(
+            scorer.graph, scorer.params, scorer.weights, scorer.max_length, prompt,
+            count=count, keys=keys, vocab_size=tokenizer.vocab_size, choice=choice,
+        ):  # fmt: skip
+            samples.add(token)
+            if samples.finished() or any(stop and stop in samples.text(0) for stop in until):
+                break
+        return postprocess_generated_text(samples.text(0), until, None)
+
+
+def _nothing_to_score(context: str, continuation: str) -> UserError:
+    return UserError(
+        f"continuation: {continuation!r} after {context[-40:]!r} has no tokens of its own to be scored; "
+        "change the task file's doc_to_target or doc_to_choice"
+    )
+
+
+def _bar(iterable_or_total, what: str, unit: str, disabled: bool) -> tqdm:
+    """A progress bar, often redrawn on a terminal and every 15 s elsewhere."""
+    often = 0.2 if sys.stderr.isatty() else 15.0
+    options = dict(desc=what, unit=unit, unit_scale=True, mininterval=often, maxinterval=often, disable=disabled)
+    if isinstance(iterable_or_total, int):
+        return tqdm(total=iterable_or_total, **options)
+    return tqdm(iterable_or_total, **options)

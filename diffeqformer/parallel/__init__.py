@@ -1,0 +1,1 @@
+"""Many devices and many hosts: the mesh, and what hosts agree on."""

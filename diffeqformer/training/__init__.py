@@ -1,0 +1,1 @@
+"""Training: the loop, the programs that it compiles, and their loss and optimizer."""

@@ -1,0 +1,102 @@
+"""Begin a run with the weights of another, sampled at the times of any number of steps: section 6.2 of the paper.
+
+A DiffEqFormer becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'; a
+GPT stays as it is. From there on it is a run like every other, of all weights or, with `config.model.lora_rank`,
+of adapters and embeddings.
+"""
+
+import os
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.config import base_config
+from diffeqformer.errors import UserError
+from diffeqformer.inference.discretize import discretize, discretized_config
+from diffeqformer.transformer import MODELS, split
+
+OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
+"""Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
+
+
+def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
+    """The config with the base's model: that of the run's own newest checkpoint, or else of `config.base`.
+
+    Raises:
+        UserError: if there is no base, or a field is neither the default nor the base's.
+    """
+    if not config.base:
+        return config
+    try:
+        model = checkpoint.load_config(workdir).model
+    except checkpoint.NoCheckpoint:
+        model = _model_of_base(config)
+    if config.model.kind not in (model.kind, "diffeqformer"):  # as which a config begins
+        needed = "a DiffEqFormer" if config.model.kind == "discretized" else f"a model of the kind {config.model.kind}"
+        raise UserError(
+            f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
+        )
+    config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
+    for name in default:
+        if name in OWN or name.startswith("lora_"):
+            continue
+        theirs = model[name]
+        if name != "kind" and config.model[name] not in (theirs, default[name]):
+            raise UserError(
+                f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"
+            )
+        config.model[name] = theirs
+    return config
+
+
+def _model_of_base(config: ConfigDict) -> ConfigDict:
+    """The `model` part of the config of the model that a run begins with."""
+    try:
+        with checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
+            pass
+    except checkpoint.NoCheckpoint:
+        raise UserError(
+            f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
+        ) from None
+    kind, num_steps = base.model.kind, base.model.num_steps
+    if MODELS[kind].weights == "per_layer" and config.model.num_steps != num_steps:
+        raise UserError(
+            f"config.model.num_steps: must be {num_steps}, as {config.base} is a model of the kind {kind}, which has weights "
+            f"for so many steps and no others, but it is {config.model.num_steps}"
+        )
+    if config.data.tokenizer != base.data.tokenizer:
+        raise UserError(
+            f"config.data.tokenizer: must be that of config.base, {base.data.tokenizer}, but it is {config.data.tokenizer}"
+        )
+    return discretized_config(base, num_steps, "float32").model
+
+
+def base_of(config: ConfigDict, about: dict) -> dict:
+    """What a run that begins now says of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
+
+    Args:
+        about: what the run's checkpoints will say of the tokenizer.
+
+    Raises:
+        UserError: if the base was trained with another tokenizer.
+    """
+    with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
+        if (theirs["tokenizer"], theirs.get("tokenizer_data", "")) != (about["tokenizer"], about["tokenizer_data"]):
+            raise UserError(
+                f"config.data.tokenizer: must be that of config.base, {theirs['tokenizer']}, but this one, {about['tokenizer']}, "
+                "gives other ids"
+            )
+        return {"workdir": config.base, "step": step, "data_sha256": theirs.get("data_sha256", "")}
+
+
+def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
+    """The parameters, without adapters, with which a run of this config begins: those of its base at its own times.
+
+    Args:
+        config: as `inherit` made it.
+        step: of the base's checkpoint.
+        mesh: the devices that share them.
+    """
+    opened = checkpoint.load(config.base, mesh, step)
+    return split(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

@@ -18,7 +18,7 @@ from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.step import Losses, dropout_keys, split_batch
-from diffeqformer.transformer import new_model, split
+from diffeqformer.transformer import new_model, split_model
 
 MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers of microbatches to try.")
 
@@ -55,7 +55,7 @@ def measure(name: str, counts: list[int]) -> None:
     """Print one model's table."""
     config = make_config(name)
     tokens = random_tokens(config)
-    graph, params = split(new_model(config))
+    graph, params = split_model(new_model(config))
     losses = Losses(graph, params, make_mesh())
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None
     compiled = {}  # programs that are compared stand side by side

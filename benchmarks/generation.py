@@ -18,7 +18,7 @@ from flax import nnx
 
 from diffeqformer.console import command_line
 from diffeqformer.inference.sampling import Choice, write_tokens
-from diffeqformer.transformer import new_model, split, weights_at
+from diffeqformer.transformer import new_model, split_model, weights_at
 
 SAMPLES = flags.DEFINE_integer("samples", 1, "Texts written at once.")
 PROMPT = flags.DEFINE_integer("prompt_length", 32, "Tokens of the prompt.")
@@ -42,7 +42,7 @@ def write(model) -> tuple[float, float]:
 
 def uncached(model):
     """One forward pass over the whole window, compiled."""
-    graph, params = split(model)
+    graph, params = split_model(model)
     tokens, weights = np.zeros((SAMPLES.value, SEQUENCE_LENGTH.value), np.int32), weights_at(model)
     forward = jax.jit(lambda params, weights, tokens: nnx.merge(graph, params)(tokens, weights)[:, -1])
     return lambda: forward(params, weights, tokens)

@@ -27,7 +27,7 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer, abstract_model, join, part, split, split_specs
+from diffeqformer.transformer import Transformer, abstract_model, merge_trees, select, split_model, split_specs
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -313,23 +313,25 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
     """
     with open_to_read(workdir, step=step) as (manager, step, about, config):
         model = abstract_model(config)
-        graph, params = split(model)
+        graph, params = split_model(model)
         if mesh is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             places = jax.tree.map(lambda _: device, params)
         else:
             places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), split_specs(model)[0])
         place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
-        trained, frozen = (part(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
+        trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         moved_on = (
             "" if step == manager.latest_step() else "start again, with the newest checkpoint"
         )  # which a run that goes on replaces
         with readable(manager, step, moved_on):
             saved = manager.item_metadata(step)["params"].tree
-            target = jax.tree.map(place, trained, saved, part(places, model.trains))
+            target = jax.tree.map(place, trained, saved, select(places, model.trains))
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
     if frozen:
-        rest = part(places, lambda path: not model.trains(path))
-        restored = join(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about["base"]))
+        rest = select(places, lambda path: not model.trains(path))
+        restored = merge_trees(
+            restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about["base"])
+        )
     tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)

@@ -12,9 +12,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
-from diffeqformer.depth.generated import STARTS, TRAINING_TIMES
-from diffeqformer.depth.low_rank import STARTS as LORA_STARTS
-from diffeqformer.depth.low_rank import adapted_layers
+from diffeqformer.depth.generated import GENERATOR_STARTS, TRAINING_TIMES
+from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import check_mesh
 from diffeqformer.solvers import SOLVERS
@@ -204,8 +203,10 @@ RULES = [
         lambda v, c, n: not v or c.base,
         "must come with config.base, the run whose weights it adapts",
     ),
-    Rule("model.lora_start", lambda v, c, n: v in LORA_STARTS, f"must be one of {', '.join(LORA_STARTS)}"),
-    Rule("model.generator_start", lambda v, c, n: v in STARTS, f"must be one of {', '.join(STARTS)}"),
+    Rule("model.lora_start", lambda v, c, n: v in ADAPTER_STARTS, f"must be one of {', '.join(ADAPTER_STARTS)}"),
+    Rule(
+        "model.generator_start", lambda v, c, n: v in GENERATOR_STARTS, f"must be one of {', '.join(GENERATOR_STARTS)}"
+    ),
     *_every(
         "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
         lambda v, c, n: v in ("float32", "bfloat16"),

@@ -28,7 +28,7 @@ from diffeqformer.console.progress import duration
 from diffeqformer.console.results import results_folder, whole_numbers, write_text
 from diffeqformer.errors import UserError
 from diffeqformer.inference.published import TASKS, describe
-from diffeqformer.transformer import abstract_model, split
+from diffeqformer.transformer import abstract_model, split_model
 
 SEED = 1234  # of the few-shot examples, as in lm-eval
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
@@ -61,7 +61,7 @@ def check_model(workdir: str, num_steps: list[int | None], window: int | None) -
     model, positions = abstract_model(config), config.model.max_length
     if not 2 <= (config.sequence_length if window is None else window) <= positions:
         raise UserError(f"--window: must be from 2 to the {positions} positions of {workdir}, but it is {window}")
-    graph, params = split(model)
+    graph, params = split_model(model)
     for steps in num_steps:
         try:
             jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.times(steps)), params)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     def command() -> None:
         options = flags.FLAGS
-        hosts.join(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
+        hosts.connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
         with hosts.together():
             train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
 

@@ -14,7 +14,7 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.transformer import solvers_of, split
+from diffeqformer.transformer import solvers_of, split_model
 
 
 def materialize(
@@ -48,7 +48,7 @@ def materialize(
     num_steps = trained.num_steps if num_steps is None else num_steps
     dtype = dtype or opened.config.model.dtype
     output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
-    _, params = split(discretize(opened.model, opened.config, num_steps, dtype))
+    _, params = split_model(discretize(opened.model, opened.config, num_steps, dtype))
     jax.block_until_ready(params)  # what goes wrong does so before there is a folder
     with checkpoint.reachable("--output", output):
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from diffeqformer.evaluate import define_text_flags, open_text, text_of, window_
 from diffeqformer.fields.layers import Context
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.solvers import SOLVERS, Solver, walk
-from diffeqformer.transformer import MODELS, Transformer, split
+from diffeqformer.transformer import MODELS, Transformer, split_model
 
 METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is looked at
 
@@ -54,7 +54,7 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     """
     times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
-    norms = jax.tree.map(float, _norms(*split(model), tuple(times), tuple(between)))
+    norms = jax.tree.map(float, _norms(*split_model(model), tuple(times), tuple(between)))
     return {name: {**row, "ratio": row["gap"] / row["half_change"]} for name, row in norms.items()}
 
 
@@ -130,7 +130,7 @@ def _advance(graph, params, features, sizes, x):
 def last_state(model: Transformer, solver: str, num_steps: int, x: jax.Array) -> np.ndarray:
     """x(1) in fp32 by a multiple of the trained number of steps, of which the weights exist for so many at a time."""
     model.solver, depth, chunk = SOLVERS[solver], model.depth, model.num_steps
-    times, (graph, params) = model.times(num_steps), split(model)
+    times, (graph, params) = model.times(num_steps), split_model(model)
     stages = stage_times(times, model.solver.nodes).reshape(-1, chunk * len(model.solver.nodes))
     for stage, sizes in zip(stages, step_sizes(times).reshape(-1, chunk)):
         features = time_features(stage, depth.sinusoidal_dim, depth.time_frequency)

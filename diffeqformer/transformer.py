@@ -240,7 +240,7 @@ class Transformer(nnx.Module):
         return matrix.astype(self.dtype)
 
 
-def split(model: Transformer) -> tuple[nnx.GraphDef, dict]:
+def split_model(model: Transformer) -> tuple[nnx.GraphDef, dict]:
     """A model's structure and its parameters as a plain tree; `nnx.merge` puts them together again."""
     graph, params = nnx.split(model, nnx.Param)
     return graph, nnx.to_pure_dict(params)
@@ -254,7 +254,7 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     Raises:
         UserError: if this model can't take that number of steps.
     """
-    return _weights_at(*split(model), num_steps)
+    return _weights_at(*split_model(model), num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))
@@ -291,13 +291,13 @@ def split_specs(model: Transformer) -> tuple[dict, dict]:
     }
 
 
-def part(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
+def select(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
     """The leaves of nested dictionaries whose path is wanted."""
     leaves = traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})
 
 
-def join(*trees: dict) -> dict:
+def merge_trees(*trees: dict) -> dict:
     """Nested dictionaries put together again."""
     leaves = [traverse_util.flatten_dict(tree) for tree in trees]
     return traverse_util.unflatten_dict({path: leaf for each in leaves for path, leaf in each.items()})

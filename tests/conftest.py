@@ -84,11 +84,11 @@ def run(tmp_path_factory):
     import jax.numpy as jnp
 
     from diffeqformer import checkpoint
-    from diffeqformer.transformer import new_model, split
+    from diffeqformer.transformer import new_model, split_model
     from helpers import toy_config
 
     workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)
-    params = split(new_model(config))[1]
+    params = split_model(new_model(config))[1]
     params["depth"]["layers"]["qkv"]["constant"] += 0.3
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:

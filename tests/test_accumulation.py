@@ -8,7 +8,7 @@ from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
 from diffeqformer.training.step import dropout_keys, make_program, split_batch
-from diffeqformer.transformer import split
+from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
 
 
@@ -20,7 +20,7 @@ def random_tokens(examples: int):
     "kind, field", [("diffeqformer", "gpt"), ("alternative", "llama"), ("shared", "gpt"), ("llama", "llama")]
 )
 def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field):
-    graph, params = split(lively_model(kind, field, dropout=0.2))
+    graph, params = split_model(lively_model(kind, field, dropout=0.2))
     tokens, keys = random_tokens(8), dropout_keys(0, jnp.int32(0), 8)
     loss, whole = loss_and_gradient(graph, params, tokens, keys, 1)
     same, parts = loss_and_gradient(graph, params, tokens, keys, 4)
@@ -47,7 +47,7 @@ def contractions(jaxpr, sizes: set[int]) -> int:
 @pytest.mark.parametrize("kind", ["diffeqformer", "alternative"])
 @pytest.mark.parametrize("field, layers", [("gpt", 4), ("llama", 7)])
 def test_weights_are_generated_and_pulled_back_once(kind, field, layers):
-    graph, params = split(lively_model(kind, field))
+    graph, params = split_model(lively_model(kind, field))
     sizes = {layer["projection"].size for layer in params["depth"]["layers"].values() if "projection" in layer}
     jaxpr = jax.make_jaxpr(lambda params, tokens: loss_and_gradient(graph, params, tokens, None, 4))(
         params, random_tokens(8)
@@ -60,7 +60,7 @@ def test_cotangents_add_up_in_float32(kind):
     """With bf16 compute, and with bf16 parameters as well: many small parts lose no more than the whole batch does."""
 
     def gradient(microbatches, dtype, param_dtype="float32"):
-        graph, params = split(lively_model(kind, dtype=dtype))
+        graph, params = split_model(lively_model(kind, dtype=dtype))
         params = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype(param_dtype), params)
         return loss_and_gradient(graph, params, random_tokens(64), None, microbatches)[1]["depth"]
 
@@ -85,6 +85,6 @@ def test_the_train_step_takes_the_microbatches_of_its_config():
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_refused():
-    graph, params = split(lively_model("gpt"))
+    graph, params = split_model(lively_model("gpt"))
     with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(8 examples\), but it is 3"):
         loss_and_gradient(graph, params, random_tokens(8), None, 3)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from diffeqformer.analysis import attention_maps
 from diffeqformer.fields.layers import Context
-from diffeqformer.transformer import split, weights_at
+from diffeqformer.transformer import split_model, weights_at
 from helpers import build_model, lively_model
 
 TOKENS = jnp.arange(3, 11)
@@ -64,7 +64,7 @@ def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):
 def test_input_gradients_are_those_of_the_embeddings():
     """Of distinct tokens, whose rows of the table are read once each; a Llama's head is no part of it."""
     model = lively_model("llama", "llama", num_steps=2)
-    graph, params = split(model)
+    graph, params = split_model(model)
 
     def log_probability(table):
         here = nnx.merge(graph, {**params, "token_embedding": table})

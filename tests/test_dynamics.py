@@ -12,14 +12,14 @@ from diffeqformer.data.store import open_store
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.dynamics import recorder
 from diffeqformer.training.step import make_program
-from diffeqformer.transformer import split
+from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, toy_config
 
 
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("shared", "llama")])
 def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_store):
     config, text = toy_config(kind, field, model__vocab_multiple=16), open_store(small_store, "bytes", 16)["validation"]
-    params = split(lively_model(**config.model))[1]
+    params = split_model(lively_model(**config.model))[1]
     records = []
     for mesh in (ONE_DEVICE, make_mesh((2, 2, 2))):
         program = make_program(config, mesh)

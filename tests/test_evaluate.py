@@ -40,7 +40,7 @@ def save_checkpoint(workdir, model: Transformer, config) -> None:
     about = {"config": config.to_dict(), "tokenizer": "bytes", "tokenizer_data": "", "data_sha256": "none"}
     workdir.mkdir()
     with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
-        checkpoint.save(checkpoints, 3, {"params": transformer.split(model)[1]}, about)
+        checkpoint.save(checkpoints, 3, {"params": transformer.split_model(model)[1]}, about)
         checkpoints.wait_until_finished()
 
 
@@ -135,7 +135,7 @@ def test_results_are_shown_and_kept(workdir, results):
 def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     """With rows that fill up the vocabulary, and more windows than are scored at once."""
     config = toy_config("gpt", model__vocab_multiple=128)
-    graph, params = transformer.split(new_model(config))
+    graph, params = transformer.split_model(new_model(config))
     model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     save_checkpoint(tmp_path / "zero", model, config)
     (tmp_path / "long.txt").write_text("long " * 300)
@@ -218,10 +218,10 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     config = checkpoint.load(workdir).config
     config.update(sequence_length=8, batch_size=8)
     program = make_program(config, ONE_DEVICE)
-    params = transformer.split(checkpoint.load(workdir).model)[1]
+    params = transformer.split_model(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
     for row in results[1]["rows"][:2]:
-        scores = loop.evaluate(program, params, split, config, row["num_steps"])
+        scores = loop.validate(program, params, split, config, row["num_steps"])
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 
 

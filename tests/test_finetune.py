@@ -16,7 +16,7 @@ from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, loop
 from diffeqformer.training.step import make_program
-from diffeqformer.transformer import MODELS, Transformer, part, split
+from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
 
@@ -29,7 +29,7 @@ def save_base(workdir, config, step=3) -> Transformer:
     model = lively_model(**config.model)
     about = {"config": config.to_dict(), "data_sha256": "none", **BYTES}
     with checkpoint.open_checkpoints(workdir, 1) as manager:
-        checkpoint.save(manager, step, {"params": split(model)[1]}, about)
+        checkpoint.save(manager, step, {"params": split_model(model)[1]}, about)
         manager.wait_until_finished()
     return model
 
@@ -72,9 +72,9 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
-    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
-    whole = split(loop.train(config, tmp_path / "whole"))[1]
+    whole = split_model(loop.train(config, tmp_path / "whole"))[1]
     assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
 
     seen = []
@@ -82,15 +82,15 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
         patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 2)
         loop.train(config, tmp_path / "parts")
     shutil.rmtree(base)
-    parts = split(loop.train(config, tmp_path / "parts"))[1]
+    parts = split_model(loop.train(config, tmp_path / "parts"))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
     opened = checkpoint.load(tmp_path / "parts", make_mesh((4, 2, 1)))
     assert opened.config.model.kind == "discretized" and opened.config.model.width == 32
-    jax.tree.map(np.testing.assert_array_equal, split(opened.model)[1], whole)
+    jax.tree.map(np.testing.assert_array_equal, split_model(opened.model)[1], whole)
     with checkpoint.open_to_read(tmp_path / "parts") as (manager, step, _, _):
         saved = flatten_dict(manager.item_metadata(step)["params"].tree)
-    trained = flatten_dict(part(whole, opened.model.trains))
+    trained = flatten_dict(select(whole, opened.model.trains))
     assert set(saved) == set(trained) and (len(trained) < len(flatten_dict(whole))) == bool(rank)
     if rank:
         again = new_config(tmp_path / "parts", model__num_steps=3, model__lora_rank=1)

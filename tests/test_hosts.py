@@ -98,7 +98,7 @@ def test_a_process_that_never_arrives_is_said(tmp_path, short_stores):
 @pytest.mark.parametrize("options", [("host:1", None, None), ("host:1", 2, 2), ("host", 2, 0), (None, 2, None)])
 def test_options_that_do_not_fit_together_are_refused(options):
     with pytest.raises(UserError, match="^--coordinator, --"):
-        hosts.join(*options, timeout=1)
+        hosts.connect(*options, timeout=1)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from diffeqformer import checkpoint, inspect
 from diffeqformer.config import field_names
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import Transformer, abstract_model, part
+from diffeqformer.transformer import Transformer, abstract_model, select
 from helpers import ROOT, toy_config
 from runs import command
 
@@ -47,8 +47,8 @@ def adapters(tmp_path_factory):
         if path[-1] == "a":
             params[path] = jax.device_put(params[path], NamedSharding(eight, PartitionSpec(None, "all")))
     params = traverse_util.unflatten_dict(params)
-    saved(workdir, config, {3: part(params, model.trains)}, base=BASE)
-    checkpoint.save_frozen(workdir, part(params, lambda path: not model.trains(path)), BASE)
+    saved(workdir, config, {3: select(params, model.trains)}, base=BASE)
+    checkpoint.save_frozen(workdir, select(params, lambda path: not model.trains(path)), BASE)
     return workdir, {"/".join(path): (model.trains(path), i + 0.5) for i, path in enumerate(shapes)}
 
 

@@ -85,10 +85,10 @@ def device(platform: str, compute_capability: str = ""):
 
 
 def test_attention_is_never_silently_plain_on_an_accelerator():
-    assert attention.choose(device("tpu"), "bfloat16", 1024, 64) == (attention.splash, "splash")
-    assert attention.choose(device("gpu", "8.0"), "bfloat16", 1000, 64) == (attention.cudnn, "cuDNN")
-    assert attention.choose(device("gpu", "9.0"), "bfloat16", 1000, 256) == (attention.cudnn, "cuDNN")
-    assert attention.choose(device("cpu"), "float32", 1024, 64) == (attention.plain, "plain")
+    assert attention.fastest(device("tpu"), "bfloat16", 1024, 64) == (attention.splash, "splash")
+    assert attention.fastest(device("gpu", "8.0"), "bfloat16", 1000, 64) == (attention.cudnn, "cuDNN")
+    assert attention.fastest(device("gpu", "9.0"), "bfloat16", 1000, 256) == (attention.cudnn, "cuDNN")
+    assert attention.fastest(device("cpu"), "float32", 1024, 64) == (attention.plain, "plain")
     for how in (
         (device("tpu"), "bfloat16", 1000, 64),
         (device("gpu", "9.0"), "float32", 1024, 64),
@@ -96,7 +96,7 @@ def test_attention_is_never_silently_plain_on_an_accelerator():
         (device("gpu", "7.5"), "bfloat16", 1024, 64),
         (device("gpu", "gfx942"), "bfloat16", 1024, 64),
     ):
-        attend, word = attention.choose(*how)
+        attend, word = attention.fastest(*how)
         assert attend is attention.plain and word.startswith("plain: ")
 
 

@@ -11,7 +11,7 @@ from diffeqformer.depth.low_rank import merge, unmerge
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize
 from diffeqformer.training.step import make_program
-from diffeqformer.transformer import part, split
+from diffeqformer.transformer import select, split_model
 from helpers import ONE_DEVICE, build_model, lively_model, loss_and_gradient, run_steps, toy_config
 
 LORA = dict(lora_rank=3, lora_alpha=6.0)
@@ -31,8 +31,8 @@ def test_adapters_do_what_the_merged_model_does_and_can_be_taken_out(kind, field
     logits = model(TOKENS, model.weights())
     np.testing.assert_allclose(merged(TOKENS, merged.weights()), logits, atol=2e-6 * float(jnp.abs(logits).max()))
 
-    params, plain = split(model)[1], split(merged)[1]
-    assert set(part(params, is_factor)["depth"]["layers"]) == {
+    params, plain = split_model(model)[1], split_model(merged)[1]
+    assert set(select(params, is_factor)["depth"]["layers"]) == {
         n for n, w in params["depth"]["layers"].items() if "kernel" in w
     }
     for name, layer in plain["depth"]["layers"].items():
@@ -50,7 +50,7 @@ def test_adapters_do_what_the_merged_model_does_and_can_be_taken_out(kind, field
 def test_adapters_start_without_effect(start, same):
     base = lively_model("gpt")
     model = build_model("gpt", lora_start=start, **LORA)
-    factors = part(split(model)[1], is_factor)
+    factors = select(split_model(model)[1], is_factor)
     nnx.update(model, nnx.state(base, nnx.Param))
     np.testing.assert_allclose(model(TOKENS, model.weights()), base(TOKENS, base.weights()), atol=same, rtol=0)
     for layer in factors["depth"]["layers"].values():
@@ -61,11 +61,11 @@ def test_adapters_start_without_effect(start, same):
 def test_the_gradient_of_adapters_is_that_of_their_kernels():
     """dL/da = (alpha / rank) dL/dW b^T, dL/db = (alpha / rank) a^T dL/dW, and the embeddings' as ever."""
     model = lively_model("gpt", "gpt", lora_layers="qkv|mlp_down", **LORA)
-    graph, params = split(model)
+    graph, params = split_model(model)
     loss, gradient = loss_and_gradient(graph, params, TOKENS, None)
     config = toy_config("gpt", **{f"model__{name}": value for name, value in LORA.items()})
     config.model.vocab_size = 64
-    merged_loss, whole = loss_and_gradient(*split(discretize(model, config, 6, "float32")), TOKENS, None)
+    merged_loss, whole = loss_and_gradient(*split_model(discretize(model, config, 6, "float32")), TOKENS, None)
     np.testing.assert_allclose(loss, merged_loss, rtol=1e-6)
     assert set(gradient) == {"token_embedding", "position_embedding", "depth"}
     close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())  # noqa: E731
@@ -87,7 +87,7 @@ def test_training_changes_adapters_and_embeddings_alone():
     for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
         assert leaf == trains(tuple(key.key for key in path)), path
     moments = sum(leaf.size for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim)
-    assert moments == 2 * sum(leaf.size for leaf in jax.tree.leaves(part(start, trains)))
+    assert moments == 2 * sum(leaf.size for leaf in jax.tree.leaves(select(start, trains)))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from diffeqformer.inference.sampling import (
     generate,
 )
 from diffeqformer.materialize import materialize
-from diffeqformer.training.loop import evaluate
+from diffeqformer.training.loop import validate
 from diffeqformer.training.step import make_program
-from diffeqformer.transformer import new_model, split
+from diffeqformer.transformer import new_model, split_model
 from helpers import FAMILY, ONE_DEVICE, toy_config
 from runs import command
 
@@ -46,7 +46,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     for which, num_steps in ((original, 9), (opened, None)):
         config = which.config
         program = make_program(config, ONE_DEVICE)
-        losses.append(evaluate(program, split(which.model)[1], split_, config, num_steps)["loss"])
+        losses.append(validate(program, split_model(which.model)[1], split_, config, num_steps)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0] > 1
 
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param)))
@@ -61,7 +61,7 @@ def test_every_model_can_be_materialized(kind, field, tmp_path):
     model = new_model(config)
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        params = split(model)[1]
+        params = split_model(model)[1]
         checkpoint.save(manager, 1, {"params": params, "step": jnp.int32(1)}, about)
     folder = materialize(tmp_path / "run")
     opened = checkpoint.load(folder)
@@ -74,7 +74,7 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
     config = toy_config(model__dtype="bfloat16")
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": split(new_model(config))[1]}, about)
+        checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
 
     def fails(*_, **__):
         raise OSError("no space left")
@@ -107,7 +107,7 @@ def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(t
     config = toy_config(model__solver="heun")
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": split(new_model(config))[1]}, about)
+        checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
     with pytest.raises(
         UserError, match="^--workdir: a model that was trained with heun takes weights at several times"
     ):

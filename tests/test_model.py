@@ -10,7 +10,7 @@ from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context, dropout
 from diffeqformer.fields.llama import rotary_table
-from diffeqformer.parallel.sharding import RULES
+from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.training.step import dropout_keys
@@ -229,7 +229,7 @@ def test_impossible_depths_and_lengths_are_refused():
 def test_every_parameter_names_known_axes(kind, field):
     for _, variable in nnx.state(build_model(kind, field), nnx.Param).flat_state():
         assert len(variable.axes) == variable[...].ndim
-        assert all(axis is None or axis in RULES for axis in variable.axes)
+        assert all(axis is None or axis in LOGICAL_AXES for axis in variable.axes)
 
 
 def compiled_gradient(num_steps: int, remat: str):

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from diffeqformer.data import prepare as preparation
+from diffeqformer.data import preparation
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer

@@ -19,14 +19,14 @@ from diffeqformer.inference.sampling import (
     CHUNK,
     Choice,
     Samples,
-    choose,
+    draw,
     encode_prompt,
     generate,
     read_prompt,
     read_token,
     write_tokens,
 )
-from diffeqformer.transformer import MODELS, random_key, split, weights_at
+from diffeqformer.transformer import MODELS, random_key, split_model, weights_at
 from helpers import FAMILY, ROOT, build_model, lively_model
 from runs import command
 
@@ -45,7 +45,7 @@ OTHER_SOLVERS = [("diffeqformer", "gpt", "heun"), ("diffeqformer", "gpt", "stran
 def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, solver):
     """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
     model = lively_model(kind, field, max_length=LENGTH, num_steps=3, solver=solver)
-    graph, params = split(model)
+    graph, params = split_model(model)
     weights = weights_at(model, 3 if MODELS[kind].weights == "per_layer" else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
     expected = jax.jit(lambda ids: model(ids, weights)[0])(ids[None])
@@ -63,7 +63,7 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
 
 def test_a_prompt_is_read_whatever_stands_behind_it():
     model = lively_model("diffeqformer", "llama", max_length=LENGTH)
-    graph, params = split(model)
+    graph, params = split_model(model)
     weights, ids = model.weights(), np.random.RandomState(0).randint(64, size=LENGTH)
     for other in (padded(ids), padded(ids[:30])):
         logits, cache = read_prompt(graph, params, weights, other, 30)
@@ -93,7 +93,7 @@ def test_greedy_text_is_the_argmax_of_every_prefix_at_any_depth():
 
 def frequencies(choice: Choice, logits) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), 20_000)
-    tokens = choose(jnp.broadcast_to(jnp.asarray(logits), (len(keys), len(logits))), keys, choice)
+    tokens = draw(jnp.broadcast_to(jnp.asarray(logits), (len(keys), len(logits))), keys, choice)
     return np.bincount(tokens, minlength=len(logits)) / len(keys)
 
 

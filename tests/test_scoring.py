@@ -77,8 +77,8 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
     """Neither logits nor gradients: those rows get none."""
     model = lively_model(kind, field)
     wide = build_model(kind, field, vocab_multiple=48)
-    graph, params = transformer.split(model)
-    wide_graph, like = transformer.split(wide)
+    graph, params = transformer.split_model(model)
+    wide_graph, like = transformer.split_model(wide)
     padded = jax.tree.map(
         lambda small, large: jnp.pad(
             small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7

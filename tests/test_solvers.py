@@ -12,7 +12,7 @@ from diffeqformer.depth.plain import StackedWeights, stage_times, step_sizes
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.training.step import make_program, random_times
-from diffeqformer.transformer import split, weights_at
+from diffeqformer.transformer import split_model, weights_at
 from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
 
 
@@ -56,7 +56,7 @@ def solve(solver, depth, x, times):
 @pytest.fixture(scope="module")
 def problem():
     """The parameters of a hypernetwork and a state at time 0 and, by two runs of RK4, at time 1; all in float64."""
-    params = split(lively_model("diffeqformer", **SIZES))[1]
+    params = split_model(lively_model("diffeqformer", **SIZES))[1]
     with jax.enable_x64(True):
         depth = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["depth"])
         x = np.random.RandomState(0).standard_normal((1, 4, 16))
@@ -81,7 +81,7 @@ def test_models_walk_as_in_float64():
     for name in SOLVERS:
         model = lively_model("diffeqformer", solver=name, **SIZES)
         start, *_, ours[name] = model.trajectory(jnp.arange(10).reshape(2, 5), weights_at(model, 4))
-        params = split(model)[1]
+        params = split_model(model)[1]
         with jax.enable_x64(True):
             depth = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["depth"])
             expected[name] = solve(name, depth, np.asarray(start, np.float64), times)

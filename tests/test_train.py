@@ -128,7 +128,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     program = make_program(config, ONE_DEVICE)
     params = jax.tree.map(np.zeros_like, program.init()["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
-    scores = loop.evaluate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
+    scores = loop.validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
     assert scores["perplexity"] == pytest.approx(257, rel=1e-5)
     assert scores["bits_per_byte"] == pytest.approx(np.log2(257) * len(ids) / (len(ids) // 2), rel=1e-6)
@@ -191,7 +191,7 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     config = toy_config(steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
     seen = []
     monkeypatch.setattr(loop, "sample", lambda *_: "")
-    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
         patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
         loop.train(config, tmp_path)

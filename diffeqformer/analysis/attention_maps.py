@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
-from diffeqformer.transformer import Transformer, split, weights_at
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 
 def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) -> Float[Array, "B H S S"]:
@@ -67,7 +67,7 @@ def maps(
 
     Of a solver that evaluates the attention several times in a step, it is the first one's.
     """
-    graph, params = split(model)
+    graph, params = split_model(model)
     return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
 
 
@@ -132,5 +132,5 @@ def input_gradients(
     Args:
         target: the id that comes next.
     """
-    graph, params = split(model)
+    graph, params = split_model(model)
     return np.asarray(_input_gradients(graph, params, weights_at(model, num_steps), tokens, target))

@@ -21,14 +21,14 @@ from diffeqformer.console.progress import printable, show_progress
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.plain import stage_times
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import Transformer, split, weights_at
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 DRAWS, SHOWN_EVERY = 20, 4  # of the simulation of clustering: draws, and steps between those that are measured
 
 
 def check_finite(model: Transformer) -> None:
     """Raise a UserError if a parameter isn't finite."""
-    for path, leaf in flatten_dict(split(model)[1]).items():
+    for path, leaf in flatten_dict(split_model(model)[1]).items():
         if not jnp.isfinite(leaf).all():
             raise UserError(
                 f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; python -m diffeqformer.inspect says more"

@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from diffeqformer.depth.generated import time_features
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.transformer import Transformer, split
+from diffeqformer.transformer import Transformer, split_model
 
 CHUNK = 12  # times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
@@ -120,7 +120,7 @@ def pairs_over_time(
     """
     depth = model.depth
     if hasattr(depth, "from_features"):
-        graph, params = split(model)
+        graph, params = split_model(model)
         for start in range(0, len(times), CHUNK):
             features = time_features(times[start : start + CHUNK], depth.sinusoidal_dim, depth.time_frequency)
             yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))

@@ -81,7 +81,7 @@ class Start:
     constant: float
 
 
-STARTS = {
+GENERATOR_STARTS = {
     "published": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.0),
     "constant": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.02),
     "varying": Start(mlp=None, projection=lambda width: 0.015 / math.sqrt(width), constant=0.02),
@@ -161,7 +161,7 @@ class GeneratedWeights(nnx.Module):
     Args:
         layers: of the vector field.
         time_embed_dim, sinusoidal_dim, time_frequency: E, K and c.
-        start: a key of `STARTS`.
+        start: a key of `GENERATOR_STARTS`.
         shared_mlp: one MLP for all layers (the alternative design) instead of one for each.
         rngs: source of the initial parameters.
     """
@@ -180,13 +180,13 @@ class GeneratedWeights(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.sinusoidal_dim, self.time_frequency, self.shared_mlp = sinusoidal_dim, time_frequency, shared_mlp
-        new_mlp = lambda: TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, STARTS[start].mlp, rngs)  # noqa: E731
+        new_mlp = lambda: TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, GENERATOR_STARTS[start].mlp, rngs)  # noqa: E731
         if shared_mlp:
             self.mlp = new_mlp()
         kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
             mlp = None if shared_mlp else new_mlp()
-            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, STARTS[start], rngs)
+            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, GENERATOR_STARTS[start], rngs)
             if mlp is not None:
                 self.layers[name].mlp = mlp
 

@@ -21,7 +21,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Linear, Norm, as_it_is, parameter
 
 FACTORS = ("a", "b")
-STARTS = ("zero", "published")
+ADAPTER_STARTS = ("zero", "published")
 """How adapters start (`model.lora_start`), both without any effect, or almost.
 
 zero: a at 1 / sqrt(inputs), b at 0, as is usual.
@@ -59,7 +59,7 @@ def add_adapters(
     Args:
         stack: the parameters of every layer with the axis T in front, to which the factors are added.
         layers: their shapes.
-        start: one of `STARTS`.
+        start: one of `ADAPTER_STARTS`.
     """
     for name in adapted_layers(layers, pattern, rank):
         layer, steps = layers[name], len(stack[name].kernel[...])

@@ -46,7 +46,7 @@ def splash(
     return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
-def choose(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
+def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
     """The implementation for devices like this `jax.Device` (or one of a topology that isn't there), and a word on it for the log.
 
     Both libraries have limits; beyond them attention is plain, and the word says why.

@@ -21,7 +21,7 @@ from diffeqformer.depth.plain import in_compute_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.heun import HEUN
-from diffeqformer.transformer import Transformer, split, weights_at
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 MOST = 16  # times the trained number of steps: no grid gets finer
 
@@ -80,7 +80,7 @@ def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float
     Raises:
         UserError: if it takes more than `MOST` times as many steps as trained.
     """
-    (graph, params), depth = split(model), model.depth
+    (graph, params), depth = split_model(model), model.depth
     last_state = _last_state(graph, params, tokens, weights_at(model))
     x = model.embed(tokens, Context()).astype(jnp.float32)
     scale, t, dt, ends = jnp.sqrt(jnp.mean(last_state.astype(jnp.float32) ** 2)), 0.0, 1 / model.num_steps, []

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import in_compute_type, stage_times
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS, Transformer, solvers_of, split
+from diffeqformer.transformer import MODELS, Transformer, solvers_of, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
@@ -48,5 +48,5 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
         UserError: if the model can't take that number of steps.
     """
     target = discretized_config(config, num_steps, dtype).model
-    params = _discretized_params(*split(model), num_steps, jnp.dtype(dtype), target.solver)
+    params = _discretized_params(*split_model(model), num_steps, jnp.dtype(dtype), target.solver)
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)

@@ -15,7 +15,7 @@ from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import fold_in
 from diffeqformer.solvers import KeyValueCache
-from diffeqformer.transformer import Transformer, split, weights_at
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
 
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
                 raise UserError(f"{name}: must be {needed}, but it is {value}")
 
 
-def choose(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
+def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
     """One token for each row of logits.
 
     top_p is nucleus sampling.
@@ -122,7 +122,7 @@ def choose_next(
     logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, ""], choice: Choice, vocab_size: int
 ) -> Int[Array, "B"]:
     """The token at `position` in every sample, among the first `vocab_size`."""
-    return choose(logits[:, :vocab_size], fold_in(keys, position), choice).astype(jnp.int32)
+    return draw(logits[:, :vocab_size], fold_in(keys, position), choice).astype(jnp.int32)
 
 
 def write_tokens(
@@ -165,9 +165,9 @@ def write_tokens(
         )
     if count > room:
         raise UserError(f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}")
-    weights, reader = weights_at(model, num_steps), nnx.merge(*split(model))
+    weights, reader = weights_at(model, num_steps), nnx.merge(*split_model(model))
     del reader.depth  # its many arrays have done their part: a token takes fewer arguments
-    graph, params = split(reader)
+    graph, params = split_model(reader)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
     return continue_prompt(
         graph, params, weights, model.max_length, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh, sharding
-from diffeqformer.transformer import Transformer, split, weights_at
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 SHORTEST = 32  # positions; sequences are filled up to this times a power of two, so that few shapes are compiled
 
@@ -85,9 +85,9 @@ class Scorer:
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         mesh = make_mesh() if mesh is None else mesh
-        weights, reader = weights_at(model, num_steps), nnx.merge(*split(model))
+        weights, reader = weights_at(model, num_steps), nnx.merge(*split_model(model))
         del reader.depth  # its many arrays have done their part: a batch takes fewer arguments
-        self.graph, params = split(reader)
+        self.graph, params = split_model(reader)
         self.params, self.weights = jax.device_put((params, weights), sharding(mesh))
         self.by_example = sharding(mesh, "batch", None)
         self.max_length = model.max_length

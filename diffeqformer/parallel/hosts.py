@@ -32,7 +32,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
+def connect(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
     """Join the other processes of the run, if there are any, before anything asks for devices.
 
     Without a coordinator, the environment of Cloud TPU, GKE, Slurm or Open MPI tells who they are. Only process 0

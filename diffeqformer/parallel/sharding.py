@@ -25,7 +25,7 @@ AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")  # between which examples are shared
 ROWS = "fsdp"  # the rows of a matrix, its first axis, are shared over it as well: parts of rows are whole tiles
 
-RULES = {
+LOGICAL_AXES = {
     "batch": BATCH,  # examples are independent
     "heads": "tensor",  # so are heads, until their outputs are summed
     "mlp": "tensor",  # and hidden units
@@ -155,9 +155,9 @@ def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
     """How an array whose dimensions have these logical axes (None: never split) lies on the mesh.
 
     Raises:
-        KeyError: for an axis that `RULES` doesn't know.
+        KeyError: for an axis that `LOGICAL_AXES` doesn't know.
     """
-    places = [axis and RULES[axis] for axis in axes]
+    places = [axis and LOGICAL_AXES[axis] for axis in axes]
     sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]
     if len(sides) == 2 or "rank" in axes:  # a matrix; vectors are small enough to be everywhere
         rows = sides[0]

@@ -14,7 +14,7 @@ from diffeqformer import checkpoint
 from diffeqformer.config import base_config
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.transformer import MODELS, split
+from diffeqformer.transformer import MODELS, split_model
 
 OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
 """Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
@@ -99,4 +99,4 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
         mesh: the devices that share them.
     """
     opened = checkpoint.load(config.base, mesh, step)
-    return split(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]
+    return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

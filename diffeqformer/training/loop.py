@@ -31,7 +31,7 @@ from diffeqformer.parallel.sharding import make_mesh, mesh_shape
 from diffeqformer.training import finetune
 from diffeqformer.training.dynamics import recorder
 from diffeqformer.training.step import Program, make_program
-from diffeqformer.transformer import MODELS, Transformer, join, random_key
+from diffeqformer.transformer import MODELS, Transformer, merge_trees, random_key
 
 
 def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
@@ -178,7 +178,7 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
     trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
     state = checkpoint.restore_state(checkpoints, step, {**shapes, "params": trained})
     if frozen:
-        state["params"] = join(state["params"], checkpoint.restore_frozen(workdir, frozen, about["base"]))
+        state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(workdir, frozen, about["base"]))
     return state
 
 
@@ -216,13 +216,13 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     pending, validation = collections.deque(), splits["validation"]
     dynamics = recorder(program, validation, config.sequence_length) if config.dynamics_every else None
 
-    def validate(step: int) -> None:
-        progress.validation(step, evaluate(program, state["params"], validation, config))
+    def evaluate(step: int) -> None:
+        progress.validation(step, validate(program, state["params"], validation, config))
         if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
             progress.dynamics(step, dynamics(state["params"]))
 
     if about["validation_due"]:  # of what the base can do, or because the run was told to stop and left that to us
-        validate(first)
+        evaluate(first)
 
     def read_scalars() -> None:
         step, scalars = pending.popleft()
@@ -249,7 +249,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
             read_scalars()
         pause = time.monotonic()
         if evaluating:
-            validate(step)
+            evaluate(step)
         if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
             progress.flush()
             about["validation_due"] = not evaluating and step % config.eval_every == 0
@@ -264,7 +264,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
     return state
 
 
-def evaluate(
+def validate(
     program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
 ) -> dict[str, float]:
     """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).

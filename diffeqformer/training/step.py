@@ -20,12 +20,21 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.plain import StackedWeights, in_compute_type, stage_times, step_sizes
 from diffeqformer.errors import UserError
-from diffeqformer.fields.attention import choose, plain
+from diffeqformer.fields.attention import fastest, plain
 from diffeqformer.fields.layers import Context, as_it_is
 from diffeqformer.parallel.sharding import AXES, BATCH, by_device, gather, sharding, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
 from diffeqformer.training.optimizer import learning_rate_schedule, make_optimizer
-from diffeqformer.transformer import Transformer, abstract_model, join, new_model, part, random_key, split, split_specs
+from diffeqformer.transformer import (
+    Transformer,
+    abstract_model,
+    merge_trees,
+    new_model,
+    random_key,
+    select,
+    split_model,
+    split_specs,
+)
 
 
 def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
@@ -105,11 +114,11 @@ class Losses:
         self.param_specs, self.layer_specs = split_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.step_specs = self.layer_specs if model.depth.constant else without_time(self.layer_specs)
-        self.merged_specs = part(self.layer_specs, lambda path: path[-1] not in FACTORS)
+        self.merged_specs = select(self.layer_specs, lambda path: path[-1] not in FACTORS)
 
     def split(self, tree: dict) -> tuple[dict, dict]:
         """What trains of a tree like the parameters, and what is frozen."""
-        return part(tree, self.trains), part(tree, lambda path: not self.trains(path))
+        return select(tree, self.trains), select(tree, lambda path: not self.trains(path))
 
     def device_losses(self, others, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
         """The sum over this device's share of positions of `scored` [B, S] times the next token's loss in nats.
@@ -177,7 +186,7 @@ class Losses:
         by_layer = lambda layers: {"depth": {"layers": layers}}  # noqa: E731
 
         def generate(depth):
-            depth_weights = nnx.merge(self.graph, join(params, {"depth": depth})).depth
+            depth_weights = nnx.merge(self.graph, merge_trees(params, {"depth": depth})).depth
             return self.split(by_layer(in_compute_type(depth_weights(stages), dtype)))
 
         trained, frozen = self.split(params)
@@ -187,7 +196,7 @@ class Losses:
 
         def on_device(trained, frozen, sizes, tokens, keys):
             def loss_of(trained, tokens, keys):
-                others = join(trained, frozen)
+                others = merge_trees(trained, frozen)
                 layers = others.pop("depth")["layers"]
                 scored = jnp.zeros(tokens.shape).at[:, :-1].set(microbatches / count)
                 return self.device_losses(others, stack(layers, sizes), tokens, keys, scored)
@@ -222,9 +231,9 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
     Args:
         attention: causal attention, and a word on it for the log; by default the fastest for the mesh's devices.
     """
-    graph, abstract = split(abstract_model(config))
+    graph, abstract = split_model(abstract_model(config))
     head_width = config.model.width // config.model.heads
-    attend, word = attention or choose(mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width)
+    attend, word = attention or fastest(mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width)
     losses = Losses(graph, abstract, mesh, attend)
     place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # noqa: E731
     param_shardings, replicated = place(losses.param_specs), place(PartitionSpec())
@@ -233,7 +242,7 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
     def init(base=None):
-        params = join(nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param)), base or {})
+        params = merge_trees(nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param)), base or {})
         return {"params": params, "optimizer": optimizer.init(trained(params)), "step": jnp.zeros((), jnp.int32)}
 
     optimizer_shardings = optax.tree_map_params(
@@ -254,7 +263,7 @@ def make_program(config, mesh: Mesh, attention: tuple[Callable, str] | None = No
         loss, grads = losses.loss_and_gradient(state["params"], tokens, keys, config.microbatches, times)
         before = trained(state["params"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], before)
-        params = join(state["params"], optax.apply_updates(before, updates))
+        params = merge_trees(state["params"], optax.apply_updates(before, updates))
         scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, scalars
 

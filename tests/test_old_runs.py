@@ -1,0 +1,40 @@
+"""Runs that an earlier version of the code left half-trained are opened and resumed (tests/data/make_runs.py)."""
+
+import json
+import pathlib
+import sys
+import tarfile
+
+import pytest
+
+from diffeqformer.console.progress import read_curves
+from diffeqformer.training import loop
+from helpers import ONE_DEVICE, TEXTS, make_store
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "data"))
+from make_runs import HERE, KINDS, SAVED, STEPS, config_of, digest  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> pathlib.Path:
+    """The folder in which the runs were made, without those that had gone on to their end."""
+    folder = tmp_path_factory.mktemp("runs")
+    with tarfile.open(HERE / "runs.tar.xz") as tar:
+        tar.extractall(folder, filter="data")
+    make_store(folder / "stores" / "python_stdlib-bytes", {"train": [TEXTS], "validation": [TEXTS[:9]]})
+    return folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(name, runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    expected = json.loads(pathlib.Path("expected.json").read_text())[name]
+    assert digest(name) == expected["saved"]
+    loop.train(config_of(name), name)
+    curves = read_curves(name)
+    for tag, group in (("train/loss", "train"), ("validation/loss", "validation")):
+        assert {str(step) for step in curves[tag]} == set(expected[group])
+        for step, value in expected[group].items():  # new steps may be rounded as another machine does it
+            assert curves[tag][int(step)] == pytest.approx(value, rel=1e-5 if int(step) > SAVED else 1e-12)
+    assert max(curves["train/loss"]) == STEPS

@@ -5,8 +5,7 @@ GPT stays as it is. From there on it is a run like every other, of all weights o
 of adapters and embeddings.
 """
 
-import os
-
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -20,7 +19,7 @@ OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weight
 """Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
 
 
-def inherit(config: ConfigDict, workdir: os.PathLike) -> ConfigDict:
+def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
     """The config with the base's model: that of the run's own newest checkpoint, or else of `config.base`.
 
     Raises:

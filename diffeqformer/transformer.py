@@ -119,6 +119,13 @@ class Transformer(nnx.Module):
         if not field.tied_head:
             self.lm_head = parameter(rngs, table[::-1], ("embed", "vocab"), stddev=0.02)
 
+    def replace(self, **changes) -> "Transformer":
+        """A copy with other attributes, such as `solver` or `dtype`. It shares the parameters."""
+        copy = nnx.merge(*nnx.split(self))
+        for name, value in changes.items():
+            setattr(copy, name, value)
+        return copy
+
     def trains(self, path: tuple[str, ...]) -> bool:
         """Whether the parameter of that path changes in training; with adapters these and the embeddings alone do."""
         return (

@@ -140,7 +140,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "gpt",
             {"model__num_steps": 9},
-            "config.model.num_steps: must be 6, as .* for so many steps and no others, but it is 9",
+            "config.model.num_steps: must be 6, because .* weights for 6 steps only, but it is 9",
         ),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):

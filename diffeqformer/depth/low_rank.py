@@ -74,7 +74,7 @@ def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
     """The layers without adapters that do the same: kernel + a b. Kernels come out in the type of the factors.
 
     Args:
-        layers: of one step, or stacked; without any adapter they stay as they are.
+        layers: of one step, or stacked. Layers without adapters don't change.
         gather: makes the layers whole, of which a device has parts; kernels are in the factors' type by then.
     """
     dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]

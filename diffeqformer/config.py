@@ -152,8 +152,8 @@ def _one_of(field: str, names: Iterable[str]) -> Rule:
 RULES = [
     *_every(
         "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
-        "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every checkpoint_every "
-        "checkpoints_kept",
+        "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every "
+        "checkpoint_every checkpoints_kept",
         lambda v: v >= 1,
         "must be at least 1",
     ),
@@ -393,6 +393,6 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
             differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
     if differing:
         raise UserError(
-            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or delete "
-            "the folder"
+            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or "
+            "delete the folder"
         )

@@ -47,7 +47,7 @@ def splash(
 
 
 def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
-    """The implementation for devices like this one, which may be of a topology that isn't there, and a word for the log.
+    """The implementation for devices like this one, and a word for the log. The device may be of a described topology.
 
     Both libraries have limits. Beyond them attention is plain, and the word says why.
     """

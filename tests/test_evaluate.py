@@ -37,7 +37,7 @@ DOCUMENTS = [
 
 def save_checkpoint(workdir, model: Transformer, config) -> None:
     """A checkpoint of a model that was never trained."""
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "tokenizer_data": "", "data_sha256": "none"}
+    about = checkpoint.About(config.to_dict(), "bytes")
     workdir.mkdir()
     with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
         checkpoint.save(checkpoints, 3, {"params": transformer.split_model(model)[1]}, about)

@@ -21,13 +21,12 @@ from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
-BYTES = {"tokenizer": "bytes", "tokenizer_data": ""}
 
 
 def save_base(workdir, config, step=3) -> Transformer:
     """A run that has ended: a lively model of this config."""
     model = lively_model(**config.model)
-    about = {"config": config.to_dict(), "data_sha256": "none", **BYTES}
+    about = checkpoint.About(config.to_dict(), "bytes")
     with checkpoint.open_checkpoints(workdir, 1) as manager:
         checkpoint.save(manager, step, {"params": split_model(model)[1]}, about)
         manager.wait_until_finished()
@@ -149,7 +148,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"
     ):
-        finetune.base_of(new_config(tmp_path / "ours"), {"tokenizer": "bytes", "tokenizer_data": "more"})
+        finetune.base_of(new_config(tmp_path / "ours"), checkpoint.About({}, "bytes", "more"))
 
 
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint import About
 from diffeqformer.config import check_config, check_fields, check_resumable, check_tokenizer
 from diffeqformer.console.progress import Progress, printable, show_progress
 from diffeqformer.data.lock import only_run
@@ -56,22 +58,22 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
     workdir = epath.Path(workdir)
-    about = {"config": config.to_dict(), "tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
+    about = About(config.to_dict(), tokenizer.name, tokenizer.save())
     if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
         make_folder(workdir)
         hosts.check_shared(workdir)
     with hosts.all_succeed("the newest checkpoint"):
         saved = read_saved(config, workdir, about)  # what can't go on is said before a corpus is prepared for hours
         if config.base:
-            about["base"] = saved["base"] if saved else finetune.base_of(config, about)
+            about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
     if config.base:
-        digest = hashlib.sha256(json.dumps(about["base"], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
         hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
-    about["data_sha256"] = splits["train"].sha256
+    about = dataclasses.replace(about, data_sha256=splits["train"].sha256)
     make_folder(workdir)
-    hosts.check_same("config.data.dir: the token store", about["data_sha256"], "give all hosts the same one")
+    hosts.check_same("config.data.dir: the token store", about.data_sha256, "give all hosts the same one")
     with contextlib.ExitStack() as stack:
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
@@ -79,14 +81,15 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
             saved = read_saved(config, workdir, about)  # again: another run may have gone on meanwhile
             check_unchanged("data_sha256", about, saved, workdir)
             if config.base and saved:
-                about["base"] = saved["base"]
+                about = dataclasses.replace(about, base=saved.base)
         checkpoints = stack.enter_context(checkpoint.open_to_write(workdir, config.checkpoints_kept))
         program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         state = start_or_resume(config, workdir, program, checkpoints, about)
         describe(config, workdir, program, state["params"], splits["train"])
         if int(state["step"]) < config.steps:
             with hosts.Notice() as notice:
-                about["validation_due"] = bool(saved.get("validation_due") if saved else config.base)
+                due = saved.validation_due if saved else bool(config.base)
+                about = dataclasses.replace(about, validation_due=due)
                 state = train_steps(config, workdir, program, state, splits, checkpoints, about, started, notice)
             if int(state["step"]) < config.steps:
                 raise Stopped(
@@ -121,7 +124,7 @@ def make_folder(workdir: epath.Path) -> None:
         (workdir / "parameters.txt").touch()
 
 
-def read_saved(config: ConfigDict, workdir: epath.PathLike, about: dict) -> dict | None:
+def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
     """What the newest checkpoint says of itself; None if there is none.
 
     Raises:
@@ -132,7 +135,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: dict) -> dict
             pass
     except checkpoint.NoCheckpoint:
         return None
-    if "materialized_from" in saved:
+    if saved.materialized_from is not None:
         raise UserError(
             f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
         )
@@ -141,16 +144,19 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: dict) -> dict
     return saved
 
 
-def check_unchanged(what: str, about: dict, saved: dict | None, workdir: epath.PathLike) -> None:
+def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
     """Raise a UserError if the run so far was trained with another tokenizer, or on other ids."""
-    if saved is not None and saved[what] != about[what]:
+    if saved is None:
+        return
+    ours, theirs = getattr(about, what), getattr(saved, what)
+    if ours != theirs:
         raise UserError(
-            f"config.data.dir: the token store has another {what} ({about[what]}) than the run in {workdir} "
-            f"({saved[what]}); use another --workdir, or the old store"
+            f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
+            f"({theirs}); use another --workdir, or the old store"
         )
 
 
-def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints, about: dict) -> dict:
+def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Program, checkpoints, about: About) -> dict:
     """A new state, or that of the newest checkpoint."""
     step = checkpoints.latest_step()
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
@@ -158,7 +164,7 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
     if step is None:
         if not config.base:
             return program.init()
-        base = about["base"]
+        base = about.base
         print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
         if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
             print(
@@ -178,7 +184,7 @@ def start_or_resume(config: ConfigDict, workdir: epath.PathLike, program: Progra
     trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
     state = checkpoint.restore_state(checkpoints, step, {**shapes, "params": trained})
     if frozen:
-        state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(workdir, frozen, about["base"]))
+        state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(workdir, frozen, about.base))
     return state
 
 
@@ -221,7 +227,7 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
         if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
             progress.dynamics(step, dynamics(state["params"]))
 
-    if about["validation_due"]:  # of what the base can do, or because the run was told to stop and left that to us
+    if about.validation_due:  # of what the base can do, or because the run was told to stop and left that to us
         evaluate(first)
 
     def read_scalars() -> None:
@@ -252,9 +258,9 @@ def train_steps(config, workdir, program: Program, state: dict, splits, checkpoi
             evaluate(step)
         if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
             progress.flush()
-            about["validation_due"] = not evaluating and step % config.eval_every == 0
+            due = not evaluating and step % config.eval_every == 0
             saved = {**state, "params": program.trained(state["params"])}
-            checkpoint.save(checkpoints, step, saved, dict(about))
+            checkpoint.save(checkpoints, step, saved, dataclasses.replace(about, validation_due=due))
         progress.pause(time.monotonic() - pause)
         checkpoint.check(checkpoints)
         if stopping:

@@ -14,7 +14,7 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import finetune, loop
+from diffeqformer.training import finetune, loop, run
 from diffeqformer.training.step import make_program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
@@ -70,7 +70,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
-    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]

@@ -23,7 +23,7 @@ from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training import loop, optimizer
+from diffeqformer.training import loop, optimizer, run
 from diffeqformer.training.step import dropout_keys, make_program
 from diffeqformer.transformer import new_model
 from flags import FAST_COMPILATION
@@ -34,7 +34,7 @@ from runs import curves
 @pytest.fixture
 def one_device_loop(monkeypatch):
     """Let `loop.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
-    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)
@@ -210,7 +210,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
         checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
         manager.wait_until_finished()
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer to go on with"):
-            loop.read_saved(config, tmp_path, about)
+            run.read_saved(config, tmp_path, about)
 
 
 def test_the_sample_comes_from_parameters_on_all_devices():
@@ -241,7 +241,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
 
         return program._replace(train_step=train_step)
 
-    monkeypatch.setattr(loop, "make_program", poisoned)
+    monkeypatch.setattr(run, "make_program", poisoned)
     with pytest.raises(
         UserError,
         match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
@@ -253,9 +253,9 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about
     with pytest.raises(UserError, match="another tokenizer"):
-        loop.read_saved(config, tmp_path, dataclasses.replace(about, tokenizer="other"))
+        run.read_saved(config, tmp_path, dataclasses.replace(about, tokenizer="other"))
     with pytest.raises(UserError, match="another data_sha256"):
-        loop.check_unchanged("data_sha256", dataclasses.replace(about, data_sha256="other"), about, tmp_path)
+        run.check_unchanged("data_sha256", dataclasses.replace(about, data_sha256="other"), about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
         loop.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours

@@ -249,7 +249,7 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(name)
     config = toy_config(data__train_files=f"{tmp_path}/train.txt", data__validation_files=f"{tmp_path}/validation.txt")
-    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, {})
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
 
     def text_of(**options):
         defaults = {"task": None, "files": None, "split": "validation"}

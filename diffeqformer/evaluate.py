@@ -46,7 +46,7 @@ def define_text_flags(folder: str) -> None:
         None,
         "Local files in its place (.txt, .jsonl, .parquet; patterns, with commas); empty: the corpus itself.",
     )
-    flags.DEFINE_string("module", None, "A Python module that adds corpora; by default the one of the training.")
+    flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
     flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
@@ -112,10 +112,11 @@ def open_text(options, opened: checkpoint.Checkpoint, task: str, files: list[str
     from diffeqformer.inference.perplexity import Evaluation
 
     data = opened.config.data
-    tasks.configure(
-        data.module if options.module is None else options.module,
-        data.tfds_dir if options.tfds_dir is None else options.tfds_dir,
-    )
+    if data.module and options.module is None and task not in tasks.CORPORA:  # importing it would run its code
+        raise UserError(
+            f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give --module=NAME"
+        )
+    tasks.configure(options.module or "", data.tfds_dir if options.tfds_dir is None else options.tfds_dir)
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
 
 

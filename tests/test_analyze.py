@@ -43,7 +43,9 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
 
 def opened_model(kind, field="gpt", **changes):
     model, config = lively_model(kind, field, vocab_size=257, **changes), toy_config(kind, field)
-    return checkpoint.Checkpoint(config=config, model=model, tokenizer=ByteTokenizer(), step=1, about={})
+    return checkpoint.Checkpoint(
+        config=config, model=model, tokenizer=ByteTokenizer(), step=1, about=checkpoint.About({}, "bytes")
+    )
 
 
 def open_instead(opened, monkeypatch):
@@ -224,7 +226,7 @@ def test_the_default_text_is_cut_to_the_models_positions():
 
 def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
     config = toy_config()
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
         for step in (1, 2):
             checkpoint.save(manager, step, {"params": split_model(new_model(config))[1]}, about)

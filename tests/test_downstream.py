@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
     folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
     for folder in folders:
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
-        about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+        about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
         with checkpoint.open_checkpoints(folder, kept=1) as manager:
             checkpoint.save(manager, 12, {"params": split_model(new_model(config))[1]}, about)
     return folders

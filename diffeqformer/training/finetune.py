@@ -72,7 +72,7 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
     return discretized_config(base, num_steps, "float32").model
 
 
-def base_of(config: ConfigDict, about: dict) -> dict:
+def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     """What a new run records of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
 
     Args:
@@ -82,12 +82,12 @@ def base_of(config: ConfigDict, about: dict) -> dict:
         UserError: if the base was trained with another tokenizer.
     """
     with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
-        if (theirs["tokenizer"], theirs.get("tokenizer_data", "")) != (about["tokenizer"], about["tokenizer_data"]):
+        if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
-                f"config.data.tokenizer: must be that of config.base, {theirs['tokenizer']}, but this one, "
-                f"{about['tokenizer']}, gives other ids"
+                f"config.data.tokenizer: must be that of config.base, {theirs.tokenizer}, but this one, "
+                f"{about.tokenizer}, gives other ids"
             )
-        return {"workdir": config.base, "step": step, "data_sha256": theirs.get("data_sha256", "")}
+        return {"workdir": config.base, "step": step, "data_sha256": theirs.data_sha256}
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:

@@ -145,7 +145,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
 
 
 def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tuple[dict, Scorer]]:
-    """What each row of the table is about, and its scorer, whose solver the model then has.
+    """What each row of the table is about, and its scorer.
 
     Raises:
         UserError: if the model can't have one of them, or there are none of a name.
@@ -170,8 +170,8 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     ]
     scorers = []
     for row, grid in rows:
-        opened.model.solver = SOLVERS[row["solver"]]
-        scorers.append((row, Scorer(opened.model, grid, options.batch_size)))
+        model = opened.model.replace(solver=SOLVERS[row["solver"]])
+        scorers.append((row, Scorer(model, grid, options.batch_size)))
     return scorers
 
 

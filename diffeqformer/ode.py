@@ -109,11 +109,10 @@ def grids(model: Transformer) -> dict[str, tuple[Solver, int]]:
 
 
 def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) -> dict[str, float]:
-    """The paper's perplexity of some windows on each of `grids`. Leaves the model with another solver."""
+    """The paper's perplexity of some windows on each of `grids`."""
     found = {}
     for name, (solver, num_steps) in grids(model).items():
-        model.solver = solver
-        scores = Scorer(model, num_steps, batch_size)(windows)
+        scores = Scorer(model.replace(solver=solver), num_steps, batch_size)(windows)
         log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
         found[name] = math.exp(min(-log_probs.mean(), 700.0))
         print(f"  {name}: perplexity {found[name]:,.2f}", flush=True)
@@ -127,9 +126,9 @@ def _advance(graph, params, features, sizes, x):
     return walk(model.solver, model.field, StackedWeights(layers, sizes), x, Context())
 
 
-def last_state(model: Transformer, solver: str, num_steps: int, x: jax.Array) -> np.ndarray:
+def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     """x(1) in fp32 by a multiple of the trained number of steps, of which the weights exist for so many at a time."""
-    model.solver, depth, chunk = SOLVERS[solver], model.depth, model.num_steps
+    depth, chunk = model.depth, model.num_steps
     times, (graph, params) = model.times(num_steps), split_model(model)
     stages = stage_times(times, model.solver.nodes).reshape(-1, chunk * len(model.solver.nodes))
     for stage, sizes in zip(stages, step_sizes(times).reshape(-1, chunk)):
@@ -144,15 +143,15 @@ def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict
     The error is the distance of x(1) from that of RK4 at twice the finest grid, as a share of x(1)'s length; `order` is the
     slope of its logarithm over the three finest grids whose errors are above fp32's rounding. All in fp32.
     """
-    model.dtype = jnp.dtype(jnp.float32)
+    model = model.replace(dtype=jnp.dtype(jnp.float32))
     x = model.embed(tokens, Context()).astype(jnp.float32)
     numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
-    exact = last_state(model, "rk4", 2 * numbers[-1], x)
+    exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
     found = {"num_steps": numbers, "errors": {}, "orders": {}}
     for method in METHODS:
+        walker = model.replace(solver=SOLVERS[method])
         errors = [
-            float(np.linalg.norm(last_state(model, method, number, x) - exact) / np.linalg.norm(exact))
-            for number in numbers
+            float(np.linalg.norm(last_state(walker, number, x) - exact) / np.linalg.norm(exact)) for number in numbers
         ]
         usable = [(n, e) for n, e in zip(numbers, errors) if 1e-5 < e < math.inf][-3:]
         order = -np.polyfit(*np.log(usable).T, 1)[0] if len(usable) > 1 else None

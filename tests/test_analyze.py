@@ -131,8 +131,7 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp
 
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     """A model in bfloat16 is analyzed in fp32, and left as it was."""
-    opened = opened_model("diffeqformer")
-    opened.model.dtype = jnp.dtype(jnp.bfloat16)
+    opened = opened_model("diffeqformer", dtype="bfloat16")
     open_instead(opened, monkeypatch)
     (tmp_path / "text.txt").write_text("some text\n")
     changes = {"times": 12, "heads": ["2"], "feed_forward": False, "published_pairing": True, "num_steps": 3}
@@ -149,8 +148,8 @@ def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
         "OV",
     }
     assert opened.model.dtype == jnp.bfloat16
-    opened.model.dtype = jnp.dtype(jnp.float32)
-    expected = lyapunov.exponents(opened.model, jnp.asarray(ByteTokenizer().encode("some text")), 3, published=True)
+    model = opened.model.replace(dtype=jnp.dtype(jnp.float32))
+    expected = lyapunov.exponents(model, jnp.asarray(ByteTokenizer().encode("some text")), 3, published=True)
     np.testing.assert_allclose(sensitive.arrays["exponents"], expected, atol=1e-5)
 
 

@@ -76,7 +76,7 @@ def results(workdir, text):
 
 def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
-    model.solver = SOLVERS[solver]
+    model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.times(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
 

@@ -3,6 +3,7 @@
 Each is a function of an opened checkpoint that gives a `Section`, whose `html` a notebook can show by itself.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -40,14 +41,10 @@ def in_float32(section: Callable) -> Callable:
 
     @functools.wraps(section)
     def run(opened: Checkpoint, *arguments, **options):
-        model, single = opened.model, jnp.dtype(jnp.float32)
-        before = model.dtype, model.state_dtype
-        model.dtype, model.state_dtype = single, single
-        try:
-            with jax.default_matmul_precision("highest"):
-                return section(opened, *arguments, **options)
-        finally:
-            model.dtype, model.state_dtype = before
+        float32 = jnp.dtype(jnp.float32)
+        model = opened.model.replace(dtype=float32, state_dtype=float32)
+        with jax.default_matmul_precision("highest"):
+            return section(dataclasses.replace(opened, model=model), *arguments, **options)
 
     return run
 

@@ -294,7 +294,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """Draw perplexity against the number of steps, and against the time that a window takes."""
-    from diffeqformer.analysis.figures import COLOURS, log_if_wide, new_figure
+    from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     series = lambda row: row["solver"] + (" by tolerance" if "tolerance" in row else "")  # noqa: E731

@@ -143,7 +143,7 @@ def table(results: dict[str, dict]) -> str:
 
 def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
     """The validation curves of all runs."""
-    from diffeqformer.analysis.figures import new_figure
+    from diffeqformer.console.figures import new_figure
 
     explodes = STUDY.value == "overfitting"
     figure, [[panel]] = new_figure(1, 1, (7, 4))
@@ -160,7 +160,7 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
 
 def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
     """Perplexity, throughput and memory against E, for each learning rate; GPT's as horizontal lines."""
-    from diffeqformer.analysis.figures import COLOURS, new_figure
+    from diffeqformer.console.figures import COLOURS, new_figure
 
     quantities = {
         "validation perplexity, at the end": lambda found: found["perplexities"][max(found["perplexities"])],

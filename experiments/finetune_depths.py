@@ -16,7 +16,7 @@ from typing import NamedTuple
 from absl import app, flags
 from common import articles_of_wikitext, train, validations
 
-from diffeqformer.analysis.figures import new_figure
+from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)

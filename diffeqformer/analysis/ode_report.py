@@ -34,7 +34,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     """Draw entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
     from matplotlib import ticker
 
-    from diffeqformer.analysis.figures import COLOURS, new_figure
+    from diffeqformer.console.figures import COLOURS, new_figure
 
     figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
     times, values, at_trained = curves

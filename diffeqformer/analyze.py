@@ -12,7 +12,7 @@ from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.console import command_line
-from diffeqformer.console.results import results_folder, whole_numbers
+from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import MODELS
 
@@ -105,14 +105,8 @@ def analyze(options) -> list[Section]:
     ids = text_tokens(options, opened) if any(ANALYSES[part].reads_text for part in options.parts) else []
     folder = results_folder(options.output, options.workdir, "analysis")
     about = {
-        "workdir": str(options.workdir),
-        "config": config.name,
-        "kind": config.model.kind,
-        "field": config.model.field,
-        "checkpoint_step": opened.step,
-        "trained_num_steps": config.model.num_steps,
+        **header(options.workdir, opened),
         "num_steps": options.num_steps or config.model.num_steps,
-        "solver": config.model.solver,
         "heads": config.model.heads,
         **({"text": opened.tokenizer.decode(ids)} if ids else {}),
     }

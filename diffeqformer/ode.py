@@ -13,9 +13,9 @@ from absl import flags
 from diffeqformer import checkpoint
 from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.console import command_line
-from diffeqformer.console.results import results_folder, write_text
+from diffeqformer.console.results import header, results_folder, write_text
 from diffeqformer.errors import UserError
-from diffeqformer.evaluate import define_text_flags, open_text, text_of, window_of
+from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
 from diffeqformer.transformer import MODELS
 
 
@@ -46,11 +46,7 @@ def examine(options) -> dict:
     windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)
     folder = results_folder(options.output, options.workdir, "ode")
     results = {
-        "workdir": str(options.workdir),
-        "config": opened.config.name,
-        "checkpoint_step": opened.step,
-        "solver": config.solver,
-        "num_steps": model.num_steps,
+        **header(options.workdir, opened),
         "time_frequency": config.time_frequency,
         "training_times": config.training_times,
         "task": task,

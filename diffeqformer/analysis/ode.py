@@ -158,7 +158,7 @@ def table(results: dict) -> str:
     """The findings in Markdown."""
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['num_steps']} steps of {results['solver']}, time "
+        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps of {results['trained_solver']}, time "
         f"frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",

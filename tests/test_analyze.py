@@ -1,6 +1,7 @@
 """The report on a checkpoint: all of its parts, and what is refused."""
 
 import json
+import re
 import shutil
 import types
 
@@ -19,10 +20,15 @@ from helpers import lively_model, toy_config
 from runs import command
 
 
+def without_images(page: str) -> str:
+    """A report without the data of its images, in which any few letters may occur."""
+    return re.sub(r'(?<=base64,)[^"]+', "", page)
+
+
 def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = without_images((tmp_path / "out" / "report.html").read_text())
     assert page.count("data:image/png;base64,") == 10 and "http" not in page and "&lt;" in page and "<b>" not in page
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
     model = checkpoint.load(run).model
@@ -120,7 +126,7 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp
     parts = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))
     assert [section.name for section in done] == parts
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = without_images((tmp_path / "out" / "report.html").read_text())
     assert page.count("<img") == 6 + (field == "llama") and ("layer" in page) == (kind == "gpt")
     assert ("within a step of this solver" in page) == (kind == "shared")
     for section in done:

@@ -19,6 +19,7 @@ from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference import text_options
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
@@ -76,7 +77,7 @@ def results(workdir, text):
 
 def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
-    model.solver = SOLVERS[solver]
+    model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.times(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
 
@@ -153,7 +154,7 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        (["--window=17"], "--window: must be at least 2 and at most 16, but it is 17"),
+        (["--window=17"], "--window: must be from 2 to the 16 positions of the model, but it is 17"),
         (
             ["--files=", "--task=pile"],
             "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is",
@@ -175,7 +176,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
     "changes, sentence",
     [
         ({"stride": 17}, "--stride: must be at least 1 and at most 16, but it is 17"),
-        ({"window": 0}, "--window: must be at least 2 and at most 16, but it is 0"),
+        ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
         (
             {"num_steps": ["6", "x"]},
             "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
@@ -253,7 +254,7 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
 
     def text_of(**options):
         defaults = {"task": None, "files": None, "split": "validation"}
-        return evaluation_command.text_of(types.SimpleNamespace(**defaults | options), opened)
+        return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
 
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
     assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]

@@ -51,7 +51,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
     solver = {"gpt": "strang", "llama": "rk4"}[field] if kind == "diffeqformer" else MODELS[kind].solver
     base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, model__solver=solver))
     if solver == "rk4":  # which takes weights at several times of each step
-        base.solver = SOLVERS["euler"]
+        base = base.replace(solver=SOLVERS["euler"])
     for num_steps, rank, mesh in ((6, 0, ONE_DEVICE), (4, 2, ONE_DEVICE), (9, 0, make_mesh((4, 2, 1)))):
         num_steps = 6 if kind == "gpt" else num_steps
         config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank * (kind != "shared"))

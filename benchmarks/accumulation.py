@@ -3,7 +3,7 @@
     python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
 Both compute the loss and gradient of the same batch. `once` is
-`diffeqformer.training.step.Losses.loss_and_gradient`; `each` differentiates the whole model for every microbatch and adds
+`diffeqformer.training.loss.ShardedLoss.mean_and_gradient`; `each` differentiates the whole model for every microbatch and adds
 up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
 taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
 """
@@ -17,23 +17,24 @@ from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table,
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training.step import Losses, dropout_keys, split_batch
+from diffeqformer.training.loss import ShardedLoss, split_batch
+from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import new_model, split_model
 
 MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers of microbatches to try.")
 
 
-def generated_once(losses: Losses, params, tokens, keys, microbatches: int):
+def generated_once(losses: ShardedLoss, params, tokens, keys, microbatches: int):
     """As in training."""
-    return losses.loss_and_gradient(params, tokens, keys, microbatches)
+    return losses.mean_and_gradient(params, tokens, keys, microbatches)
 
 
-def generated_for_each(losses: Losses, params, tokens, keys, microbatches: int):
+def generated_for_each(losses: ShardedLoss, params, tokens, keys, microbatches: int):
     """The usual way: a sum over microbatches of whole gradients."""
 
     def add(total, part):
         own_params, part = jax.lax.optimization_barrier((params, part))
-        return jax.tree.map(jnp.add, total, losses.loss_and_gradient(own_params, *part)), None
+        return jax.tree.map(jnp.add, total, losses.mean_and_gradient(own_params, *part)), None
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), params))
     total, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: split_batch(array, microbatches), (tokens, keys)))
@@ -56,7 +57,7 @@ def measure(name: str, counts: list[int]) -> None:
     config = make_config(name)
     tokens = random_tokens(config)
     graph, params = split_model(new_model(config))
-    losses = Losses(graph, params, make_mesh())
+    losses = ShardedLoss(graph, params, make_mesh())
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None
     compiled = {}  # programs that are compared stand side by side
     for count in counts:

@@ -28,7 +28,7 @@ from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape  # noqa: E402
-from diffeqformer.training.step import make_program  # noqa: E402
+from diffeqformer.training.step import Program  # noqa: E402
 
 CONFIG = command_line.define_config()
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:8x8", "Kind and shape of the slice.")
@@ -58,7 +58,7 @@ def main() -> None:
         raise UserError("config.base: its model's shape isn't known here; take the config of the pretraining")
     check_config(config, len(devices), "tpu")
     shape = mesh_shape(config.mesh, len(devices))
-    program = make_program(config, make_mesh(shape, devices), (attention.plain, "plain") if PLAIN.value else None)
+    program = Program(config, make_mesh(shape, devices), (attention.plain, "plain") if PLAIN.value else None)
     print(
         f"{config.name} on {SLICES.value} x {TOPOLOGY.value}, mesh {' x '.join(map(str, shape))}, "
         f"attention: {program.attention}",

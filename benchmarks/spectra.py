@@ -33,13 +33,13 @@ def main() -> None:
 
     model = nnx.merge(graph, jax.tree.map(fill, shapes))
     start = time.monotonic()
-    found = spectra(model, model.times(), feed_forward=False)["QK"]
+    found = spectra(model, model.grid().ends, feed_forward=False)["QK"]
     seconds, count = time.monotonic() - start, 2 * found.eigenvalues[..., 0].size
     print(
         f"{config.name}: {count:,} products in {seconds:.1f} s, {1000 * seconds / count:.1f} ms each, weights included",
         flush=True,
     )
-    left, right = next(pairs_over_time(model, model.times(), False))["QK"]
+    left, right = next(pairs_over_time(model, model.grid().ends, False))["QK"]
     start, differences = time.monotonic(), []
     with threadpool_limits(1, "blas"):
         for head in range(DENSE.value):

@@ -14,7 +14,6 @@ from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import MODELS
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
 
@@ -76,7 +75,7 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
     for name, number in (("--num_steps", options.num_steps), ("--times", options.times)):
         if number is not None and number < 1:
             raise UserError(f"{name}: must be at least 1, but it is {number}")
-        if number not in (None, model.num_steps) and MODELS[kind].weights == "per_layer":
+        if number not in (None, model.num_steps) and model.depth.fixed_depth:
             raise UserError(
                 f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} steps and "
                 f"no others, but it is {number}"

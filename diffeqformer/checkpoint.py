@@ -27,7 +27,7 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer, abstract_model, merge_trees, select, split_model, split_specs
+from diffeqformer.transformer import Transformer, abstract_model, merge_trees, partition_specs, select, split_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +364,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             places = jax.tree.map(lambda _: device, params)
         else:
-            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), split_specs(model)[0])
+            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model)[0])
         place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         moved_on = (

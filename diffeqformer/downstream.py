@@ -63,7 +63,7 @@ def check_model(workdir: str, num_steps: list[int | None], window: int | None) -
     graph, params = split_model(model)
     for steps in num_steps:
         try:
-            jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.times(steps)), params)
+            jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.grid(steps)), params)
         except UserError as error:
             raise UserError(f"{workdir}: {error}") from None
 

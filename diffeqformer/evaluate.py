@@ -21,7 +21,7 @@ from diffeqformer.inference.report import heading, name_of, plot, table, write
 from diffeqformer.inference.scoring import Scorer
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS, solvers_of
+from diffeqformer.transformer import MODELS
 
 
 def define_flags() -> None:
@@ -46,7 +46,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     """
     if not options.tolerance:
         return {}
-    if MODELS[opened.config.model.kind].weights != "generated":
+    if not opened.model.depth.generated:
         raise UserError(
             f"--tolerance: needs generated weights, but the model is of the kind {opened.config.model.kind}"
         )
@@ -70,8 +70,8 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
         UserError: if the model can't have one of them, or there are none of a name.
     """
     config, solvers, steps = opened.config.model, options.solver, whole_numbers("--num_steps", options.num_steps, 1)
-    possible = solvers_of(config.kind)
-    if MODELS[config.kind].weights == "per_layer":  # whose weights are those of one time in each step
+    possible = MODELS[config.kind].solvers()
+    if opened.model.depth.fixed_depth:  # whose weights are those of one time in each step
         possible = [name for name in possible if SOLVERS[name].nodes == SOLVERS[config.solver].nodes]
     for name in solvers:
         if name not in possible:

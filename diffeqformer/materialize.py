@@ -16,7 +16,7 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.transformer import solvers_of, split_model
+from diffeqformer.transformer import MODELS, split_model
 
 
 def materialize(
@@ -42,7 +42,7 @@ def materialize(
     """
     opened = checkpoint.load(workdir)
     trained = opened.config.model
-    if trained.solver not in solvers_of("discretized"):
+    if trained.solver not in MODELS["discretized"].solvers():
         raise UserError(
             f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, and a "
             "materialized one has one set for each; use the run itself, or fine-tune it with --config.base"

@@ -16,7 +16,6 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, write_text
 from diffeqformer.errors import UserError
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
-from diffeqformer.transformer import MODELS
 
 
 def define_flags() -> None:
@@ -36,7 +35,7 @@ def examine(options) -> dict:
     """
     opened = checkpoint.load(options.workdir)
     model, config = opened.model, opened.config.model
-    if MODELS[config.kind].weights != "generated" or model.num_steps < 2:
+    if not model.depth.generated or model.num_steps < 2:
         raise UserError(
             "--workdir: must hold a model whose weights are generated for at least 2 times, but it is a model of the kind "
             f"{config.kind} with {model.num_steps} steps"

@@ -36,7 +36,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     with np.load(tmp_path / "out" / "arrays.npz") as arrays:
         added = arrays["sensitivity/exponents"]
         np.testing.assert_allclose(added, lyapunov.exponents(model, jnp.asarray(tokens)), atol=1e-3)
-        found = spectra.spectra(model, model.times())
+        found = spectra.spectra(model, model.grid().ends)
         np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
     measures = numbers["sensitivity"]["measures"]
     assert len(measures) == 4 and all(len(values) == len(tokens) for values in measures.values())

@@ -11,7 +11,7 @@ from diffeqformer.analysis.spectra import spectra
 from diffeqformer.data.store import open_store
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.dynamics import recorder
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, toy_config
 
@@ -22,12 +22,12 @@ def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_st
     params = split_model(lively_model(**config.model))[1]
     records = []
     for mesh in (ONE_DEVICE, make_mesh((2, 2, 2))):
-        program = make_program(config, mesh)
+        program = Program(config, mesh)
         placed = jax.device_put(params, program.state_shardings["params"])
         records.append(recorder(program, text, 16)(placed))
     assert records[0] == pytest.approx(records[1], rel=1e-3)
     model = nnx.merge(program.graph, params)
-    found = spectra(model, model.times(), feed_forward=False)
+    found = spectra(model, model.grid().ends, feed_forward=False)
     assert records[0]["qk_radius"] == pytest.approx(found["QK"].radius().max(), rel=1e-3)
     assert records[0]["ov_radius"] == pytest.approx(found["OV"].radius().max(), rel=1e-3)
     tokens = jnp.asarray(text.evaluation_batch(0, 4, 16)[0])

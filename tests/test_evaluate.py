@@ -24,7 +24,7 @@ from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import Transformer, new_model
 from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 from runs import command
@@ -78,7 +78,7 @@ def results(workdir, text):
 def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
     model = model.replace(solver=SOLVERS[solver])
-    weights = model.weights(model.times(num_steps))
+    weights = model.weights(model.grid(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
 
     def losses(ids: list[int]) -> np.ndarray:
@@ -218,7 +218,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     make_store(tmp_path / "store", {"train": [documents], "validation": [documents[:1], documents[1:]]})
     config = checkpoint.load(workdir).config
     config.update(sequence_length=8, batch_size=8)
-    program = make_program(config, ONE_DEVICE)
+    program = Program(config, ONE_DEVICE)
     params = transformer.split_model(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
     for row in results[1]["rows"][:2]:

@@ -15,7 +15,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, loop, run
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
@@ -57,10 +57,10 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
         config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank * (kind != "shared"))
         config = finetune.inherit(config, tmp_path / "new")
         check_config(config, mesh.size)
-        program = make_program(config, mesh)
+        program = Program(config, mesh)
         state = program.init(finetune.initial_params(config, 3, mesh))
         ours = nnx.merge(program.graph, state["params"])
-        expected = base(TOKENS, base.weights(base.times(num_steps)))
+        expected = base(TOKENS, base.weights(base.grid(num_steps)))
         logits = ours(TOKENS, ours.weights())
         np.testing.assert_allclose(logits, expected, atol=5e-6 * float(jnp.abs(expected).max()))
 
@@ -94,7 +94,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     if rank:
         again = new_config(tmp_path / "parts", model__num_steps=3, model__lora_rank=1)
         again = finetune.inherit(again, tmp_path / "again")
-        program = make_program(again, ONE_DEVICE)
+        program = Program(again, ONE_DEVICE)
         merged = nnx.merge(program.graph, program.init(finetune.initial_params(again, 4, ONE_DEVICE))["params"])
         expected = opened.model(TOKENS, opened.model.weights())
         np.testing.assert_allclose(merged(TOKENS, merged.weights()), expected, atol=1e-5)

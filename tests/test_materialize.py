@@ -15,7 +15,7 @@ from diffeqformer.inference.sampling import (
 )
 from diffeqformer.materialize import materialize
 from diffeqformer.training.loop import validate
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
 from helpers import FAMILY, ONE_DEVICE, toy_config
 from runs import command
@@ -33,7 +33,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
 
     tokens = jnp.arange(32).reshape(2, 16)
-    expected = original.model(tokens, original.model.weights(original.model.times(9)))
+    expected = original.model(tokens, original.model.weights(original.model.grid(9)))
     logits = opened.model(tokens, opened.model.weights())
     tolerance = {"float32": 1e-6, "bfloat16": 0.03}[dtype]
     np.testing.assert_allclose(logits, expected, atol=tolerance * float(jnp.abs(expected).max()))
@@ -45,7 +45,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     losses = []
     for which, num_steps in ((original, 9), (opened, None)):
         config = which.config
-        program = make_program(config, ONE_DEVICE)
+        program = Program(config, ONE_DEVICE)
         losses.append(validate(program, split_model(which.model)[1], split_, config, num_steps)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0] > 1
 

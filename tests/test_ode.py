@@ -54,7 +54,7 @@ def test_weights_made_in_parts_walk_as_all_at_once():
 def test_curves_pass_through_the_trained_weights():
     model = model_of(1000.0)
     times, values, trained = ode.curves(model, points=600)
-    kernel = model.depth(model.times())["qkv"]["kernel"]
+    kernel = model.depth(model.grid())["qkv"]["kernel"]
     kernel = kernel - kernel.mean(0)
     assert np.allclose(values[99::100], trained, atol=1e-5) and times[99] == pytest.approx(1 / 6)
     np.testing.assert_allclose(trained[:, 0], kernel[:, kernel.shape[1] // 8, kernel.shape[2] // 8], atol=1e-5)

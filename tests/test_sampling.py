@@ -46,7 +46,7 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
     model = lively_model(kind, field, max_length=LENGTH, num_steps=3, solver=solver)
     graph, params = split_model(model)
-    weights = weights_at(model, 3 if MODELS[kind].weights == "per_layer" else 5)
+    weights = weights_at(model, 3 if MODELS[kind].weights.fixed_depth else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
     expected = jax.jit(lambda ids: model(ids, weights)[0])(ids[None])
     scale = float(jnp.abs(expected).max())

@@ -34,8 +34,8 @@ def test_effective_rank_counts_equal_directions():
 def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, field):
     """Cut out of the block's kernels here by hand: heads in one piece, of [head, (query, key, value), width] in a GPT's."""
     model = lively_model(kind, field)
-    found = spectra(model, model.times())
-    layers = {name: layer for name, layer in model.depth(model.times()).items()}
+    found = spectra(model, model.grid().ends)
+    layers = {name: layer for name, layer in model.depth(model.grid()).items()}
     heads, width = model.field.heads, model.field.width
 
     def last(name):
@@ -65,23 +65,23 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
 
 def test_any_grid_of_generated_weights_and_no_other_of_weights_per_layer():
     model = lively_model("diffeqformer")
-    fine = spectra(model, model.times(18), feed_forward=False)
-    coarse = spectra(model, model.times(6), feed_forward=False)
+    fine = spectra(model, model.grid(18).ends, feed_forward=False)
+    coarse = spectra(model, model.grid(6).ends, feed_forward=False)
     assert set(fine) == {"QK", "OV"} and fine["QK"].eigenvalues.shape == (18, 4, 8)
     assert np.allclose(fine["OV"].singular_values[2::3], coarse["OV"].singular_values, rtol=1e-4)
     with pytest.raises(UserError, match="weights for 6 steps"):
-        spectra(lively_model("gpt"), model.times(18))
+        spectra(lively_model("gpt"), model.grid(18).ends)
 
 
 def test_adapters_count():
     plain, adapted = (lively_model("discretized", lora_rank=rank) for rank in (0, 2))
-    without = spectra(plain, plain.times())["QK"].radius()
+    without = spectra(plain, plain.grid().ends)["QK"].radius()
     for name in adapted.depth.layers:
         for leaf in adapted.depth.layers[name]:
             if leaf not in ("a", "b"):
                 adapted.depth.layers[name][leaf][...] = plain.depth.layers[name][leaf][...]
-    assert not np.allclose(spectra(adapted, adapted.times())["QK"].radius(), without)
+    assert not np.allclose(spectra(adapted, adapted.grid().ends)["QK"].radius(), without)
     for layer in adapted.depth.layers.values():
         if "b" in layer:
             layer["b"][...] = jnp.zeros_like(layer["b"][...])
-    assert np.allclose(spectra(adapted, adapted.times())["QK"].radius(), without)
+    assert np.allclose(spectra(adapted, adapted.grid().ends)["QK"].radius(), without)

@@ -150,7 +150,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     states = np.asarray(model.trajectory(tokens[None], weights_at(model, num_steps)))[:, 0]
     found, sizes = relative_distances(states)
     measures = {"states": found, "directions": relative_distances(directions(states))[0]}
-    times = np.concatenate([[0.0], model.times(num_steps)])
+    times = np.concatenate([[0.0], model.grid(num_steps).ends])
     shown = [
         paragraph(
             "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the last "

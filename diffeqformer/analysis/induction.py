@@ -21,7 +21,6 @@ from diffeqformer.analysis.spectra import Spectrum, spectra
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.plain import stage_times
 from diffeqformer.transformer import Transformer
 
 
@@ -61,7 +60,7 @@ def readable_ids(tokenizer: Tokenizer) -> list[int]:
 
 def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
     """When the model's solver first evaluates the attention in each step."""
-    return stage_times(model.times(num_steps), model.solver.nodes)[:: len(model.solver.nodes)]
+    return model.grid(num_steps).times[:: len(model.solver.nodes)]
 
 
 def draw(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):

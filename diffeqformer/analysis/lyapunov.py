@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
-from diffeqformer.depth.plain import stage_times
+from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, Solver, walk
@@ -133,7 +133,7 @@ def exponents(
     states = model.trajectory(tokens[None], weights)[:, 0]
     if published:
         check_published(model)
-        starts = stage_times(model.times(num_steps), (0.0,))
+        starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     tangents = jnp.tile(jnp.eye(states.shape[-1]), (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diffeqformer.console.figures import COLOURS, new_figure
-from diffeqformer.depth.generated import time_features
-from diffeqformer.depth.plain import StackedWeights, in_compute_type, stage_times, step_sizes
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.weights import StackedWeights, in_compute_type
 from diffeqformer.fields.layers import Context, Linear
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.solvers import SOLVERS, Solver, walk
@@ -27,7 +27,7 @@ METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is
 
 def trained_times(model: Transformer) -> np.ndarray:
     """When the weights were trained, if at fixed times: at the solver's nodes of the trained grid."""
-    return np.unique(stage_times(model.times(), model.solver.nodes))
+    return np.unique(model.grid().times)
 
 
 def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
@@ -46,7 +46,7 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
 @functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
 def _norms(graph, params, times, between):
     model = nnx.merge(graph, params)
-    trained, middle = model.depth(np.array(times)), model.depth(np.array(between))
+    trained, middle = (model.depth(Grid.of(np.array(at))) for at in (times, between))
     rows = {}
     for name, layer in trained.items():
         if "kernel" not in layer:
@@ -76,7 +76,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     )
 
     def entries_at(times):
-        features = time_features(times, model.depth.sinusoidal_dim, model.depth.time_frequency)
+        features = model.depth.features(Grid.of(times))
         return np.asarray(_entries(*split_model(model), features, name, rows, columns))
 
     times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
@@ -122,12 +122,10 @@ def _advance(graph, params, features, sizes, x):
 
 def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     """x(1) in fp32 by a multiple of the trained number of steps, whose weights exist for the trained number of steps at a time."""
-    depth, chunk = model.depth, model.num_steps
-    times, (graph, params) = model.times(num_steps), split_model(model)
-    stages = stage_times(times, model.solver.nodes).reshape(-1, chunk * len(model.solver.nodes))
-    for stage, sizes in zip(stages, step_sizes(times).reshape(-1, chunk)):
-        features = time_features(stage, depth.sinusoidal_dim, depth.time_frequency)
-        x = _advance(graph, params, features, sizes, x)
+    grid, (graph, params) = model.grid(num_steps), split_model(model)
+    features, chunks = model.depth.features(grid), num_steps // model.num_steps
+    for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
+        x = _advance(graph, params, here, step_sizes, x)
     return np.asarray(x, np.float64)
 
 

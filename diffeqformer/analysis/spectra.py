@@ -25,9 +25,8 @@ from diffeqformer.analysis.common import in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph, table
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
-from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.plain import stage_times
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, split_model
 
@@ -126,13 +125,13 @@ def pairs_over_time(
         UserError: if the model has weights per layer, and another number of layers than there are times.
     """
     depth = model.depth
-    if hasattr(depth, "from_features"):
+    if depth.generated:
         graph, params = split_model(model)
         for start in range(0, len(times), CHUNK):
-            features = time_features(times[start : start + CHUNK], depth.sinusoidal_dim, depth.time_frequency)
+            features = depth.features(Grid.of(times[start : start + CHUNK]))
             yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))
         return
-    layers = depth(times)
+    layers = depth(Grid.of(times))
     if depth.constant:
         layers = jax.tree.map(lambda leaf: leaf[None], layers)
     total = 1 if depth.constant else len(times)
@@ -233,7 +232,7 @@ def section(
     """
     model = opened.model
     check_heads(model, heads)
-    at = np.unique(stage_times(model.times(num_steps), model.solver.nodes)) if times is None else model.times(times)
+    at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends
     start = time.monotonic()
     found = spectra(model, at, feed_forward)
     seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one

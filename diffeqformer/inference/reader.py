@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from diffeqformer.depth.plain import StackedWeights
+from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.plain import StackedWeights
+from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import fold_in
 from diffeqformer.inference.reader import split_reader

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from diffeqformer.depth.plain import StackedWeights
+from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel.sharding import make_mesh, sharding

@@ -105,8 +105,8 @@ def describe(run: Run, params: dict) -> None:
     count, devices = parameter_overview.count_parameters(params), jax.devices()
     trained = parameter_overview.count_parameters(run.program.trained(params))
     tokens = config.steps * config.batch_size * config.sequence_length
-    per_layer = MODELS[config.model.kind].weights == "per_layer"
-    depth = f"{config.model.num_steps} {'layers' if per_layer else 'steps of depth'}"
+    fixed_depth = MODELS[config.model.kind].weights.fixed_depth
+    depth = f"{config.model.num_steps} {'layers' if fixed_depth else 'steps of depth'}"
     some = f" ({trained:,} train)" if trained < count else ""
     print(
         f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {len(devices)} x {devices[0].device_kind}"

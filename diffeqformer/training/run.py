@@ -23,7 +23,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
 from diffeqformer.training import finetune
-from diffeqformer.training.step import Program, make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import merge_trees
 
 
@@ -100,7 +100,7 @@ def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], a
         else:
             about = dataclasses.replace(about, validation_due=bool(config.base))
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
-        program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+        program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         yield Run(config, folder, program, splits, checkpoints, about)
 
 

@@ -21,7 +21,8 @@ train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
+	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test-fast: .venv/installed-test
 	$(BIN)/python -m pytest -m fast
@@ -51,7 +52,8 @@ help:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is not one of these; name one, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
+	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is another version;" \
+	    "name one, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
 

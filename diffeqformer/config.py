@@ -12,13 +12,14 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
-from diffeqformer.depth.generated import GENERATOR_STARTS, TRAINING_TIMES
+from diffeqformer.depth.generated import GENERATOR_STARTS
+from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
-from diffeqformer.transformer import FIELDS, MODELS, solvers_of, vector_field
+from diffeqformer.transformer import FIELDS, MODELS, padded_vocabulary, vector_field
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
@@ -57,7 +58,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
-    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.depth.generated and docs/ode.md).
+    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.depth.grid and docs/ode.md).
     config.model.training_times = "fixed"
     config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
     config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
@@ -180,19 +181,19 @@ RULES = [
     Rule("model.solver", lambda v, c, n: v in SOLVERS, f"must be one of {', '.join(SOLVERS)}"),
     Rule(
         "model.solver",
-        lambda v, c, n: v in solvers_of(c.model.kind),
+        lambda v, c, n: v in MODELS[c.model.kind].solvers(),
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
     ),
     Rule("model.training_times", lambda v, c, n: v in TRAINING_TIMES, f"must be one of {', '.join(TRAINING_TIMES)}"),
     Rule(
         "model.training_times",
-        lambda v, c, n: v == "fixed" or MODELS[c.model.kind].weights == "generated",
+        lambda v, c, n: v == "fixed" or MODELS[c.model.kind].weights.generated,
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
     *_every("dynamics_every model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
     Rule(
         "model.lora_rank",
-        lambda v, c, n: not v or MODELS[c.model.kind].weights == "per_layer",
+        lambda v, c, n: not v or MODELS[c.model.kind].weights.fixed_depth,
         "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
     ),
     Rule(
@@ -237,7 +238,7 @@ RULES = [
     Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
     Rule(
         "model.heads",
-        lambda v, c, n: c.model.field != "llama" or c.model.width // v % 2 == 0,
+        lambda v, c, n: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
         "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
     ),
     *_every(
@@ -302,7 +303,8 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:
-        check_mesh(config, num_devices, platform)
+        positions = config.model.max_length if FIELDS[config.model.field].learned_positions else 0
+        check_mesh(config, num_devices, platform, padded_vocabulary(config.model), positions)
 
 
 def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:

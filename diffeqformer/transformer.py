@@ -10,83 +10,57 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.depth.generated import GeneratedWeights
-from diffeqformer.depth.low_rank import FACTORS, add_adapters, merge
-from diffeqformer.depth.plain import (
-    PerLayerWeights,
-    SharedWeights,
-    StackedWeights,
-    in_compute_type,
-    plain_layer,
-    stage_times,
-    step_sizes,
-    weight_axes,
-)
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
+from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_compute_type, weight_axes
 from diffeqformer.errors import UserError
+from diffeqformer.fields.field import Block
 from diffeqformer.fields.gpt import GPT
 from diffeqformer.fields.layers import Context, dropout, parameter, rows_from
 from diffeqformer.fields.llama import Llama
 from diffeqformer.parallel.sharding import partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
+FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama}
+"""The vector fields by name (`model.field`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One row of the table of models: which depth weights, which solver by default, how long depth is, which vector field."""
+    """One row of the table of models.
 
-    weights: str  # "generated", "per_layer" or "shared"
+    weights: where the weights of depth come from.
+    solver: the name of the default solver.
+    vanilla: a usual transformer: steps of length 1 instead of 1 / num_steps, and the norms of the usual block.
+    field: the only vector field of this kind; None: any.
+    """
+
+    weights: type[DepthWeights]
     solver: str
-    shared_mlp: bool = False  # of generated weights: one MLP of time for all layers
-    unit_steps: bool = False  # steps of length 1 instead of 1 / num_steps
-    field: str | None = None  # the only vector field of this kind; None: either
+    vanilla: bool = False
+    field: str | None = None
+
+    def solvers(self) -> list[str]:
+        """The solvers that this kind can have. With one set of weights for each step, a step takes weights once."""
+        return [name for name, solver in SOLVERS.items() if not self.weights.fixed_depth or len(solver.nodes) == 1]
 
 
 MODELS = {
-    "diffeqformer": Kind("generated", "euler"),
-    "alternative": Kind("generated", "euler", shared_mlp=True),  # section D.2, Fig. 17
-    "discretized": Kind("per_layer", "euler"),  # a diffeqformer's weights at the times of one grid
-    "shared": Kind("shared", "euler"),
-    "gpt": Kind("per_layer", "lie_trotter", unit_steps=True, field="gpt"),
-    "llama": Kind("per_layer", "lie_trotter", unit_steps=True, field="llama"),
+    "diffeqformer": Kind(GeneratedWeights, "euler"),
+    "alternative": Kind(AlternativeWeights, "euler"),
+    "discretized": Kind(PerLayerWeights, "euler"),  # a diffeqformer's weights at the times of one grid
+    "shared": Kind(SharedWeights, "euler"),
+    "gpt": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="gpt"),
+    "llama": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="llama"),
 }
-
-FIELDS = ("gpt", "llama")
-
-
-def solvers_of(kind: str) -> list[str]:
-    """The solvers that a kind of model can have: with weights per layer, those that take weights once in a step."""
-    return [name for name, solver in SOLVERS.items() if MODELS[kind].weights != "per_layer" or len(solver.nodes) == 1]
+"""The kinds of models by name (`model.kind`)."""
 
 
-def vector_field(config) -> GPT | Llama:
-    """The vector field of a config's `model` part; the plain Llama's norms differ from a DiffEqFormer's."""
-    if config.field == "gpt":
-        return GPT(config.width, config.heads, config.mlp)
-    if config.kind == "llama":
-        return Llama.vanilla(config.width, config.heads, config.mlp, config.max_length)
-    return Llama.diffeqformer(config.width, config.heads, config.mlp, config.max_length, config.norm_of_norm)
-
-
-def depth_weights(config, layers: dict, rngs: nnx.Rngs) -> PerLayerWeights | SharedWeights | GeneratedWeights:
-    """The depth weights of a config's `model` part, for the layers of its vector field."""
-    kind = MODELS[config.kind]
-    if kind.weights == "per_layer":
-        weights = PerLayerWeights(layers, config.num_steps, rngs)
-        if config.lora_rank:
-            add_adapters(weights.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
-            weights.adapter_scale = config.lora_alpha / config.lora_rank
-        return weights
-    if kind.weights == "shared":
-        return SharedWeights(layers, rngs)
-    return GeneratedWeights(
-        layers,
-        time_embed_dim=config.time_embed_dim,
-        sinusoidal_dim=config.sinusoidal_dim,
-        time_frequency=config.time_frequency,
-        start=config.generator_start,
-        shared_mlp=kind.shared_mlp,
-        rngs=rngs,
-    )
+def vector_field(config) -> Block:
+    """The vector field of the `model` part of a config."""
+    return FIELDS[config.field].from_config(config, MODELS[config.kind].vanilla)
 
 
 class Transformer(nnx.Module):
@@ -102,22 +76,25 @@ class Transformer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
-        self.num_steps, self.unit_steps = config.num_steps, kind.unit_steps
+        self.num_steps, self.unit_steps = config.num_steps, kind.vanilla
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size = config.max_length, config.vocab_size
-        self.has_adapters = config.lora_rank > 0
         self.field = field = vector_field(config)
-        rows, width = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple, config.width
-        table = (rows, width)
-        self.token_embedding = parameter(rngs, table, ("vocab", "embed"), stddev=field.embedding_stddev)
+        embedding, rows = {"decays": True, "always_trains": True}, padded_vocabulary(config)
+        axes = ("vocab", "embed")
+        self.token_embedding = parameter(rngs, (rows, config.width), axes, stddev=field.embedding_stddev, **embedding)
         if field.learned_positions:
-            self.position_embedding = parameter(rngs, (config.max_length, width), ("sequence", "embed"), stddev=0.01)
-        self.depth = depth_weights(config, field.layers(), rngs)
+            shape, axes = (config.max_length, config.width), ("sequence", "embed")
+            self.position_embedding = parameter(rngs, shape, axes, stddev=0.01, **embedding)
+        self.depth = kind.weights.from_config(config, field.layers(), rngs)
         self.final_norm = plain_layer(rngs, field.final_norm(), ())
         if not field.tied_head:
-            self.lm_head = parameter(rngs, table[::-1], ("embed", "vocab"), stddev=0.02)
+            shape, axes = (config.width, rows), ("embed", "vocab")
+            self.lm_head = parameter(rngs, shape, axes, stddev=0.02, always_trains=True)
+        self.has_adapters = config.lora_rank > 0
+        self.trained_beside_adapters = paths_with(self, "always_trains")
 
     def replace(self, **changes) -> "Transformer":
         """A copy with other attributes, such as `solver` or `dtype`. It shares the parameters."""
@@ -127,44 +104,40 @@ class Transformer(nnx.Module):
         return copy
 
     def trains(self, path: tuple[str, ...]) -> bool:
-        """Whether the parameter of that path changes in training; with adapters these and the embeddings alone do."""
-        return (
-            not self.has_adapters
-            or path[-1] in FACTORS
-            or path[0] in ("token_embedding", "position_embedding", "lm_head")
-        )
+        """Whether the parameter with that path changes in training. Beside adapters, only the embeddings and the head do."""
+        return not self.has_adapters or path in self.trained_beside_adapters
 
-    def times(self, num_steps: int | tuple[float, ...] | None = None) -> Float[np.ndarray, "T"]:
-        """The uniform grid of `num_steps` right ends, t_n = (n + 1) dt, in float64; by default as trained.
+    def grid(self, num_steps: int | tuple[float, ...] | None = None) -> Grid:
+        """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: or the ends themselves, as they are.
+            num_steps: that many steps of equal length, by default as many as in training; or the ends of all steps.
 
         Raises:
             UserError: if `num_steps` is below 1.
         """
         if isinstance(num_steps, tuple):
-            return np.array(num_steps, np.float64)
+            return Grid.of(np.array(num_steps, np.float64), self.solver.nodes)
         num_steps = self.num_steps if num_steps is None else num_steps
         if num_steps < 1:
             raise UserError(f"num_steps: must be at least 1, but it is {num_steps}")
-        return np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
+        ends = np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
+        return Grid.of(ends, self.solver.nodes)
 
-    def weights(self, times: Float[np.ndarray, "T"] | None = None) -> StackedWeights:
-        """First phase: the weights at the solver's nodes of the steps that end at `times`, by default those of the trained grid.
+    def weights(self, grid: Grid | None = None) -> StackedWeights:
+        """First phase: the weights at the times of a grid (`self.grid`), by default those of training.
 
         Adapters are merged here, once.
 
         Raises:
-            UserError: if the model has weights per layer, and another number of layers than there are times.
+            UserError: if the model has weights for another number of steps only.
         """
-        times = self.times() if times is None else times
-        layers = self.depth(stage_times(times, self.solver.nodes))
-        return self.stack(merge(in_compute_type(layers, self.dtype)), step_sizes(times))
+        grid = self.grid() if grid is None else grid
+        return self.stack(merge(in_compute_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
-    def stack(self, layers: dict, sizes: Float[Array, "T"]) -> StackedWeights:
-        """What the second phase takes, from what `self.depth` gave at the nodes of steps of these sizes, in the compute type."""
-        return StackedWeights(in_compute_type(layers, self.dtype), sizes, self.depth.constant)
+    def stack(self, layers: dict, step_sizes: Float[Array, "T"]) -> StackedWeights:
+        """What the second phase takes, from what `self.depth` gave for a grid with these step sizes, in the compute type."""
+        return StackedWeights(in_compute_type(layers, self.dtype), step_sizes, self.depth.constant)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None
@@ -254,7 +227,7 @@ def split_model(model: Transformer) -> tuple[nnx.GraphDef, dict]:
 
 
 def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> StackedWeights:
-    """`model.weights` for `model.times(num_steps)`, in one compiled program.
+    """`model.weights(model.grid(num_steps))` in one compiled program.
 
     So weights in a small compute type need not exist in fp32 all at once.
 
@@ -267,7 +240,7 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))
 def _weights_at(graph, params, num_steps):
     model = nnx.merge(graph, params)
-    return model.weights(model.times(num_steps))
+    return model.weights(model.grid(num_steps))
 
 
 def random_key(seed: int, purpose: str) -> Key[Array, ""]:
@@ -285,14 +258,28 @@ def abstract_model(config) -> Transformer:
     return nnx.eval_shape(lambda: new_model(config))
 
 
-def split_specs(model: Transformer) -> tuple[dict, dict]:
+def padded_vocabulary(config) -> int:
+    """The rows of the embedding: the vocabulary of the `model` part of a config, filled up to a multiple."""
+    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+def parameter_metadata(model: Transformer, name: str) -> dict:
+    """What `fields.layers.parameter` was told of every parameter (axes, decays, always_trains): a tree like the parameters."""
+    return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
+
+
+def paths_with(model: Transformer, name: str) -> frozenset[tuple[str, ...]]:
+    """The paths of the parameters with a flag."""
+    flags = traverse_util.flatten_dict(parameter_metadata(model, name))
+    return frozenset(path for path, flag in flags.items() if flag)
+
+
+def partition_specs(model: Transformer) -> tuple[dict, dict]:
     """How a model's parameters, and its weights at all times (`model.depth(...)`), lie on the mesh: trees of specs."""
-    variables = nnx.to_pure_dict(
-        nnx.map_state(lambda _, variable: partition(variable.axes), nnx.state(model, nnx.Param))
-    )
+    axes, is_axes = parameter_metadata(model, "axes"), lambda leaf: isinstance(leaf, tuple)
     field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
-    layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.times()), nnx.split(model.depth))
-    return variables, {
+    layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.grid()), nnx.split(model.depth))
+    return jax.tree.map(partition, axes, is_leaf=is_axes), {
         layer: {name: partition((*time, *weight_axes(field_layers[layer], name))) for name in weights}
         for layer, weights in layers.items()
     }

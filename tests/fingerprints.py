@@ -18,7 +18,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from diffeqformer.parallel.sharding import make_mesh  # noqa: E402
-from diffeqformer.training.step import make_program  # noqa: E402
+from diffeqformer.training.step import Program  # noqa: E402
 from helpers import FAMILY, ONE_DEVICE, tokens_of, toy_config  # noqa: E402
 
 MESHES = {"1": ONE_DEVICE, "2x2x2": make_mesh((2, 2, 2))}
@@ -49,7 +49,7 @@ def program_text(lowered) -> str:
 
 
 def lowered_programs(config, mesh) -> dict:
-    program = make_program(config, mesh)
+    program = Program(config, mesh)
     state = jax.eval_shape(program.init)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), np.int32)
     valid = jax.ShapeDtypeStruct((config.batch_size, 1), bool)
@@ -63,7 +63,7 @@ def lowered_programs(config, mesh) -> dict:
 
 
 def trained_state(config, mesh, steps: int) -> bytes:
-    program = make_program(config, mesh)
+    program = Program(config, mesh)
     state = program.init()
     for step in range(steps):
         state, _ = program.train_step(state, tokens_of(step % 2, config))

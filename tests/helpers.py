@@ -17,7 +17,8 @@ from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training.step import Losses, make_program
+from diffeqformer.training.loss import ShardedLoss
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import FIELDS, MODELS, Transformer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -62,7 +63,7 @@ def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.Gr
 @functools.partial(jax.jit, static_argnames=("graph", "microbatches"))
 def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
     """Those of a batch, as in training, on one device."""
-    return Losses(graph, params, ONE_DEVICE).loss_and_gradient(params, tokens, keys, microbatches)
+    return ShardedLoss(graph, params, ONE_DEVICE).mean_and_gradient(params, tokens, keys, microbatches)
 
 
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
@@ -126,7 +127,7 @@ def tokens_of(step: int, config) -> np.ndarray:
 
 def run_steps(config, mesh, steps: int):
     """A program, its state after so many steps on two batches in turn, and the loss and gradient norm [steps, 2] of each."""
-    program = make_program(config, mesh)
+    program = Program(config, mesh)
     state, scalars = program.init(), []
     for step in range(steps):
         state, new = program.train_step(state, tokens_of(step % 2, config))

@@ -16,6 +16,7 @@ e(t) is common to all layers. Each layer has an MLP h of its own; in the paper's
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.weights import DepthWeights
 from diffeqformer.fields.layers import Linear, Norm, parameter
 
 
@@ -94,15 +97,6 @@ varying: B at 0.02 and a hypernetwork whose output varies with t from the first 
 """
 
 
-TRAINING_TIMES = ("fixed", "jittered", "shifted")
-"""At which times a hypernetwork's weights are trained (`model.training_times`).
-
-fixed: at those of the grid, as published.
-jittered: each moved back at random within its step; steps stay as they are.
-shifted: those of the grid moved back at random, all by the same part of a step, with a shorter first and an additional last step.
-"""
-
-
 def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T outputs"]:
     """A small product in fp32 on every backend: by default TPUs and GPUs would round its operands."""
     return jnp.matmul(x, matrix[...], precision="highest")
@@ -155,18 +149,18 @@ class GeneratedNorm(nnx.Module):
         return weights
 
 
-class GeneratedWeights(nnx.Module):
+class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
     Args:
         layers: of the vector field.
         time_embed_dim, sinusoidal_dim, time_frequency: E, K and c.
         start: a key of `GENERATOR_STARTS`.
-        shared_mlp: one MLP for all layers (the alternative design) instead of one for each.
         rngs: source of the initial parameters.
     """
 
-    constant = False
+    generated = True
+    shared_mlp: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -176,28 +170,53 @@ class GeneratedWeights(nnx.Module):
         sinusoidal_dim: int,
         time_frequency: float,
         start: str,
-        shared_mlp: bool,
         rngs: nnx.Rngs,
     ):
-        self.sinusoidal_dim, self.time_frequency, self.shared_mlp = sinusoidal_dim, time_frequency, shared_mlp
-        new_mlp = lambda: TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, GENERATOR_STARTS[start].mlp, rngs)  # noqa: E731
-        if shared_mlp:
+        self.sinusoidal_dim, self.time_frequency = sinusoidal_dim, time_frequency
+        start = GENERATOR_STARTS[start]
+
+        def new_mlp():
+            return TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, start.mlp, rngs)
+
+        if self.shared_mlp:
             self.mlp = new_mlp()
         kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
-            mlp = None if shared_mlp else new_mlp()
-            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, GENERATOR_STARTS[start], rngs)
+            mlp = None if self.shared_mlp else new_mlp()
+            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, start, rngs)
             if mlp is not None:
                 self.layers[name].mlp = mlp
 
-    def __call__(self, times: Float[np.ndarray | Array, "T"]) -> dict:
-        """The weights at `times`."""
-        return self.from_features(time_features(times, self.sinusoidal_dim, self.time_frequency))
+    @classmethod
+    def from_config(cls, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs) -> "GeneratedWeights":
+        """See `DepthWeights`."""
+        return cls(
+            layers,
+            time_embed_dim=config.time_embed_dim,
+            sinusoidal_dim=config.sinusoidal_dim,
+            time_frequency=config.time_frequency,
+            start=config.generator_start,
+            rngs=rngs,
+        )
+
+    def __call__(self, grid: Grid) -> dict:
+        """The weights at `grid.times`, in fp32."""
+        return self.from_features(self.features(grid))
+
+    def features(self, grid: Grid) -> Float[np.ndarray | Array, "T features"]:
+        """e(t) at `grid.times`: [T, 2 K + 1] fp32, for `from_features`. It is made on the host if the grid is."""
+        return time_features(grid.times, self.sinusoidal_dim, self.time_frequency)
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
-        """The stacked weights of every layer in fp32, given e(t) [T, 2 K + 1] in fp32."""
+        """The weights of every layer in fp32, given e(t)."""
         features = jnp.asarray(features)
         if self.shared_mlp:
             h = self.mlp(features)
             return {name: layer(h) for name, layer in self.layers.items()}
         return {name: layer(layer.mlp(features)) for name, layer in self.layers.items()}
+
+
+class AlternativeWeights(GeneratedWeights):
+    """The paper's alternative design (section D.2, Fig. 17): one MLP of time for all layers instead of one for each."""
+
+    shared_mlp = True

@@ -67,7 +67,7 @@ def add_adapters(
         shapes = (steps, layer.inputs, rank), (steps, rank, layer.outputs)
         axes = ("time", layer.axes[0], "rank"), ("time", "rank", layer.axes[1])
         for factor, *how in zip(FACTORS, shapes, axes, stddevs):
-            stack[name][factor] = parameter(rngs, *how)
+            stack[name][factor] = parameter(rngs, *how, decays=True, always_trains=True)
 
 
 def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:

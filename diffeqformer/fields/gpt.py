@@ -4,14 +4,14 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from diffeqformer.fields.field import Block
 from diffeqformer.fields.layers import Context, Linear, Norm, dropout, layer_norm, linear
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT:
+class GPT(Block):
     """dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t).
 
     Equations (3) to (5) of the paper. Both branches read the same state; dropout acts on each
@@ -24,8 +24,15 @@ class GPT:
     epsilon: float = 1e-5
 
     learned_positions: ClassVar[bool] = True
-    tied_head: ClassVar[bool] = True  # logits come from the transposed token embedding
+    rotary: ClassVar[bool] = False
+    tied_head: ClassVar[bool] = True
     embedding_stddev: ClassVar[float] = 0.02
+    generator_decays: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config, vanilla: bool) -> "GPT":
+        """The same block for a GPT and for a DiffEqFormer."""
+        return cls(config.width, config.heads, config.mlp)
 
     def layers(self) -> dict[str, Linear | Norm]:
         """Name, shape and logical axes of every weight of the block.
@@ -58,11 +65,6 @@ class GPT:
         return dropout(
             linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True), context.total), context, site=1
         )
-
-    def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""
-        attention = self.attention(weights, x, context).astype(jnp.float32)
-        return attention + self.feed_forward(weights, x, context).astype(jnp.float32)
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
         """Each head's query, key and value matrix [..., H, D, K], and its part of the output matrix [..., H, K, D]; no biases."""

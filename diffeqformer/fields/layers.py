@@ -42,17 +42,28 @@ class Norm:
 
 
 def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], stddev: float = 0.0, mean: float = 0.0
-):
-    """An fp32 parameter drawn from N(mean, stddev^2); `axes` names each dimension's logical axis.
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    stddev: float = 0.0,
+    mean: float = 0.0,
+    decays: bool = False,
+    always_trains: bool = False,
+) -> nnx.Param:
+    """An fp32 parameter drawn from N(mean, stddev^2).
 
-    The axes are plain metadata, read by `diffeqformer.parallel.sharding` and by nothing else.
+    The other arguments are kept as metadata.
+
+    Args:
+        axes: the logical axis of each dimension (`diffeqformer.parallel.sharding`).
+        decays: weight decay acts on it.
+        always_trains: it trains even if the model has adapters, beside which most parameters are frozen.
     """
     assert len(shape) == len(axes), (shape, axes)
     value = jnp.full(shape, mean, jnp.float32)
     if stddev:
         value = value + stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=axes)
+    return nnx.Param(value, axes=axes, decays=decays, always_trains=always_trains)
 
 
 def as_it_is(x):

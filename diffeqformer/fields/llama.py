@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from diffeqformer.fields.field import Block
 from diffeqformer.fields.layers import Context, Linear, Norm, dropout, linear, rms_norm, rows_from
 
 
@@ -34,7 +35,7 @@ def rotary_table(positions: int, head_width: int) -> tuple[np.ndarray, np.ndarra
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama:
+class Llama(Block):
     """dx/dt = attention(n; t) + feed_forward(norm_mlp(n; t); t) with n = norm_attention(x; t).
 
     Section C.6 of the paper. That the second norm reads the first one's output is what the authors'
@@ -57,18 +58,18 @@ class Llama:
     shift: bool
 
     learned_positions: ClassVar[bool] = False
+    rotary: ClassVar[bool] = True
     tied_head: ClassVar[bool] = False
     embedding_stddev: ClassVar[float] = 1.0
+    generator_decays: ClassVar[bool] = True
 
     @classmethod
-    def diffeqformer(cls, width: int, heads: int, mlp: int, positions: int, norm_of_norm: bool) -> "Llama":
-        """The block as published, with norms made to depend on time: epsilon 1e-6 and a shift."""
-        return cls(width, heads, mlp, positions, norm_of_norm, epsilon=1e-6, shift=True)
-
-    @classmethod
-    def vanilla(cls, width: int, heads: int, mlp: int, positions: int) -> "Llama":
-        """The usual Llama's block: each norm reads its own state, epsilon 1e-5, no shift."""
-        return cls(width, heads, mlp, positions, norm_of_norm=False, epsilon=1e-5, shift=False)
+    def from_config(cls, config, vanilla: bool) -> "Llama":
+        """A DiffEqFormer's norms depend on time: epsilon 1e-6 and a shift, as published. The usual Llama's: 1e-5, no shift."""
+        sizes = config.width, config.heads, config.mlp, config.max_length
+        if vanilla:
+            return cls(*sizes, norm_of_norm=False, epsilon=1e-5, shift=False)
+        return cls(*sizes, config.norm_of_norm, epsilon=1e-6, shift=True)
 
     def layers(self) -> dict[str, Linear | Norm]:
         """Name, shape and logical axes of every weight of the block."""
@@ -110,11 +111,6 @@ class Llama:
         y = rms_norm(weights["norm_mlp"], y, self.epsilon)
         hidden = jax.nn.silu(linear(weights["mlp_gate"], y)) * linear(weights["mlp_up"], y)
         return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)
-
-    def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        """dx/dt at state x, given the block's weights at that time; in fp32, like the state."""
-        attention = self.attention(weights, x, context).astype(jnp.float32)
-        return attention + self.feed_forward(weights, x, context).astype(jnp.float32)
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
         """Each head's query, key and value matrix [..., H, D, K], and its part of the output matrix [..., H, K, D]; unrotated."""

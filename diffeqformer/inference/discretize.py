@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.plain import in_compute_type, stage_times
+from diffeqformer.depth.weights import in_compute_type
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS, Transformer, solvers_of, split_model
+from diffeqformer.transformer import MODELS, Transformer, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
@@ -20,9 +21,9 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     """
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
-    if MODELS[config.model.kind].weights == "generated":
+    if MODELS[config.model.kind].weights.generated:
         config.model.update(kind="discretized", training_times="fixed")
-        if config.model.solver not in solvers_of("discretized"):
+        if config.model.solver not in MODELS["discretized"].solvers():
             config.model.solver = "euler"
     return config
 
@@ -30,7 +31,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype", "solver"))
 def _discretized_params(graph, params, num_steps, dtype, solver):
     model = nnx.merge(graph, params)
-    layers = model.depth(stage_times(model.times(num_steps), SOLVERS[solver].nodes))
+    layers = model.depth(Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes))
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head

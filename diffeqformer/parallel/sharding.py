@@ -59,10 +59,14 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     return tuple(num_devices // known if size == -1 else size for size in sizes)
 
 
-def check_mesh(config, num_devices: int, platform: str) -> None:
+def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positions: int) -> None:
     """Check that a config's mesh makes up the devices and cuts batch, heads and rows evenly; on TPUs, rows into whole tiles.
 
     A part of 20 rows, say, would be padded to 24 or 32 at every gather, which is slower than not to share at all.
+
+    Args:
+        vocabulary: rows of the embedding.
+        positions: rows of the position embedding; 0 if there is none.
 
     Raises:
         UserError: with the sizes that would work.
@@ -79,7 +83,7 @@ def check_mesh(config, num_devices: int, platform: str) -> None:
         ("model.heads", model.heads),
         ("model.mlp", model.mlp),
         ("sequence_length", config.sequence_length),
-        ("model.vocab_multiple", -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple),
+        ("model.vocab_multiple", vocabulary),
     ):
         if size % tensor:
             works = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and size % n == 0]
@@ -87,17 +91,15 @@ def check_mesh(config, num_devices: int, platform: str) -> None:
                 f"config.mesh.tensor: must divide config.{field} ({size}), as {', '.join(map(str, works))} do, but it "
                 f"is {tensor}"
             )
-    check_tiles(config, num_devices, fsdp, tensor, tiled=platform == "tpu")
+    check_tiles(model, num_devices, fsdp, tensor, vocabulary, positions, tiled=platform == "tpu")
 
 
-def check_tiles(config, num_devices: int, fsdp: int, tensor: int, tiled: bool) -> None:
+def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
     """Check that rows are cut evenly, and, if memory is `tiled`, into whole tiles of the type in which they are gathered.
 
     Raises:
         UserError: with the sizes that would work.
     """
-    model = config.model
-    vocabulary = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
     def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
         """What is not cut well, its rows, and those of a tile."""
@@ -106,7 +108,7 @@ def check_tiles(config, num_devices: int, fsdp: int, tensor: int, tiled: bool) -
             ("the heads' width of a device", model.width // tensor, 16),
             ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
             ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
-            *([("config.model.max_length", model.max_length, 8)] if model.field == "gpt" else []),
+            ("config.model.max_length", positions, 8),
         ]
         rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
         return [(what, size, tile) for what, size, tile in rows if fsdp * tensor > 1 and size % (fsdp * tile)]

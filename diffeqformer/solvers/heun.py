@@ -16,4 +16,4 @@ def step(field, layers, x, dt, context):
     return x + dt / 2 * (k_1 + field(end, x + dt * k_1, context))
 
 
-HEUN = Solver(step, nodes=(0.0, 1.0), evaluations=2, order=2)
+HEUN = Solver(step, nodes=(0.0, 1.0), order=2)

@@ -15,4 +15,4 @@ def step(field, layers, x, dt, context):
     return x + dt * field(middle, x + dt / 2 * field(start, x, context), context)
 
 
-MIDPOINT = Solver(step, nodes=(0.0, 0.5), evaluations=2, order=2)
+MIDPOINT = Solver(step, nodes=(0.0, 0.5), order=2)

@@ -20,4 +20,4 @@ def step(field, layers, x, dt, context):
     return x + dt / 6 * (k_1 + 2 * k_2 + 2 * k_3 + k_4)
 
 
-RK4 = Solver(step, nodes=(0.0, 0.5, 1.0), evaluations=4, order=4)
+RK4 = Solver(step, nodes=(0.0, 0.5, 1.0), order=4)

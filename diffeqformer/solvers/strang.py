@@ -25,4 +25,4 @@ def step(field, layers, x, dt, context):
     return flow(field.attention, x, dt / 2)
 
 
-STRANG = Solver(step, nodes=(0.5,), evaluations=4, order=2)
+STRANG = Solver(step, nodes=(0.5,), order=2)

@@ -1,6 +1,7 @@
 """What a solver is, and the depth loop that all of them share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.plain import StackedWeights
+from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context, as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
@@ -48,19 +50,38 @@ class Solver:
 
     step: (field, layers, x, dt, context) -> x after a step of length dt; `layers` has the weights at each node.
     nodes: where in a step the weights are taken, from 0 (its start) to 1.
-    evaluations: of the attention in a step; each has keys and values of its own.
     order: of convergence, where the weights are smooth in time.
     """
 
-    step: Callable
+    step: Callable[[VectorField, list, Array, Array, Context], Array]
     nodes: tuple[float, ...]
     order: int
-    evaluations: int = 1
+
+    @functools.cached_property
+    def evaluations(self) -> int:
+        """Evaluations of the attention in a step, counted in `step` itself. Each has its own keys and values in a cache."""
+        field = _CountedField()
+        jax.eval_shape(lambda x: self.step(field, [{}] * len(self.nodes), x, x.sum(), Context()), jnp.zeros((1, 1, 1)))
+        return field.evaluations
+
+
+class _CountedField(VectorField):
+    """A field that counts how often a solver asks for the attention."""
+
+    def __init__(self):
+        self.evaluations = 0
+
+    def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        self.evaluations += 1
+        return x
+
+    def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        return x
 
 
 def walk(
     solver: Solver,
-    field,
+    field: VectorField,
     weights: StackedWeights,
     x: Float[Array, "B S D"],
     context: Context,

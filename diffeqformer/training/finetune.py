@@ -59,7 +59,7 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
             f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
         ) from None
     kind, num_steps = base.model.kind, base.model.num_steps
-    if MODELS[kind].weights == "per_layer" and config.model.num_steps != num_steps:
+    if MODELS[kind].weights.fixed_depth and config.model.num_steps != num_steps:
         raise UserError(
             f"config.model.num_steps: must be {num_steps}, as {config.base} is a model of the kind {kind}, which has weights "
             f"for so many steps and no others, but it is {config.model.num_steps}"

@@ -3,8 +3,7 @@
 import jax
 import optax
 
-from diffeqformer.depth.low_rank import FACTORS
-from diffeqformer.transformer import MODELS
+from diffeqformer.transformer import Transformer, parameter_metadata
 
 
 def learning_rate_schedule(config, steps: int) -> optax.Schedule:
@@ -22,22 +21,22 @@ def learning_rate_schedule(config, steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(params: dict, config) -> dict:
-    """Which parameters of a model decay, as in the authors' runs, given the `model` part of its config.
+def decay_mask(model: Transformer) -> dict:
+    """Which parameters of a model decay, as in the authors' runs: a tree like the parameters.
 
-    Everything in a DiffEqFormer of the Llama flavour; else embeddings, and the kernels of per-layer and
-    shared weights or of adapters, but nothing of a generator.
+    Embeddings decay, and the kernels of per-layer and shared weights and of adapters, but nothing of a generator. Of a
+    DiffEqFormer of the Llama flavour everything does.
     """
-    everything = MODELS[config.kind].weights == "generated" and config.field == "llama"
-
-    def decays(path, _):
-        return everything or path[-1].key in ("token_embedding", "position_embedding", "kernel", *FACTORS)
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    everything = model.depth.generated and model.field.generator_decays
+    return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 
-def make_optimizer(config) -> optax.GradientTransformation:
-    """AdamW over a run of `config.steps` updates, from its `optimizer` part."""
+def make_optimizer(config, decays: dict) -> optax.GradientTransformation:
+    """AdamW over a run of `config.steps` updates, from its `optimizer` part.
+
+    Args:
+        decays: which of the parameters that train decay.
+    """
     adamw = optax.adamw(
         learning_rate_schedule(config.optimizer, config.steps),
         b1=config.optimizer.beta1,
@@ -45,7 +44,7 @@ def make_optimizer(config) -> optax.GradientTransformation:
         eps=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
         mu_dtype=config.optimizer.moment_dtype,
-        mask=lambda params: decay_mask(params, config.model),
+        mask=decays,
     )
     clip_norm = config.optimizer.clip_norm
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw

@@ -1,0 +1,67 @@
+"""How depth is cut into steps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+TRAINING_TIMES = ("fixed", "jittered", "shifted")
+"""At which times the weights of a hypernetwork are trained (`model.training_times`).
+
+fixed: at those of the grid, as published.
+jittered: each time is moved back at random within its step. The steps stay as they are.
+shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and a last one is added.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The steps of a solver through depth, and the times at which it takes weights.
+
+    Grids of a fixed number of steps are NumPy arrays in float64. Random ones are fp32 arrays on the device.
+
+    ends: the time at which each step ends; the first one starts at 0.
+    times: when the solver takes weights: at its nodes within each step, step by step. A node that two steps share
+        comes twice, which costs less than sorting it out.
+    """
+
+    ends: Float[np.ndarray | Array, "T"]
+    times: Float[np.ndarray | Array, "stages"]
+
+    @classmethod
+    def of(cls, ends: Float[np.ndarray | Array, "T"], nodes: tuple[float, ...] = (1.0,)) -> "Grid":
+        """The grid of steps that end at `ends`, for a solver with these nodes (0: the start of a step, 1: its end)."""
+        xp, ends = _library(ends)
+        starts = xp.concatenate([xp.zeros(1, ends.dtype), ends[:-1]])
+        times = [ends if node == 1 else starts + node * (ends - starts) for node in nodes]
+        return cls(ends, xp.stack(times, axis=1).ravel())
+
+    @property
+    def step_sizes(self) -> Float[Array, "T"]:
+        """The length of each step in fp32. Differences are taken in float64, unless the ends are on the device."""
+        xp, ends = _library(self.ends)
+        return jnp.asarray(xp.diff(ends, prepend=0.0), jnp.float32)
+
+
+def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, ""]) -> Grid:
+    """The grid of one training step: `grid` with its times moved at random.
+
+    Args:
+        grid: uniform, on the host.
+        nodes: of the solver.
+        how: jittered or shifted, see `TRAINING_TIMES`.
+        key: of this training step.
+    """
+    if how == "shifted":
+        size = float(grid.ends[0])
+        ends = jnp.asarray(grid.ends, jnp.float32) - size * jax.random.uniform(key)
+        return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
+    moved = np.repeat(np.diff(grid.ends, prepend=0.0), len(nodes)) * jax.random.uniform(key, grid.times.shape)
+    return Grid(jnp.asarray(grid.ends, jnp.float32), jnp.maximum(grid.times - moved, 0.0).astype(jnp.float32))
+
+
+def _library(times):
+    """The library to compute with, and the times: in float64 on the host, or as they are on the device."""
+    return (jnp, times) if isinstance(times, Array) else (np, np.asarray(times, np.float64))

@@ -1,0 +1,78 @@
+"""What depth weights are: where the weights of the vector field at the solver's times come from."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from diffeqformer.fields.layers import Linear, Norm, as_it_is
+
+
+class DepthWeights(nnx.Module):
+    """A kind of depth weights: a module that maps a `Grid` to the weights at the grid's times.
+
+    A kind has a constructor `from_config(config, layers, rngs)`, which takes the `model` part of a config and the layers of
+    the vector field. Called with a grid, it gives {layer: {kernel | bias | scale | shift: [T, ...]}} in the type of the
+    parameters, one set for each of `grid.times`. Adapters come beside their kernel as `a` and `b` (`depth.low_rank`).
+
+    generated: the weights are a function of time, so there are weights for any grid.
+    constant: one set serves all times, and the axis T is left out.
+    fixed_depth: there is one set for each step of one number of steps.
+    """
+
+    generated: ClassVar[bool] = False
+    constant: ClassVar[bool] = False
+    fixed_depth: ClassVar[bool] = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedWeights:
+    """The weights of every step of depth, ready for a solver to walk.
+
+    layers: {layer: {kernel | bias | scale | shift: [T, ...]}}, one set for each node of each step of the solver, in
+        their order; without the axis T if `constant`.
+    step_sizes: the length of each step, fp32.
+    constant: the same weights serve every step.
+    gather: makes the layers of one step whole where devices share them (`diffeqformer.parallel.sharding`).
+    """
+
+    layers: dict
+    step_sizes: Float[Array, "T"]
+    constant: bool = dataclasses.field(default=False, metadata={"static": True})
+    gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
+
+    def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:
+        """The layers at each of a solver's `nodes` nodes in one step, neither merged nor gathered, and the step's size."""
+
+        def at(node):
+            return self.layers if self.constant else jax.tree.map(lambda leaf: leaf[node], self.layers)
+
+        return [at(step * nodes + node) for node in range(nodes)], self.step_sizes[step]
+
+
+def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
+    """The logical axes of a layer's kernel, bias, scale, shift or factor of an adapter at one time."""
+    if isinstance(layer, Norm):
+        return ("embed",)
+    inputs, outputs = layer.axes
+    return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, "rank"), "b": ("rank", outputs)}[name]
+
+
+def in_compute_type(layers: dict, dtype) -> dict:
+    """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
+
+    Where there are adapters, kernels keep their type until the adapters are merged. So they aren't held twice.
+    """
+    adapted = any("a" in weights for weights in layers.values())
+
+    def typed(name, value):
+        if name == "kernel" and adapted:
+            return value
+        return value.astype(jnp.float32 if name in ("scale", "shift") else dtype)
+
+    return {layer: {name: typed(name, value) for name, value in weights.items()} for layer, weights in layers.items()}

@@ -1,0 +1,79 @@
+"""What a vector field is: the right-hand side of dx/dt = f(x; t), given the weights at time t."""
+
+import abc
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.layers import Context, Linear, Norm
+
+
+class VectorField(abc.ABC):
+    """Two branches and their sum, equation (3) of the paper. A solver needs no more than this.
+
+    A splitting solver calls the branches one after the other. Each branch includes its own norm.
+    """
+
+    @abc.abstractmethod
+    def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The attention branch F of equation (4)."""
+
+    @abc.abstractmethod
+    def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The feed-forward branch G of equation (5)."""
+
+    def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """dx/dt at state x, given the weights at that time: the sum of both branches, in fp32."""
+        attention = self.attention(weights, x, context).astype(jnp.float32)
+        return attention + self.feed_forward(weights, x, context).astype(jnp.float32)
+
+
+class Block(VectorField):
+    """The vector field of a language model: a transformer block, and what the model around it has to know.
+
+    A block is a frozen dataclass of sizes. It lists its layers; the depth weights turn that list into parameters.
+
+    learned_positions: the model adds a learned position embedding to the tokens.
+    rotary: positions rotate pairs of a head's entries, so the width of a head must be even.
+    tied_head: logits come from the transposed token embedding.
+    embedding_stddev: of the token embedding at initialisation.
+    generator_decays: if a hypernetwork generates the weights, weight decay acts on all parameters (the authors' runs).
+    """
+
+    learned_positions: ClassVar[bool]
+    rotary: ClassVar[bool]
+    tied_head: ClassVar[bool]
+    embedding_stddev: ClassVar[float]
+    generator_decays: ClassVar[bool]
+
+    width: int
+    heads: int
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config, vanilla: bool) -> "Block":
+        """The block of the `model` part of a config. With `vanilla` it is that of the usual GPT or Llama."""
+
+    @abc.abstractmethod
+    def layers(self) -> dict[str, Linear | Norm]:
+        """Shape and logical axes of every layer of the block, by name."""
+
+    @abc.abstractmethod
+    def final_norm(self) -> Norm:
+        """The norm between the last state and the head."""
+
+    @abc.abstractmethod
+    def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Apply the final norm."""
+
+    @abc.abstractmethod
+    def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
+        """The query, key and value matrix [..., H, D, K] of each head, and its part [..., H, K, D] of the output matrix.
+
+        Biases and rotations are left out.
+        """
+
+    @abc.abstractmethod
+    def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
+        """Pairs of matrices [..., D, F] and [..., F, D] by name. Their products carry a state through the feed-forward."""

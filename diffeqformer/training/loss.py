@@ -1,0 +1,186 @@
+"""The loss of a batch and its gradient, on many devices.
+
+What happens to a batch of tokens [B, S] (T steps of depth, L = T x the solver's nodes times):
+
+    grid                  -> layers {name: [L, inputs, outputs], ...}    generated once; each device makes its part
+    each device, for each microbatch of its examples:
+      tokens [b, S]       -> x(0) [b, S, D]                              embedding, gathered
+      x(0), layers        -> x(1) [b, S, D]                              one scan over T; a step gathers W(t_n) alone
+      x(1)                -> loss, a scalar                              head, without ever holding all logits
+    d loss / d layers and d loss / d other parameters                    summed over microbatches, then over copies
+    d loss / d layers     -> d loss / d generator                        pulled back once
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, Key, Shaped
+
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.low_rank import FACTORS
+from diffeqformer.depth.weights import StackedWeights, in_compute_type
+from diffeqformer.errors import UserError
+from diffeqformer.fields.attention import plain
+from diffeqformer.fields.layers import Context, as_it_is
+from diffeqformer.parallel.sharding import AXES, BATCH, by_device, gather, sum_copies
+from diffeqformer.training.cross_entropy import cross_entropy
+from diffeqformer.transformer import merge_trees, partition_specs, select
+
+EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
+
+
+class ShardedLoss:
+    """The loss of one model on one mesh. Each device works on its examples and its part of the weights.
+
+    Args:
+        graph: the structure of the model.
+        params: its parameters, or their shapes.
+        mesh: the devices.
+        attend: causal attention (`diffeqformer.fields.attention`).
+    """
+
+    def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain):
+        abstract = jax.eval_shape(lambda: params)
+        model = nnx.merge(graph, abstract)
+        self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
+        self.trains = model.trains
+        self.param_specs, self.layer_specs = partition_specs(model)
+        self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
+        self.step_specs = self.layer_specs if model.depth.constant else _without_time(self.layer_specs)
+        self.merged_specs = select(self.layer_specs, lambda path: path[-1] not in FACTORS)
+
+    def trained_and_frozen(self, tree: dict) -> tuple[dict, dict]:
+        """What trains of a tree like the parameters, and what is frozen."""
+        return select(tree, self.trains), select(tree, lambda path: not self.trains(path))
+
+    def mean_and_gradient(
+        self,
+        params: dict,
+        tokens: Int[Array, "B S"],
+        keys: Key[Array, "B"] | None,
+        microbatches: int = 1,
+        grid: Grid | None = None,
+    ) -> tuple[Float[Array, ""], dict]:
+        """The mean loss of the next token in nats, and its gradient: a tree like `params`, without what is frozen.
+
+        The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
+        other parameters. The cotangents add up in fp32 on each device and are summed once over the devices that have
+        copies of the same part. Then the generator is pulled back, once.
+
+        Args:
+            keys: one dropout key for each example, or None.
+            microbatches: parts of each device's examples, taken one after the other.
+            grid: the steps of depth; None: those of training.
+
+        Raises:
+            UserError: if the microbatches don't divide the examples of a device.
+        """
+        model = nnx.merge(self.graph, params)
+        grid = grid or model.grid()
+        trained, frozen = self.trained_and_frozen(params)
+        generate = functools.partial(self.generate, params, grid)
+        layers, pull_back, frozen_layers = jax.vjp(generate, trained["depth"], has_aux=True)
+        specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.layer_specs}})
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
+
+        def on_device(trained, frozen, step_sizes, tokens, keys):
+            loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
+            loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
+            return jax.lax.psum(loss, AXES), sum_copies(gradient, specs)
+
+        in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
+        on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
+        loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, tokens, keys)
+        return loss, gradient | {"depth": pull_back({"depth": gradient["depth"]})[0]}
+
+    def generate(self, params: dict, grid: Grid, depth: dict) -> tuple[dict, dict]:
+        """The weights at a grid's times, {"depth": {"layers": ...}}: those that train given the parameters `depth`, and the rest."""
+        model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
+        layers = in_compute_type(model.depth(grid), model.weights_dtype)
+        return self.trained_and_frozen({"depth": {"layers": layers}})
+
+    def device_mean(
+        self, stack: Callable, frozen: dict, step_sizes, scale, trained: dict, tokens, keys
+    ) -> Float[Array, ""]:
+        """One device's part of the mean loss of a microbatch; of the mean over all microbatches if `scale` says so."""
+        others = merge_trees(trained, frozen)
+        layers = others.pop("depth")["layers"]
+        scored = jnp.zeros(tokens.shape).at[:, :-1].set(scale)
+        return self.device_sum(others, stack(layers, step_sizes), tokens, keys, scored)
+
+    def device_sum(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
+        """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
+
+        Devices that share the work of every token (`tensor`) compute all states, and share the positions of the loss.
+        """
+        others = gather(others, self.other_specs, ("fsdp", "tensor"))
+        model = nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
+        if self.mesh.shape["fsdp"] > 1:
+            specs = {
+                layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]}
+                for layer in weights.layers
+            }
+            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
+        shared = self.mesh.shape["tensor"]
+        total = _sum_over_tensor if shared > 1 else as_it_is
+        context = Context(keys, model.dropout, attend=self.attend, total=total)
+        x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
+        if shared > 1:
+            length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
+            x, targets, scored = (jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (x, targets, scored))
+        x = model.normalize(x).reshape(-1, x.shape[-1])
+        return cross_entropy(x, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
+
+    def sum_and_count(
+        self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The summed loss in nats of all tokens but the first of each valid window, and the number of these tokens."""
+
+        def on_device(others, layers, step_sizes, tokens, valid):
+            here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
+            scored = valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
+            total = self.device_sum(others, here, tokens, None, scored.astype(jnp.float32))
+            return jax.lax.psum(total, AXES), jax.lax.psum(jnp.sum(scored, dtype=jnp.float32), BATCH)
+
+        specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
+        on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
+        return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
+
+
+def _without_time(specs: dict) -> dict:
+    """The specs of the weights of one step."""
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
+
+
+def _sum_over_tensor(y):
+    return jax.lax.psum(y, "tensor")
+
+
+def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
+    """The microbatches of a batch. The m-th has rows m, m + parts, ..., so every device has its share of each.
+
+    Raises:
+        UserError: if they don't divide the batch.
+    """
+    if len(array) % parts:
+        raise UserError(f"microbatches: must divide the batch ({len(array)} examples), but it is {parts}")
+    return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
+
+
+def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], dict]:
+    """The mean over microbatches of a value and its gradient `at` something; their sums are fp32."""
+    if microbatches == 1:
+        return differentiate(at, *batch)
+    parts = jax.tree.map(lambda array: split_batch(array, microbatches), batch)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, differentiate(at, *part)), None
+
+    like = (jnp.float32(0.0), at)
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like), parts)
+    return jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)

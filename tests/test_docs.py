@@ -1,4 +1,4 @@
-"""The README is short, and relative links of the documentation lead somewhere."""
+"""The README is short, lines are too, and relative links of the documentation lead somewhere."""
 
 import re
 
@@ -40,3 +40,11 @@ def test_every_page_and_picture_is_linked():
 @pytest.mark.fast
 def test_the_readme_takes_two_minutes():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.fast
+def test_lines_have_one_width():
+    """`make lint` wraps text, but not code and headings."""
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            assert len(line) <= 120 or line.startswith("|"), (page, line)

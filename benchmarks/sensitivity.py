@@ -23,16 +23,23 @@ STEPS = flags.DEFINE_integer("steps", None, "Steps of depth; by default GPT-smal
 TOTAL = flags.DEFINE_bool("total", True, "The total derivative as well.")
 
 
+def peak() -> float:
+    """The most memory that this process has held, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main(_) -> None:
     config = base_config("small", "diffeqformer").model
     config.dtype = "float32"
     model = jax.jit(lambda: nnx.split(Transformer(config, nnx.Rngs(0))))
     model = nnx.merge(*model())
     tokens = jnp.asarray(np.random.RandomState(0).randint(config.vocab_size, size=TOKENS.value))
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # noqa: E731
     print(f"model: {peak():.1f} GiB", flush=True)
     start = time.monotonic()
-    show = lambda done, total: print(f"  {done}/{total} after {time.monotonic() - start:.0f} s", flush=True)  # noqa: E731
+
+    def show(done: int, total: int) -> None:
+        print(f"  {done}/{total} after {time.monotonic() - start:.0f} s", flush=True)
+
     added = lyapunov.exponents(model, tokens, STEPS.value, progress=show)
     print(f"exponents {added.shape}: {time.monotonic() - start:.0f} s, peak {peak():.1f} GiB", flush=True)
     if TOTAL.value:

@@ -3,7 +3,7 @@
     python benchmarks/spectra.py --config=configs/large.py          # 36 times, 20 heads of 64; :gpt has them in layers
 
 Parameters are random. The time of all heads includes generating the weights at all times, and compiling that. The dense
-way is timed on a few heads, for on all it would take far too long. Both have one thread of the BLAS.
+way is timed on a few heads, since all would take far too long. Both have one thread of the BLAS.
 """
 
 import time
@@ -27,7 +27,10 @@ DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense way takes.")
 def main() -> None:
     config, random = CONFIG.value, np.random.default_rng(0)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
-    fill = lambda leaf: jnp.asarray(np.float32(0.02) * random.standard_normal(leaf.shape, np.float32))  # noqa: E731
+
+    def fill(leaf):
+        return jnp.asarray(np.float32(0.02) * random.standard_normal(leaf.shape, np.float32))
+
     model = nnx.merge(graph, jax.tree.map(fill, shapes))
     start = time.monotonic()
     found = spectra(model, model.times(), feed_forward=False)["QK"]

@@ -6,15 +6,16 @@ Writes one HTML report with figures, and the numbers behind them; docs/analysis.
 from absl import flags
 
 from diffeqformer import checkpoint
-from diffeqformer.analysis import lyapunov, sections
+from diffeqformer.analysis.common import check_finite, check_text
+from diffeqformer.analysis.lyapunov import check_published
+from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
+from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.console import command_line
-from diffeqformer.console.results import results_folder, whole_numbers
+from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import MODELS
 
-PARTS = ("spectra", "induction", "sensitivity", "flow", "clustering")
-READING = {"sensitivity", "flow", "clustering"}  # parts that need a text
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
 
 
@@ -22,7 +23,7 @@ def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
-    flags.DEFINE_list("parts", list(PARTS), f"Parts of the report: {', '.join(PARTS)}.")
+    flags.DEFINE_list("parts", list(ANALYSES), f"Parts of the report: {', '.join(ANALYSES)}.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by those before it; by default {TEXT!r}.")
     flags.DEFINE_string("text_file", None, "A file with that text; an end of line after it is left out.")
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as trained.")
@@ -56,7 +57,7 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     ids = opened.tokenizer.encode(text)
     if text is TEXT:
         ids = ids[: opened.model.max_length]
-    sections.check_text(opened.model, ids, name)
+    check_text(opened.model, ids, name)
     return ids
 
 
@@ -67,10 +68,10 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         UserError: for an option that doesn't fit the model.
     """
     if not options.parts:
-        raise UserError(f"--parts: must be of {', '.join(PARTS)}, but there are none")
+        raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but there are none")
     for part in options.parts:
-        if part not in PARTS:
-            raise UserError(f"--parts: must be of {', '.join(PARTS)}, but it has {part!r}")
+        if part not in ANALYSES:
+            raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it has {part!r}")
     model, kind = opened.model, opened.config.model.kind
     for name, number in (("--num_steps", options.num_steps), ("--times", options.times)):
         if number is not None and number < 1:
@@ -84,12 +85,12 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         raise UserError(
             f"--times: must be left out for this model of the kind {kind}, whose weights are the same at all times"
         )
-    sections.check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
+    check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
     if options.published_pairing:
         if "sensitivity" not in options.parts:
             raise UserError("--published_pairing: has a meaning for the part sensitivity alone, which is left out")
-        lyapunov.check_published(model)
-    sections.check_finite(model)
+        check_published(model)
+    check_finite(model)
 
 
 def analyze(options) -> list[Section]:
@@ -101,32 +102,21 @@ def analyze(options) -> list[Section]:
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config
     check(options, opened)
-    ids = text_tokens(options, opened) if set(options.parts) & READING else []
+    ids = text_tokens(options, opened) if any(ANALYSES[part].reads_text for part in options.parts) else []
     folder = results_folder(options.output, options.workdir, "analysis")
     about = {
-        "workdir": str(options.workdir),
-        "config": config.name,
-        "kind": config.model.kind,
-        "field": config.model.field,
-        "checkpoint_step": opened.step,
-        "trained_num_steps": config.model.num_steps,
+        **header(options.workdir, opened),
         "num_steps": options.num_steps or config.model.num_steps,
-        "solver": config.model.solver,
         "heads": config.model.heads,
         **({"text": opened.tokenizer.decode(ids)} if ids else {}),
     }
-    steps, heads, done = options.num_steps, whole_numbers("--heads", options.heads, 0), []
-    parts = {
-        "spectra": lambda: sections.spectra(opened, options.times, heads, options.feed_forward, steps),
-        "induction": lambda: sections.induction(opened, steps),
-        "sensitivity": lambda: sections.sensitivity(opened, ids, steps, options.published_pairing),
-        "flow": lambda: sections.flow(opened, ids, options.flow, steps),
-        "clustering": lambda: sections.clustering(opened, ids, steps),
-    }
-    for part in PARTS:
-        if part in options.parts:
-            print(part, flush=True)
-            done.append(parts[part]())
+    heads, done = whole_numbers("--heads", options.heads, 0), []
+    for name, analysis in ANALYSES.items():
+        if name in options.parts:
+            print(name, flush=True)
+            values = {option: heads if option == "heads" else getattr(options, option) for option in analysis.options}
+            text = [ids] if analysis.reads_text else []
+            done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))
             write(folder, f"{config.name} at step {opened.step:,}", about, done)
     print(f"\nreport.html, results.json and arrays.npz are in {folder}", flush=True)
     return done

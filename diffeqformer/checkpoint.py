@@ -3,9 +3,9 @@
     <workdir>/checkpoints/<step>/{params, optimizer, about}
     <workdir>/frozen/0/params, if some parameters don't train: these, saved once
 
-A checkpoint appears under its step only when it is complete (on gs://, when `commit_success.txt` is in it). `about` holds the config, the tokenizer
-and the hash of the training data, so a checkpoint can be opened by itself, on any machine. That of
-a materialized model (`diffeqformer.materialize`) has no optimizer.
+A checkpoint appears under its step only when it is complete (on gs://, when `commit_success.txt` is in it).
+`about` (see `About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint opens by
+itself, on any machine. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import contextlib
@@ -28,6 +28,51 @@ from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, abstract_model, merge_trees, select, split_model, split_specs
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself.
+
+    Args:
+        config: the run's config as a plain dictionary.
+        tokenizer: name of the tokenizer.
+        tokenizer_data: what `Tokenizer.save` returned; empty if the name says it all.
+        base: where the weights began: `workdir`, `step` and `data_sha256` of another run; None: at random.
+        data_sha256: hash of the training split's ids.
+        validation_due: whether this state still has to be validated, which the next process does first.
+        materialized_from: `workdir`, `step` and `model` (a config) of the run it was made from; None for a run.
+    """
+
+    config: dict
+    tokenizer: str
+    tokenizer_data: str = ""
+    base: dict | None = None
+    data_sha256: str = ""
+    validation_due: bool = False
+    materialized_from: dict | None = None
+
+    def to_json(self) -> dict:
+        """The fields that have a value."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, saved: dict) -> "About":
+        """The reverse; fields that an earlier version didn't write have their defaults.
+
+        Raises:
+            ValueError: if config or tokenizer is missing, or a field has another type.
+        """
+        types = {"config": dict, "base": dict, "materialized_from": dict, "validation_due": bool}
+        fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
+        for name in ("config", "tokenizer", *fields):
+            expected = types.get(name, str)
+            if not isinstance(fields.get(name), expected):
+                raise ValueError(
+                    f"'{name}' in its 'about' must be a {expected.__name__}, but it is {type(fields.get(name)).__name__}"
+                )
+        return cls(**fields)
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -71,15 +116,13 @@ def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints")
     manager.close()
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: dict, about: dict) -> None:
+def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -> None:
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
     Args:
-        state: see `diffeqformer.training.step`; of a model that won't be trained further, the parameters alone.
-        about: config (a dict), tokenizer (its name), tokenizer_data (what its `save` gave) and data_sha256 (of
-            the training split); of a materialized model also materialized_from, of one that began with another one's weights base.
+        state: see `diffeqformer.training.step`; the parameters alone if the model won't be trained further.
     """
-    items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about)}
+    items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
         items["optimizer"] = ocp.args.StandardSave(rest)
@@ -111,17 +154,18 @@ def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
             manager.wait_until_finished()
 
 
-def read_about(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict:
-    """What a checkpoint says of itself; see `save`.
-
-    Args:
-        remedy: what to do if it can't be read, in place of that of `readable`.
+def read_about(manager: ocp.CheckpointManager, step: int) -> About:
+    """What a checkpoint says of itself.
 
     Raises:
         UserError: if it can't be read.
     """
-    with readable(manager, step, remedy):
-        return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+    with readable(manager, step):
+        return About.from_json(_read_json(manager, step))
+
+
+def _read_json(manager: ocp.CheckpointManager, step: int) -> dict:
+    return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
 
 @contextlib.contextmanager
@@ -196,13 +240,13 @@ def read_arrays(
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, ready to be used; `about` is what it says of itself."""
+    """An opened checkpoint, ready to be used."""
 
     step: int
     config: ConfigDict
     model: Transformer
     tokenizer: Tokenizer
-    about: dict
+    about: About
 
 
 class NoCheckpoint(UserError):
@@ -212,7 +256,7 @@ class NoCheckpoint(UserError):
 @contextlib.contextmanager
 def open_to_read(
     workdir: epath.PathLike, option: str = "--workdir", step: int | None = None
-) -> Iterator[tuple[ocp.CheckpointManager, int, dict, ConfigDict]]:
+) -> Iterator[tuple[ocp.CheckpointManager, int, About, ConfigDict]]:
     """The checkpoints of a folder, and of one its step, what it says of itself, and its config. Writes nothing.
 
     Args:
@@ -236,7 +280,7 @@ def open_to_read(
             there = " or ".join(map(str, steps))
             raise UserError(f"--step: must be that of a checkpoint in {workdir}, {there}, but it is {step}")
         about = read_about(manager, step)
-        yield manager, step, about, saved_config(about["config"])
+        yield manager, step, about, saved_config(about.config)
 
 
 def load_config(workdir: epath.PathLike) -> ConfigDict:
@@ -253,7 +297,7 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
     """Save the parameters that no checkpoint of a new run will hold, in the place of what there was.
 
     Args:
-        base: what they come from, as the `about` of the run's checkpoints will say.
+        base: what they come from, as `About.base` of the run's checkpoints says.
     """
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
@@ -277,7 +321,9 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.Check
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
     with _read_only(folder) as manager:
-        if read_about(manager, 0, remedy) != base:
+        with readable(manager, 0, remedy):
+            theirs = _read_json(manager, 0)
+        if theirs != base:
             raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
         yield manager, remedy
 
@@ -330,8 +376,6 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
     if frozen:
         rest = select(places, lambda path: not model.trains(path))
-        restored = merge_trees(
-            restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about["base"])
-        )
-    tokenizer = restore_tokenizer(about["tokenizer"], about.get("tokenizer_data", ""))
+        restored = merge_trees(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about.base))
+    tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)

@@ -4,7 +4,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -16,7 +16,7 @@ from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import check_mesh
+from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.transformer import FIELDS, MODELS, padded_vocabulary, vector_field
@@ -118,7 +118,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
 
 def saved_config(fields: dict) -> ConfigDict:
-    """The config of a checkpoint; a field that didn't exist yet when it was saved has the default that says the same."""
+    """The config of a checkpoint. A field that is newer than the checkpoint gets the value that has the old meaning."""
     config = base_config(fields["name"], fields["model"]["kind"])
     config.data.tokenizer = "bytes"  # there was no other
     if isinstance(fields["model"]["remat"], bool):  # as it was at first
@@ -130,121 +130,125 @@ def saved_config(fields: dict) -> ConfigDict:
 
 
 class Rule(NamedTuple):
-    """One requirement: of a field's value, given the whole config and the number of devices.
+    """One requirement: of a field's value, given the whole config.
 
-    `says` may hold {}-fields, filled from the config `c`, the number of devices `n` and the value `v`.
+    `says` may hold {}-fields, filled from the config `c`.
     """
 
     field: str
-    holds: Callable[[Any, ConfigDict, int], bool]
+    holds: Callable[[Any, ConfigDict], bool]
     says: str
 
 
-def _every(fields: str, holds: Callable[[Any, ConfigDict, int], bool], says: str) -> list[Rule]:
-    return [Rule(field, holds, says) for field in fields.split()]
+def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
+    """The same requirement for each of several fields."""
+    return [Rule(field, lambda value, _: holds(value), says) for field in fields.split()]
+
+
+def _one_of(field: str, names: Iterable[str]) -> Rule:
+    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
 
 
 RULES = [
     *_every(
-        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size model.vocab_multiple model.max_length "
-        "model.time_embed_dim model.sinusoidal_dim log_every eval_every checkpoint_every checkpoints_kept",
-        lambda v, c, n: v >= 1,
+        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
+        "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every "
+        "checkpoint_every checkpoints_kept",
+        lambda v: v >= 1,
         "must be at least 1",
     ),
-    *_every("sequence_length sample.length", lambda v, c, n: v >= 2, "must be at least 2"),
-    Rule("seed", lambda v, c, n: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
+    *_every("sequence_length sample.length", lambda v: v >= 2, "must be at least 2"),
+    *_every("seed", lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
     *_every(
         "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha",
-        lambda v, c, n: 0 < v < math.inf,
+        lambda v: 0 < v < math.inf,
         "must be a positive number",
     ),
     *_every(
         "optimizer.weight_decay optimizer.clip_norm sample.temperature",
-        lambda v, c, n: 0 <= v < math.inf,
+        lambda v: 0 <= v < math.inf,
         "must not be negative",
     ),
-    *_every(
-        "model.dropout optimizer.beta1 optimizer.beta2", lambda v, c, n: 0 <= v < 1, "must be at least 0 and below 1"
-    ),
+    *_every("model.dropout optimizer.beta1 optimizer.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
     *_every(
         "optimizer.warmup_fraction optimizer.final_fraction",
-        lambda v, c, n: 0 <= v <= 1,
+        lambda v: 0 <= v <= 1,
         "must be between 0 and 1",
     ),
-    Rule("model.kind", lambda v, c, n: v in MODELS, f"must be one of {', '.join(MODELS)}"),
-    Rule("model.field", lambda v, c, n: v in FIELDS, f"must be one of {', '.join(FIELDS)}"),
+    _one_of("model.kind", MODELS),
+    _one_of("model.field", FIELDS),
     Rule(
         "model.field",
-        lambda v, c, n: v == (MODELS[c.model.kind].field or v),
+        lambda v, c: v == (MODELS[c.model.kind].field or v),
         "must be that of model.kind, {c.model.kind}",
     ),
-    Rule("model.solver", lambda v, c, n: v in SOLVERS, f"must be one of {', '.join(SOLVERS)}"),
+    _one_of("model.solver", SOLVERS),
     Rule(
         "model.solver",
-        lambda v, c, n: v in MODELS[c.model.kind].solvers(),
-        "must take weights once in each step, as model.kind {c.model.kind} has one set per step (euler, lie_trotter, strang)",
+        lambda v, c: v in MODELS[c.model.kind].solvers(),
+        "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
+        f"({', '.join(MODELS['discretized'].solvers())})",
     ),
-    Rule("model.training_times", lambda v, c, n: v in TRAINING_TIMES, f"must be one of {', '.join(TRAINING_TIMES)}"),
+    _one_of("model.training_times", TRAINING_TIMES),
     Rule(
         "model.training_times",
-        lambda v, c, n: v == "fixed" or MODELS[c.model.kind].weights.generated,
+        lambda v, c: v == "fixed" or MODELS[c.model.kind].weights.generated,
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
-    *_every("dynamics_every model.lora_rank", lambda v, c, n: v >= 0, "must not be negative"),
+    *_every("dynamics_every model.lora_rank data.processes", lambda v: v >= 0, "must not be negative"),
     Rule(
         "model.lora_rank",
-        lambda v, c, n: not v or MODELS[c.model.kind].weights.fixed_depth,
+        lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,
         "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
     ),
-    Rule(
-        "model.lora_layers", lambda v, c, n: v == ".*" or c.model.lora_rank, "must be left out without model.lora_rank"
-    ),
+    Rule("model.lora_layers", lambda v, c: v == ".*" or c.model.lora_rank, "must be left out without model.lora_rank"),
     Rule(
         "model.lora_rank",
-        lambda v, c, n: not v or c.base,
+        lambda v, c: not v or c.base,
         "must come with config.base, the run whose weights it adapts",
     ),
-    Rule("model.lora_start", lambda v, c, n: v in ADAPTER_STARTS, f"must be one of {', '.join(ADAPTER_STARTS)}"),
-    Rule(
-        "model.generator_start", lambda v, c, n: v in GENERATOR_STARTS, f"must be one of {', '.join(GENERATOR_STARTS)}"
-    ),
+    _one_of("model.lora_start", ADAPTER_STARTS),
+    _one_of("model.generator_start", GENERATOR_STARTS),
     *_every(
         "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
-        lambda v, c, n: v in ("float32", "bfloat16"),
+        lambda v: v in ("float32", "bfloat16"),
         "must be float32 or bfloat16",
     ),
-    Rule("model.remat", lambda v, c, n: v in REMAT, f"must be one of {', '.join(REMAT)}"),
+    _one_of("model.remat", REMAT),
     Rule(
         "data.task",
-        lambda v, c, n: v in CORPUS_NAMES or c.data.module or c.data.train_files,
-        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your config.data.train_files",
+        lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
+        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
+        "config.data.train_files",
     ),
-    Rule("data.task", lambda v, c, n: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
-    Rule("data.train_files", lambda v, c, n: not v or c.data.validation_files, "must come with data.validation_files"),
-    Rule("data.validation_files", lambda v, c, n: not v or c.data.train_files, "must come with data.train_files"),
-    Rule("data.tokenizer", lambda v, c, n: v in TOKENIZERS, f"must be one of {', '.join(TOKENIZERS)}"),
+    *_every("data.task", lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
+    Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
+    Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
+    _one_of("data.tokenizer", TOKENIZERS),
     Rule(
         "data.tokenizer_file",
-        lambda v, c, n: v or c.data.tokenizer != "sentencepiece",
+        lambda v, c: v or c.data.tokenizer != "sentencepiece",
         "must name the file of a SentencePiece model",
     ),
     Rule(
         "data.tokenizer_file",
-        lambda v, c, n: not v or c.data.tokenizer != "bytes",
+        lambda v, c: not v or c.data.tokenizer != "bytes",
         "must be empty for the tokenizer bytes, which needs none",
     ),
-    Rule("data.remote", lambda v, c, n: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
-    Rule("data.processes", lambda v, c, n: v >= 0, "must not be negative"),
-    Rule("model.heads", lambda v, c, n: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
+    *_every("data.remote", lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
+    Rule("model.heads", lambda v, c: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
     Rule(
         "model.heads",
-        lambda v, c, n: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
+        lambda v, c: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
         "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
     ),
-    *_every(
-        "sequence_length sample.length",
-        lambda v, c, n: v <= c.model.max_length,
-        "must not exceed the number of positions, model.max_length ({c.model.max_length})",
+    *(
+        Rule(
+            field,
+            lambda v, c: v <= c.model.max_length,
+            "must not exceed the number of positions, model.max_length ({c.model.max_length})",
+        )
+        for field in ("sequence_length", "sample.length")
     ),
 ]
 """Every requirement on a config, in the order in which they are checked."""
@@ -289,7 +293,7 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
-    """Check that a config has the right fields, that every rule holds, and that its mesh fits the devices, if there are any.
+    """Check that a config has the right fields, that every rule holds, and that its mesh fits the devices, if any.
 
     Raises:
         UserError: for the first thing that is wrong, with its field, the value found and what is needed.
@@ -297,8 +301,8 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     check_fields(config)
     for rule in RULES:
         value = get_field(config, rule.field)
-        if not rule.holds(value, config, num_devices):
-            says = rule.says.format(c=config, n=num_devices, v=value)
+        if not rule.holds(value, config):
+            says = rule.says.format(c=config)
             raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
@@ -389,5 +393,6 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
             differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
     if differing:
         raise UserError(
-            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or delete the folder"
+            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or "
+            "delete the folder"
         )

@@ -4,7 +4,6 @@ By default the eleven tasks of the paper's Tables 4 and 5, printed in their layo
 """
 
 import contextlib
-import difflib
 import functools
 import importlib.metadata
 import io
@@ -25,9 +24,10 @@ from flax import nnx
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import duration
-from diffeqformer.console.results import results_folder, whole_numbers, write_text
-from diffeqformer.errors import UserError
+from diffeqformer.console.results import header, results_folder, whole_numbers, write_text
+from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.published import TASKS, describe
+from diffeqformer.inference.scoring import window_size
 from diffeqformer.transformer import abstract_model, split_model
 
 SEED = 1234  # of the few-shot examples, as in lm-eval
@@ -43,7 +43,7 @@ def define_flags() -> None:
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as many as trained.")
     flags.DEFINE_integer("batch_size", 32, "Sequences scored at once, over all devices.", lower_bound=1)
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as many as in training.")
-    flags.DEFINE_integer("limit", None, "Only so many examples of each task, for a trial.", lower_bound=1)
+    flags.DEFINE_integer("limit", None, "Examples of each task at most, for a trial.", lower_bound=1)
     flags.DEFINE_string(
         "output",
         None,
@@ -58,9 +58,8 @@ def check_model(workdir: str, num_steps: list[int | None], window: int | None) -
         UserError: if not.
     """
     config = checkpoint.load_config(workdir)
-    model, positions = abstract_model(config), config.model.max_length
-    if not 2 <= (config.sequence_length if window is None else window) <= positions:
-        raise UserError(f"--window: must be from 2 to the {positions} positions of {workdir}, but it is {window}")
+    model = abstract_model(config)
+    window_size(window, config, model.max_length, "--window", f"of {workdir}")
     graph, params = split_model(model)
     for steps in num_steps:
         try:
@@ -92,9 +91,7 @@ def load_tasks(names: list[str], include: str | None):
         manager = TaskManager(include_path=include)
     for name in names:
         if name not in manager.all_tasks:
-            close = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"--tasks: there is no task {name}{hint}")
+            raise UserError(f"--tasks: there is no task {name}{did_you_mean(name, manager.all_tasks)}")
     return _load(manager, names)
 
 
@@ -145,8 +142,8 @@ def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) ->
                 ) from error
 
 
-def evaluate(model, tasks: dict, limit: int | None) -> dict:
-    """lm-eval's results of one model, whatever it prints left out."""
+def run_harness(model, tasks: dict, limit: int | None) -> dict:
+    """lm-eval's results of one model, without what it prints."""
     from lm_eval import evaluator
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -190,7 +187,9 @@ def curves(folder: pathlib.Path, run: dict) -> None:
         for task, results in run["tasks"].items():
             for key, value in results.items():
                 if "," in key and isinstance(value, float):
-                    writer.add_scalar(f"{task}_{run['shots']}_shots/{key.replace(',', '_')}", value, run["step"])
+                    writer.add_scalar(
+                        f"{task}_{run['shots']}_shots/{key.replace(',', '_')}", value, run["checkpoint_step"]
+                    )
 
 
 def run_all(options) -> None:
@@ -223,14 +222,10 @@ def run_all(options) -> None:
                 print(f"{label} of depth, checkpoint {opened.step:,}: {len(names)} tasks, {number} shots", flush=True)
                 set_shots(tasks, own, number)
                 start = time.monotonic()
-                results = evaluate(model, tasks, options.limit)
+                results = run_harness(model, tasks, options.limit)
                 run = {
                     "label": label,
-                    "workdir": workdir,
-                    "config": opened.config.name,
-                    "kind": opened.config.model.kind,
-                    "field": opened.config.model.field,
-                    "step": opened.step,
+                    **header(workdir, opened),
                     "num_steps": model.num_steps,
                     "window": model.max_length,
                     "shots": number,

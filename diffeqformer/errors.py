@@ -1,9 +1,10 @@
 """What is said to the user: exceptions whose message is meant for them, and a way to end with a sentence."""
 
 import contextlib
+import difflib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -19,6 +20,12 @@ class UserErrorEverywhere(UserError):
 
 class Stopped(Exception):
     """A run was told to stop (SIGTERM), and has saved itself."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence on an unknown name: the known name that is most like it, if any is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -19,11 +19,11 @@ def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     flags.DEFINE_string("prompt", None, "The text to go on from; may be empty.")
-    flags.DEFINE_string("prompt_file", None, "A file with the text to go on from, as it is; -: standard input.")
+    flags.DEFINE_string("prompt_file", None, "A file with the text to go on from; -: standard input.")
     flags.DEFINE_integer("tokens", None, "Tokens to write at most; by default what there is room for, up to 256.")
     flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it comes.")
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
-    flags.DEFINE_integer("top_k", 0, "Choose among so many of the likeliest tokens; 0: among all.")
+    flags.DEFINE_integer("top_k", 0, "Choose among that many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
     flags.DEFINE_integer("seed", 0, "Of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
@@ -71,9 +71,9 @@ def write(options) -> None:
         num_steps=options.num_steps,
     )
     show = printable if sys.stdout.isatty() else str
-    heading = lambda n: f"--- sample {n + 1} of {count} ---\n" if count > 1 else ""  # noqa: E731
+    headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
     samples, shown, first = Samples(tokenizer, ids, count), prompt, 0.0
-    print(heading(0) + show(prompt), end="", flush=True)
+    print(headings[0] + show(prompt), end="", flush=True)
     for tokens in tokens_of_samples:
         first = first or time.monotonic()
         samples.add(tokens)
@@ -85,7 +85,7 @@ def write(options) -> None:
     seconds = time.monotonic() - first
     print(show((prompt + samples.text(0))[len(shown) :]))
     for n in range(1, count):
-        print(heading(n) + show(prompt + samples.text(n)))
+        print(headings[n] + show(prompt + samples.text(n)))
     sys.stdout.flush()
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
@@ -102,7 +102,7 @@ def main() -> None:
             sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows another
         try:
             write(flags.FLAGS)
-        except BrokenPipeError:  # whoever read the text has seen enough
+        except BrokenPipeError:  # the reader has closed its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     command_line.run(command, verbosity=logging.ERROR)

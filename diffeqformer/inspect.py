@@ -116,7 +116,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         steps = sorted(manager.all_steps())
         rows = parameters(manager, step, True, with_statistics, REPLACED)
     if config.model.lora_rank:
-        with checkpoint.open_frozen(workdir, about["base"]) as (manager, remedy):
+        with checkpoint.open_frozen(workdir, about.base) as (manager, remedy):
             rows += parameters(manager, 0, False, with_statistics, remedy)
     curves, model = read_curves(workdir), config.model
     return {
@@ -125,10 +125,10 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         "steps": steps,
         "name": config.name,
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
-        "data_sha256": about["data_sha256"],
-        "base": about.get("base"),
-        "materialized_from": about.get("materialized_from"),
-        "tokenizer": {"name": about["tokenizer"], "saved_characters": len(about.get("tokenizer_data", ""))},
+        "data_sha256": about.data_sha256,
+        "base": about.base,
+        "materialized_from": about.materialized_from,
+        "tokenizer": {"name": about.tokenizer, "saved_characters": len(about.tokenizer_data)},
         "config": {name: get_field(config, name) for name in field_names(config)},
         "changed": changed_fields(config),
         "parameters": rows,

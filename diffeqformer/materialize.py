@@ -6,6 +6,8 @@ The hypernetwork and the optimizer's state stay behind: what remains has a vanil
 and opens wherever a run does.
 """
 
+import dataclasses
+
 import jax
 from absl import flags, logging
 from etils import epath
@@ -57,11 +59,11 @@ def materialize(
         raise UserError(
             f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
         )
-    about = {
-        **opened.about,
-        "config": discretized_config(opened.config, num_steps, dtype).to_dict(),
-        "materialized_from": {"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
-    }
+    about = dataclasses.replace(
+        opened.about,
+        config=discretized_config(opened.config, num_steps, dtype).to_dict(),
+        materialized_from={"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
+    )
     try:
         with checkpoint.open_checkpoints(output, kept=1) as manager:
             checkpoint.save(manager, opened.step, {"params": params}, about)

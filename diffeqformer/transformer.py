@@ -66,8 +66,8 @@ def vector_field(config) -> Block:
 class Transformer(nnx.Module):
     """A language model in two phases: `weights = model.weights()`, then `logits = model(tokens, weights)`.
 
-    The first phase costs as much for one token as for a million, so whoever runs the second one
-    several times (accumulation, generation, evaluation) runs the first one once.
+    The first phase costs as much for one token as for a million. Accumulation, generation and evaluation run the second
+    phase many times, so they run the first one once.
 
     Args:
         config: the `model` part of a config (`diffeqformer.config`).
@@ -88,7 +88,7 @@ class Transformer(nnx.Module):
         if field.learned_positions:
             shape, axes = (config.max_length, config.width), ("sequence", "embed")
             self.position_embedding = parameter(rngs, shape, axes, stddev=0.01, **embedding)
-        self.depth = kind.weights.from_config(config, field.layers(), rngs)
+        self.depth = kind.weights(config, field.layers(), rngs)
         self.final_norm = plain_layer(rngs, field.final_norm(), ())
         if not field.tied_head:
             shape, axes = (config.width, rows), ("embed", "vocab")
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
         return copy
 
     def trains(self, path: tuple[str, ...]) -> bool:
-        """Whether the parameter with that path changes in training. Beside adapters, only the embeddings and the head do."""
+        """Whether the parameter with that path trains. Beside adapters, only the embeddings and the head do."""
         return not self.has_adapters or path in self.trained_beside_adapters
 
     def grid(self, num_steps: int | tuple[float, ...] | None = None) -> Grid:
@@ -125,7 +125,7 @@ class Transformer(nnx.Module):
         return Grid.of(ends, self.solver.nodes)
 
     def weights(self, grid: Grid | None = None) -> StackedWeights:
-        """First phase: the weights at the times of a grid (`self.grid`), by default those of training.
+        """First phase: the weights at the times of a grid (`self.grid`), by default the grid of training.
 
         Adapters are merged here, once.
 
@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         return self.stack(merge(in_compute_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
     def stack(self, layers: dict, step_sizes: Float[Array, "T"]) -> StackedWeights:
-        """What the second phase takes, from what `self.depth` gave for a grid with these step sizes, in the compute type."""
+        """The input of the second phase, from the weights that `self.depth` gave for a grid with these step sizes."""
         return StackedWeights(in_compute_type(layers, self.dtype), step_sizes, self.depth.constant)
 
     def __call__(
@@ -264,7 +264,7 @@ def padded_vocabulary(config) -> int:
 
 
 def parameter_metadata(model: Transformer, name: str) -> dict:
-    """What `fields.layers.parameter` was told of every parameter (axes, decays, always_trains): a tree like the parameters."""
+    """One argument of `fields.layers.parameter` (axes, decays, always_trains) for every parameter: a tree like them."""
     return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
 
 

@@ -16,15 +16,15 @@ import itertools
 import json
 import multiprocessing
 import pathlib
-import re
 import runpy
 import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
-from common import articles_of_wikitext, train, validations
+from common import articles_of_wikitext, inspected, perplexities, train
 
 from diffeqformer.config import get_field
+from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
 STUDY = flags.DEFINE_enum("study", None, ["embedding", "design", "beta2", "overfitting"], "Which.", required=True)
@@ -98,29 +98,25 @@ def compiled_memory(workdir: pathlib.Path) -> float:
 
 
 def step_memory(workdir: pathlib.Path) -> float:
-    """The same from a process of its own, for the next run needs the accelerator."""
+    """The same from a process of its own, since the next run needs the accelerator."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         return child.submit(compiled_memory, workdir).result()
 
 
 def measure(run: Run, folder: pathlib.Path) -> dict:
-    """Train one, if nobody did yet: its validation perplexities by step, parameters, best tokens/s and step's MiB."""
+    """Train one unless that is done: its validation perplexities by step, parameters, best tokens/s and step's MiB."""
     options = [f"--config={CONFIG.value}:{run.model}", *(f"--config.{field}" for field in run.differences())]
     if run.short_text:
         options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
     steps = [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
     steps += [f"--config.log_every={max(1, STEPS.value // 30)}"]
     workdir = run.workdir(folder)
-    log = train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
-    rates = [
-        float(rate.replace(",", ""))
-        for rate in re.findall(r"^step .* ([\d,]+) tokens/s  [\d:]+ left$", log, re.MULTILINE)
-    ]
-    parameters = int(re.search(r"([\d,]+) parameters", log).group(1).replace(",", ""))
+    train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
+    rates = read_curves(workdir)["train/tokens_per_second"]
     return {
-        "perplexities": validations(log),
-        "parameters": parameters,
-        "tokens_per_second": max(rates),  # of stretches between two lines, in which other work disturbs least
+        "perplexities": perplexities(workdir),
+        "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
+        "tokens_per_second": max(rates.values()),  # of the stretch that other work on the machine disturbs least
         "step_mib": step_memory(workdir),
     }
 
@@ -143,7 +139,7 @@ def table(results: dict[str, dict]) -> str:
 
 def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
     """The validation curves of all runs."""
-    from diffeqformer.analysis.figures import new_figure
+    from diffeqformer.console.figures import new_figure
 
     explodes = STUDY.value == "overfitting"
     figure, [[panel]] = new_figure(1, 1, (7, 4))
@@ -160,7 +156,7 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
 
 def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
     """Perplexity, throughput and memory against E, for each learning rate; GPT's as horizontal lines."""
-    from diffeqformer.analysis.figures import COLOURS, new_figure
+    from diffeqformer.console.figures import COLOURS, new_figure
 
     quantities = {
         "validation perplexity, at the end": lambda found: found["perplexities"][max(found["perplexities"])],

@@ -1,35 +1,56 @@
-"""What the experiments share: runs in processes of their own that are resumed, and what they printed."""
+"""What the experiments share: runs in processes of their own that are resumed, and what can be read of them."""
 
 import pathlib
-import re
 import subprocess
 import sys
 
+import jax
+
+from diffeqformer.checkpoint import NoCheckpoint
+from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
+from diffeqformer.inspect import inspect_run
 
 
-def train(workdir: pathlib.Path, options: list[str]) -> str:
-    """Run `diffeqformer.main` unless it has ended already; gives all that it ever printed."""
-    log = workdir.with_name(f"{workdir.name}.log")
-    if not log.exists() or "\nFinished." not in log.read_text():
-        workdir.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "diffeqformer.main", *options, f"--workdir={workdir}"]
-        print(" ".join(command), flush=True)
-        with log.open("a") as file:
-            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for line in running.stdout:
-                file.write(line)
-                file.flush()
-                print(line, end="", flush=True)
-        if running.wait():
-            sys.exit(f"{workdir} ended with status {running.returncode}; see above, and run the same command again")
-    return log.read_text()
+def inspected(workdir: pathlib.Path) -> dict:
+    """`inspect_run` without statistics, on the CPU: the runs need the accelerator.
+
+    Raises:
+        NoCheckpoint: if the run has saved none yet.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    return inspect_run(workdir, with_statistics=False)
 
 
-def validations(log: str) -> dict[int, float]:
-    """The validation perplexities that a run printed, by step."""
-    found = re.findall(r"^step ([\d,]+)/[\d,]+  validation: .*perplexity ([\d,.]+)", log, re.MULTILINE)
-    return {int(step.replace(",", "")): float(value.replace(",", "")) for step, value in found}
+def finished(workdir: pathlib.Path) -> bool:
+    """Whether a run has saved its last step."""
+    try:
+        found = inspected(workdir)
+    except NoCheckpoint:
+        return False
+    return found["step"] == found["config"]["steps"]
+
+
+def train(workdir: pathlib.Path, options: list[str]) -> None:
+    """Run `diffeqformer.main` unless it has finished already; what it prints goes to `<workdir>.log` as well."""
+    if finished(workdir):
+        return
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "diffeqformer.main", *options, f"--workdir={workdir}"]
+    print(" ".join(command), flush=True)
+    with workdir.with_name(f"{workdir.name}.log").open("a") as file:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in running.stdout:
+            file.write(line)
+            file.flush()
+            print(line, end="", flush=True)
+    if running.wait():
+        sys.exit(f"{workdir} ended with status {running.returncode}; see above, and run the same command again")
+
+
+def perplexities(workdir: pathlib.Path) -> dict[int, float]:
+    """The validation perplexities of a run, by step."""
+    return dict(sorted(read_curves(workdir)["validation/perplexity"].items()))
 
 
 def articles_of_wikitext(

@@ -14,9 +14,9 @@ import statistics
 from typing import NamedTuple
 
 from absl import app, flags
-from common import articles_of_wikitext, train, validations
+from common import articles_of_wikitext, perplexities, train
 
-from diffeqformer.analysis.figures import new_figure
+from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
@@ -53,14 +53,15 @@ class Row(NamedTuple):
 
 
 def finetune(row: Row, texts: dict[str, list[str]], folder: pathlib.Path) -> dict[int, float]:
-    """Fine-tune one row, and pretrain its base if nobody did yet: validation perplexities of bytes, by step."""
+    """Fine-tune one row, and pretrain its base unless that is done: validation perplexities of bytes, by step."""
     first, _, second = row.direction.partition("_to_")
     common = ["--config.checkpoints_kept=1", f"--config.seed={row.seed}"]
     base = folder / f"{first}-{row.base}-{row.seed}"
     train(base, MODELS[row.base] + texts[first] + PRETRAINING + common)
     options = [MODELS[row.base][0], f"--config.base={base}", f"--config.model.num_steps={row.depth}", *MODES[row.mode]]
     workdir = folder / f"{base.name}-to-{second}-{row.mode}-{row.depth}"
-    return validations(train(workdir, options + texts[second] + FINETUNING + common))
+    train(workdir, options + texts[second] + FINETUNING + common)
+    return perplexities(workdir)
 
 
 def in_groups(results: dict[Row, dict[int, float]]) -> dict[tuple, list[dict[int, float]]]:

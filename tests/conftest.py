@@ -90,7 +90,7 @@ def run(tmp_path_factory):
     workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)
     params = split_model(new_model(config))[1]
     params["depth"]["layers"]["qkv"]["constant"] += 0.3
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:
         checkpoint.save(manager, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about)
     return workdir

@@ -7,7 +7,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
-from diffeqformer.training.step import dropout_keys, make_program, split_batch
+from diffeqformer.training.loss import split_batch
+from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
 
@@ -79,7 +80,7 @@ def test_every_device_has_its_share_of_every_microbatch():
 
 
 def test_the_train_step_takes_the_microbatches_of_its_config():
-    program = make_program(toy_config(batch_size=16, microbatches=3), ONE_DEVICE)
+    program = Program(toy_config(batch_size=16, microbatches=3), ONE_DEVICE)
     with pytest.raises(UserError, match="^microbatches: must divide the batch"):
         jax.eval_shape(program.train_step, jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 16), "int32"))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer.analysis import attention_maps
+from diffeqformer.analysis import attention_maps, induction
 from diffeqformer.fields.layers import Context
 from diffeqformer.transformer import split_model, weights_at
 from helpers import build_model, lively_model
@@ -40,17 +40,17 @@ def test_induction_scores_of_an_induction_head_and_of_an_even_one(monkeypatch):
         known[0, 0, token, token + 1 - size if token >= size else token] = 1
         known[0, 1, token, : token + 1] = 1 / (token + 1)
     even = np.mean([1 / (token + 1) for token in range(size, 2 * size)])
-    assert np.allclose(attention_maps._to_successor(jnp.asarray(known)), [1, even])
+    assert np.allclose(induction.to_successor(jnp.asarray(known)), [1, even])
     model, seen, maps = lively_model("diffeqformer", num_steps=3), [], attention_maps.maps
     monkeypatch.setattr(
-        attention_maps, "maps", lambda model, tokens, *rest: seen.append(tokens) or maps(model, tokens, *rest)
+        induction, "maps", lambda model, tokens, *rest: seen.append(tokens) or maps(model, tokens, *rest)
     )
-    scores = attention_maps.induction_scores(model, range(10, 40), 8, examples=4)
+    scores = induction.induction_scores(model, range(10, 40), 8, examples=4)
     assert seen[0].shape == (4, 16) and (seen[0][:, :8] == seen[0][:, 8:]).all()
     assert all(len(set(row)) == 8 for row in seen[0].tolist())
     assert len(np.unique(seen[0])) > 16 and 10 <= seen[0].min() and seen[0].max() < 40
     assert scores.shape == (3, 4) and (0 < scores).all() and (scores < 1).all()
-    assert (attention_maps.induction_scores(model, range(10, 40), 8, examples=4, seed=1) != scores).all()
+    assert (induction.induction_scores(model, range(10, 40), 8, examples=4, seed=1) != scores).all()
 
 
 def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):

@@ -20,7 +20,7 @@ def smooth_model():
 
 
 def last_state(model, solver, grid) -> np.ndarray:
-    model.solver = SOLVERS[solver]
+    model = model.replace(solver=SOLVERS[solver])
     return np.asarray(model.trajectory(TOKENS, weights_at(model, grid))[-1])
 
 

@@ -21,7 +21,7 @@ from diffeqformer.config import (
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model
 from helpers import CONFIGS, ROOT, load_config, toy_config
 
@@ -32,7 +32,7 @@ def test_every_config_is_sound_and_its_state_has_shapes(name, model):
     config = load_config(name, model)
     config.data.tokenizer_file = "a_model" if config.data.tokenizer == "sentencepiece" else ""
     check_config(config, num_devices=8)
-    program = make_program(config, make_mesh())
+    program = Program(config, make_mesh())
     state = jax.eval_shape(program.init)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     after, scalars = jax.eval_shape(program.train_step, state, tokens)

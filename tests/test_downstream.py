@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
     folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
     for folder in folders:
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
-        about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+        about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
         with checkpoint.open_checkpoints(folder, kept=1) as manager:
             checkpoint.save(manager, 12, {"params": split_model(new_model(config))[1]}, about)
     return folders
@@ -52,7 +52,7 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
 
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (tmp_path / "out" / "results.md").read_text() in done.stdout
-    assert [(run["kind"], run["step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
+    assert [(run["kind"], run["checkpoint_step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
         (kind, 12, 2, shots) for kind in ("diffeqformer", "gpt") for shots in (0, 2)
     ]
     assert list((tmp_path / "out" / "tensorboard").iterdir()) and report["seed"] == 1234
@@ -112,8 +112,11 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
         "output_type: loglikelihood\ndoc_to_text: a\ndoc_to_target: b\n"
     )
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(downstream, "evaluate", lambda *_: pytest.fail("it went to work"))
-    only_these = lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False)  # noqa: E731
+    monkeypatch.setattr(downstream, "run_harness", lambda *_: pytest.fail("it went to work"))
+
+    def only_these(include_path, **_):
+        return TaskManager(include_path=include_path, include_defaults=False)
+
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
     for changes, sentence in (
         ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),

@@ -19,13 +19,14 @@ from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference import text_options
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import make_program
 from diffeqformer.transformer import Transformer, new_model
-from helpers import ONE_DEVICE, lively_model, make_store, toy_config
+from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -37,7 +38,7 @@ DOCUMENTS = [
 
 def save_checkpoint(workdir, model: Transformer, config) -> None:
     """A checkpoint of a model that was never trained."""
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "tokenizer_data": "", "data_sha256": "none"}
+    about = checkpoint.About(config.to_dict(), "bytes")
     workdir.mkdir()
     with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
         checkpoint.save(checkpoints, 3, {"params": transformer.split_model(model)[1]}, about)
@@ -76,7 +77,7 @@ def results(workdir, text):
 
 def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
     """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
-    model.solver = SOLVERS[solver]
+    model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.times(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
 
@@ -153,7 +154,7 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        (["--window=17"], "--window: must be at least 2 and at most 16, but it is 17"),
+        (["--window=17"], "--window: must be from 2 to the 16 positions of the model, but it is 17"),
         (
             ["--files=", "--task=pile"],
             "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is",
@@ -175,7 +176,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
     "changes, sentence",
     [
         ({"stride": 17}, "--stride: must be at least 1 and at most 16, but it is 17"),
-        ({"window": 0}, "--window: must be at least 2 and at most 16, but it is 0"),
+        ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
         (
             {"num_steps": ["6", "x"]},
             "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
@@ -249,15 +250,31 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(name)
     config = toy_config(data__train_files=f"{tmp_path}/train.txt", data__validation_files=f"{tmp_path}/validation.txt")
-    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, {})
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
 
     def text_of(**options):
         defaults = {"task": None, "files": None, "split": "validation"}
-        return evaluation_command.text_of(types.SimpleNamespace(**defaults | options), opened)
+        return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
 
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
     assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]
     assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
+
+
+def test_a_checkpoint_cannot_choose_a_module_to_import(tmp_path):
+    """It would run code from a folder that somebody else made; the user's own option does."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    config = toy_config(data__task="mine", data__module="planted")
+    save_checkpoint(tmp_path / "run", lively_model("diffeqformer", vocab_size=257), config)
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = command("evaluate", f"--workdir={tmp_path / 'run'}", environment=environment)
+    sentence = (
+        "--module: in training, the corpus 'mine' came from the module 'planted'; to import it, give --module=NAME"
+    )
+    assert (done.returncode, done.stderr) == (1, f"diffeqformer: {sentence}\n")
+    assert not (tmp_path / "imported").exists()
+    done = command("evaluate", f"--workdir={tmp_path / 'run'}", "--module=planted", environment=environment)
+    assert done.returncode == 1 and (tmp_path / "imported").exists()  # which adds no corpus
 
 
 def test_repeated_numbers_count_once():

@@ -9,18 +9,32 @@ import pytest
 from helpers import ROOT
 
 STUDY = """
-import sys
+import sys, types
+import numpy as np
 sys.path.insert(0, "experiments")
 import ablations, common
+from diffeqformer import checkpoint
+from diffeqformer.console import progress
 
-def pretend(command, **_):  # a run of so many steps as it was told to
+now = 0.0
+progress.time = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+
+def pretend(command, **_):  # a run of 1,234 parameters, whose first step takes 1 s and each later one 0.5 s
+    global now
     options = dict(option.split("=", 1) for option in command if "=" in option)
-    steps = int(options["--config.steps"])
-    lines = ["model: 1,234 parameters", "step 1/9  loss 3.0  1,000 tokens/s  0:05 left", "step 2/9  loss 3.0  2,000 tokens/s  0:05 left"]
-    lines += ["  validation: 10/20 tokens  9,999 tokens/s  0:01 left"]
-    lines += [f"step {step:,}/{steps:,}  validation: loss 2.0  perplexity {9 - step}.50  bits/byte 2" for step in range(1, steps + 1)]
-    ended = type("Ended", (), {"stdout": [line + "\\n" for line in [*lines, "Finished."]], "wait": lambda _: 0})
-    return ended()
+    steps, workdir = int(options["--config.steps"]), options["--workdir"]
+    writer = progress.Progress(workdir, 0, steps, tokens_per_step=1000)
+    for step in range(1, steps + 1):
+        now += 1.0 if step == 1 else 0.5
+        writer.train(step, {"loss": 3.0})
+        writer.validation(step, {"loss": 2.0, "perplexity": 9.5 - step, "bits_per_byte": 2.0})
+    writer.close()
+    config = ablations.config_of(options["--config"].partition(":")[2])
+    about = {"config": {**config.to_dict(), "steps": steps}, "tokenizer": "bytes", "data_sha256": "hash"}
+    params = {"token_embedding": np.zeros((100, 12), np.float32), "lm_head": np.zeros(34, np.float32)}
+    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
+        checkpoint.save(manager, steps, {"params": params}, about)
+    return types.SimpleNamespace(stdout=[], wait=lambda: 0)
 
 common.subprocess.Popen = pretend
 ablations.step_memory = lambda workdir: 5.0
@@ -44,7 +58,8 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
     assert found["alternative"] == {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, **expected}
     assert "| diffeqformer | 1,234 | 6.50 | 3 | 6.50 | 2,000 | 5 |" in printed
 
-    (tmp_path / "tiny-alternative-3_steps.log").write_text("Resuming\n")  # it has not ended
+    checkpoints = tmp_path / "tiny-alternative-3_steps" / "checkpoints"
+    (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
     printed, again = study(tmp_path, 3)
     assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " not in printed and again == found
     printed, _ = study(tmp_path, 2)

@@ -14,20 +14,19 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import finetune, loop
+from diffeqformer.training import finetune, loop, run
 from diffeqformer.training.step import make_program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
 from runs import curves
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
-BYTES = {"tokenizer": "bytes", "tokenizer_data": ""}
 
 
 def save_base(workdir, config, step=3) -> Transformer:
     """A run that has ended: a lively model of this config."""
     model = lively_model(**config.model)
-    about = {"config": config.to_dict(), "data_sha256": "none", **BYTES}
+    about = checkpoint.About(config.to_dict(), "bytes")
     with checkpoint.open_checkpoints(workdir, 1) as manager:
         checkpoint.save(manager, step, {"params": split_model(model)[1]}, about)
         manager.wait_until_finished()
@@ -52,7 +51,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
     solver = {"gpt": "strang", "llama": "rk4"}[field] if kind == "diffeqformer" else MODELS[kind].solver
     base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, model__solver=solver))
     if solver == "rk4":  # which takes weights at several times of each step
-        base.solver = SOLVERS["euler"]
+        base = base.replace(solver=SOLVERS["euler"])
     for num_steps, rank, mesh in ((6, 0, ONE_DEVICE), (4, 2, ONE_DEVICE), (9, 0, make_mesh((4, 2, 1)))):
         num_steps = 6 if kind == "gpt" else num_steps
         config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank * (kind != "shared"))
@@ -71,7 +70,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
-    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]
@@ -140,7 +139,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "gpt",
             {"model__num_steps": 9},
-            "config.model.num_steps: must be 6, as .* for so many steps and no others, but it is 9",
+            "config.model.num_steps: must be 6, because .* weights for 6 steps only, but it is 9",
         ),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
@@ -149,7 +148,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"
     ):
-        finetune.base_of(new_config(tmp_path / "ours"), {"tokenizer": "bytes", "tokenizer_data": "more"})
+        finetune.base_of(new_config(tmp_path / "ours"), checkpoint.About({}, "bytes", "more"))
 
 
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])

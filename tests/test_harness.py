@@ -230,7 +230,7 @@ def test_writing_stops_and_truncates(monkeypatch):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"window": 65}, "window: must be from 2 to the model's 64 positions, but it is 65"),
+        ({"window": 65}, "window: must be from 2 to the 64 positions of the model, but it is 65"),
         ({"window": 1}, "window: must be from 2"),
         ({"batch_size": 0}, "batch_size: must be at least 1, but it is 0"),
         ({"num_steps": 0}, "num_steps: must be at least 1, but it is 0"),

@@ -28,7 +28,7 @@ BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
 
 def saved(workdir, config, params_by_step: dict, **about) -> None:
     """Write checkpoints of some parameters."""
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash", **about)
     with checkpoint.open_checkpoints(workdir, kept=9) as manager:
         for step, params in params_by_step.items():
             checkpoint.save(manager, step, {"params": params}, about)
@@ -196,3 +196,23 @@ def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
 def test_a_command_without_its_folder_says_so():
     done = command("inspect")
     assert done.returncode == 1 and done.stderr == "diffeqformer: --workdir: must be given\n"
+
+
+def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
+    config = toy_config()
+    saved(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
+    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*metadata*")
+    kept = json.loads(file.read_text())
+    assert list(kept) == ["config", "tokenizer", "tokenizer_data", "base", "data_sha256", "validation_due"]
+    older = {name: kept[name] for name in ("config", "tokenizer", "data_sha256")}  # of the first version
+    file.write_text(json.dumps(older | {"note": "of a later one"}))
+    with checkpoint.open_to_read(tmp_path) as (_, _, about, _):
+        assert about == checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    for change, said in (
+        ({"config": 3}, "'config' in its 'about' must be a dict, but it is int"),
+        ({"tokenizer": None}, "'tokenizer' in its 'about' must be a str, but it is NoneType"),
+        ({"base": "runs/base"}, "'base' in its 'about' must be a dict, but it is str"),
+    ):
+        file.write_text(json.dumps(older | change))
+        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; put"):
+            checkpoint.load_config(tmp_path)

@@ -27,7 +27,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert done.returncode == 0, done.stderr
     original, opened = checkpoint.load(run), checkpoint.load(tmp_path / "out")
     assert opened.step == 12 and opened.config.model.kind == "discretized" and opened.config.model.num_steps == 9
-    assert opened.about["materialized_from"]["model"]["kind"] == "diffeqformer"
+    assert opened.about.materialized_from["model"]["kind"] == "diffeqformer"
     sizes = {path: value.dtype for path, value in nnx.state(opened.model, nnx.Param).flat_state()}
     norms = {path for path in sizes if path[-1] in ("scale", "shift")}
     assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
@@ -59,7 +59,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
 def test_every_model_can_be_materialized(kind, field, tmp_path):
     config = toy_config(kind, field)
     model = new_model(config)
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         params = split_model(model)[1]
         checkpoint.save(manager, 1, {"params": params, "step": jnp.int32(1)}, about)
@@ -72,7 +72,7 @@ def test_every_model_can_be_materialized(kind, field, tmp_path):
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
     config = toy_config(model__dtype="bfloat16")
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
 
@@ -105,7 +105,7 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
 
 def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(tmp_path):
     config = toy_config(model__solver="heun")
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
     with pytest.raises(

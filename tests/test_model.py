@@ -8,6 +8,7 @@ from flax import nnx
 
 from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
+from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context, dropout
 from diffeqformer.fields.llama import rotary_table
 from diffeqformer.parallel.sharding import LOGICAL_AXES
@@ -170,17 +171,20 @@ def test_llama_positions_matter_only_by_their_distance():
         np.testing.assert_array_equal(rows[:, position : position + 1], field.rotate(query, jnp.int32(position)))
 
 
+class MaskField(VectorField):
+    """A field that is nothing but the dropout mask of its feed-forward."""
+
+    def attention(self, weights, x, context):
+        return jnp.zeros_like(x)
+
+    def feed_forward(self, weights, x, context):
+        return dropout(jnp.ones_like(x), context, 0)
+
+
 def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     context = Context(dropout_keys(0, jnp.int32(0), 2), 0.5)
     weights = build_model("diffeqformer").weights()
-    states = walk(
-        SOLVERS["euler"],
-        lambda layers, x, context: dropout(jnp.ones_like(x), context, 0),
-        weights,
-        jnp.zeros((2, 8, 32)),
-        context,
-        trajectory=True,
-    )
+    states = walk(SOLVERS["euler"], MaskField(), weights, jnp.zeros((2, 8, 32)), context, trajectory=True)
     steps = np.diff(np.asarray(states), axis=0, prepend=0.0)
     assert len({(step > 0).tobytes() for step in steps}) == 6
 
@@ -217,9 +221,9 @@ def test_impossible_depths_and_lengths_are_refused():
     with pytest.raises(
         UserError, match="^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
     ):
-        model.weights(model.times(9))
+        model.weights(model.grid(9))
     with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
-        model.times(0)
+        model.grid(0)
     for use in (model, model.trajectory):
         with pytest.raises(UserError, match="^tokens: 17 positions, but this model has 16"):
             use(jnp.zeros((1, 17), jnp.int32), model.weights())

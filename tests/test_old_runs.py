@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from diffeqformer.console.progress import read_curves
-from diffeqformer.training import loop
+from diffeqformer.training import loop, run
 from helpers import ONE_DEVICE, TEXTS, make_store
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "data"))
@@ -30,7 +30,7 @@ def runs(tmp_path_factory) -> pathlib.Path:
 def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(name, runs, monkeypatch):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # as on the machine on which they were made
-    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
     expected = json.loads(pathlib.Path("expected.json").read_text())[name]
     assert digest(name) == expected["saved"]
     loop.train(config_of(name), name)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import authors
 from diffeqformer import reference
-from diffeqformer.depth.plain import step_sizes
+from diffeqformer.depth.grid import Grid
 from diffeqformer.fields.layers import Context, rms_norm
 from helpers import FAMILY, loss_and_gradient
 
@@ -66,7 +66,7 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
     arrays, params, _ = authors.load("diffeqformer", "gpt")
     model = authors.build(authors.model_config("diffeqformer"), params)
-    logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.times(num_steps)))
+    logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.grid(num_steps)))
     np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
 
 
@@ -176,4 +176,4 @@ def test_the_reference_itself_agrees_with_the_authors(kind, field):
 
 
 def test_steps_end_where_time_does():
-    np.testing.assert_array_equal(step_sizes(np.arange(1, 37) / 36), np.full(36, 1 / 36, np.float32))
+    np.testing.assert_array_equal(Grid.of(np.arange(1, 37) / 36).step_sizes, np.full(36, 1 / 36, np.float32))

@@ -149,9 +149,10 @@ def test_samples_differ_and_each_is_the_same_in_any_company():
 
 def test_text_stops_at_its_end_and_never_leaves_the_vocabulary():
     model = build_model("diffeqformer", vocab_size=300, generator_start="varying", num_steps=2)
-    write = lambda **options: generate(  # noqa: E731
-        model, BYTES, "ab", tokens=14, key=jax.random.key(0), choice=Choice(1.0), **options
-    )
+
+    def write(**options):
+        return generate(model, BYTES, "ab", tokens=14, key=jax.random.key(0), choice=Choice(1.0), **options)
+
     embedding = model.token_embedding[...]
     model.final_norm["shift"][...] = embedding[256] * 1e4  # everything asks for the end of the text
     assert write() == [""]
@@ -246,7 +247,9 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
 
 
 def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
-    read = lambda file=None: generate_command.prompt_text(types.SimpleNamespace(prompt=None, prompt_file=file))  # noqa: E731
+    def read(file=None):
+        return generate_command.prompt_text(types.SimpleNamespace(prompt=None, prompt_file=file))
+
     for file in (None, "-"):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\r\n")))
         assert read(file) == "a\r\n"

@@ -10,7 +10,7 @@ import pytest
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training.step import make_program
+from diffeqformer.training.step import Program
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
 
 
@@ -49,7 +49,7 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
 
 def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
     """Bytes that a device gets from each collective of the compiled train step, by kind; a loop's count once."""
-    program = make_program(config, make_mesh(shape))
+    program = Program(config, make_mesh(shape))
     shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     found = {"all-gather": [], "all-reduce": [], "reduce-scatter": [], "all-reduce in a loop": []}
     for line in program.train_step.lower(*shapes).compile().as_text().splitlines():
@@ -86,7 +86,7 @@ def test_the_state_is_shared_and_stays_in_place():
     config = sharded_config(model__width=64, model__mlp=256)
     sizes = {}
     for shape in [(8, 1, 1), (2, 4, 1), (2, 2, 2)]:
-        program = make_program(config, make_mesh(shape))
+        program = Program(config, make_mesh(shape))
         shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 16), "int32")
         memory = program.train_step.lower(*shapes).compile().memory_analysis()
         sizes[shape] = memory.argument_size_in_bytes

@@ -8,15 +8,17 @@ from flax import nnx
 
 from diffeqformer import reference
 from diffeqformer.depth.generated import time_features
-from diffeqformer.depth.plain import StackedWeights, stage_times, step_sizes
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers import SOLVERS, walk
-from diffeqformer.training.step import make_program, random_times
+from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.training.step import Program, training_grid
 from diffeqformer.transformer import split_model, weights_at
 from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
 
 
-class ReferenceField:
+class ReferenceField(VectorField):
     """The vector field of `reference`, in the type of its weights."""
 
     def __init__(self, heads: int):
@@ -34,7 +36,7 @@ class ReferenceField:
 
 def float64_weights(depth, times, nodes) -> StackedWeights:
     """Of a hypernetwork with 8 frequencies of up to 10 radians, smooth in time."""
-    features = np.stack([reference.time_features(t, 8, 10.0) for t in stage_times(times, nodes)])
+    features = np.stack([reference.time_features(t, 8, 10.0) for t in Grid.of(times, nodes).times])
     layers = jax.vmap(lambda e: reference.generated_block(depth, e))(jnp.asarray(features))
     return StackedWeights(layers, jnp.asarray(np.diff(times, prepend=0.0)))
 
@@ -93,10 +95,10 @@ def test_models_walk_as_in_float64():
 
 def test_jittered_times_lie_within_their_steps_and_change_with_every_training_step():
     model = lively_model("diffeqformer", solver="heun")
-    latest = np.repeat(model.times(), 2) - np.tile([1 / 6, 0.0], 6)
-    pairs = [random_times(model, "jittered", 0, jnp.int32(step)) for step in range(200)]
-    assert all(np.allclose(ends, model.times()) for ends, _ in pairs)
-    drawn = np.stack([stages for _, stages in pairs])
+    latest = np.repeat(model.grid().ends, 2) - np.tile([1 / 6, 0.0], 6)
+    grids = [training_grid(model, "jittered", 0, jnp.int32(step)) for step in range(200)]
+    assert all(np.allclose(grid.ends, model.grid().ends) for grid in grids)
+    drawn = np.stack([grid.times for grid in grids])
     assert np.all(drawn <= latest + 1e-6) and np.all(drawn >= np.maximum(latest - 1 / 6, 0) - 1e-6)
     moved = (latest - drawn)[:, 1:]  # the first can't be moved
     np.testing.assert_allclose(moved.mean(0), 0.5 / 6, rtol=0.2)
@@ -108,11 +110,11 @@ def test_jittered_times_lie_within_their_steps_and_change_with_every_training_st
 def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
     model, shifts = lively_model("diffeqformer", solver="heun"), []
     for step in range(100):
-        ends, stages = random_times(model, "shifted", 0, jnp.int32(step))
-        sizes = np.diff(ends, prepend=0.0)
+        grid = training_grid(model, "shifted", 0, jnp.int32(step))
+        ends, sizes = np.asarray(grid.ends), np.asarray(grid.step_sizes)
         assert len(ends) == 7 and ends[-1] == 1 and np.all(sizes >= 0)
         np.testing.assert_allclose(sizes[1:6], 1 / 6, atol=1e-6)
-        np.testing.assert_allclose(stages, np.stack([ends - sizes, ends], 1).ravel(), atol=1e-6)
+        np.testing.assert_allclose(grid.times, np.stack([ends - sizes, ends], 1).ravel(), atol=1e-6)
         shifts.append(6 * sizes[-1])
     assert 0.4 < np.mean(shifts) < 0.6 and np.min(shifts) < 0.1 and np.max(shifts) > 0.9
 
@@ -120,13 +122,26 @@ def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
 @pytest.mark.parametrize("how", ["jittered", "shifted"])
 def test_a_training_step_takes_the_weights_of_its_times(how):
     config = toy_config(model__training_times=how, model__num_steps=2, optimizer__warmup_fraction=0.0)
-    program, losses = make_program(config, ONE_DEVICE), []
+    program, losses = Program(config, ONE_DEVICE), []
     for step in range(3):
         state = program.init() | {"step": jnp.int32(step)}
         model = nnx.merge(program.graph, state["params"])
-        ends, stages = random_times(model, how, config.seed, jnp.int32(step))
-        weights = model.stack(model.depth(np.asarray(stages)), step_sizes(np.asarray(ends)))
+        grid = training_grid(model, how, config.seed, jnp.int32(step))
+        weights = model.weights(Grid(np.asarray(grid.ends), np.asarray(grid.times)))
         expected = reference.loss(model(jnp.asarray(tokens_of(0, config)), weights), tokens_of(0, config))
         losses.append(float(program.train_step(state, tokens_of(0, config))[1]["loss"]))
         assert losses[-1] == pytest.approx(float(expected), rel=1e-5)
     assert len(set(losses)) == 3
+
+
+def test_a_solver_counts_its_evaluations_itself():
+    """A forgotten number would silently write wrong text with a key-value cache."""
+
+    def three_slopes(field, layers, x, dt, context):
+        start, middle = layers
+        k = field(start, x, context)
+        return x + dt * field(middle, x + dt * field.attention(middle, x + dt * k, context), context)
+
+    counts = {"euler": 1, "lie_trotter": 1, "midpoint": 2, "heun": 2, "rk4": 4, "strang": 4}
+    assert {name: solver.evaluations for name, solver in SOLVERS.items()} == counts
+    assert Solver(three_slopes, nodes=(0.0, 0.5), order=1).evaluations == 3

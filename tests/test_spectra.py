@@ -37,7 +37,10 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
     found = spectra(model, model.times())
     layers = {name: layer for name, layer in model.depth(model.times()).items()}
     heads, width = model.field.heads, model.field.width
-    last = lambda name: np.asarray(layers[name]["kernel"] if kind == "shared" else layers[name]["kernel"][-1])  # noqa: E731
+
+    def last(name):
+        return np.asarray(layers[name]["kernel"] if kind == "shared" else layers[name]["kernel"][-1])
+
     size = width // heads
     for head in (0, heads - 1):
         here = slice(head * size, (head + 1) * size)

@@ -1,5 +1,6 @@
 """Training: the step, its curves, and what a run saves."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training import loop, optimizer
+from diffeqformer.training import loop, optimizer, run
 from diffeqformer.training.step import dropout_keys, make_program
 from diffeqformer.transformer import new_model
 from flags import FAST_COMPILATION
@@ -33,7 +34,7 @@ from runs import curves
 @pytest.fixture
 def one_device_loop(monkeypatch):
     """Let `loop.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
-    monkeypatch.setattr(loop, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)
@@ -143,7 +144,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
 def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp_path):
     config = toy_config(checkpoints_kept=9)
     program, state, _ = run_steps(config, make_mesh(), 2)
-    about, saved = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}, {}
+    about, saved = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash"), {}
     with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
         for step in range(2, 5):
             saved[step] = jax.tree.map(lambda leaf: np.array(leaf), state)
@@ -160,14 +161,14 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
         )
         for step, expected in saved.items():
             jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_state(manager, step, shapes), expected)
-            assert checkpoint.read_about(manager, step)["tokenizer"] == "bytes"
+            assert checkpoint.read_about(manager, step) == about
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
 
 
 def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tmp_path, monkeypatch):
     config = toy_config()
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     items = {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}
 
     def fails(*_):
@@ -204,12 +205,12 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 def test_a_materialized_model_is_not_trained_further(tmp_path):
     config = toy_config("gpt")
     program = make_program(config, ONE_DEVICE)
-    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", "materialized_from": {}}
+    about = checkpoint.About(config.to_dict(), "bytes", materialized_from={})
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
         manager.wait_until_finished()
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer to go on with"):
-            loop.read_saved(config, tmp_path, about)
+            run.read_saved(config, tmp_path, about)
 
 
 def test_the_sample_comes_from_parameters_on_all_devices():
@@ -240,7 +241,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
 
         return program._replace(train_step=train_step)
 
-    monkeypatch.setattr(loop, "make_program", poisoned)
+    monkeypatch.setattr(run, "make_program", poisoned)
     with pytest.raises(
         UserError,
         match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
@@ -252,9 +253,9 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about
     with pytest.raises(UserError, match="another tokenizer"):
-        loop.read_saved(config, tmp_path, {**about, "tokenizer": "other"})
+        run.read_saved(config, tmp_path, dataclasses.replace(about, tokenizer="other"))
     with pytest.raises(UserError, match="another data_sha256"):
-        loop.check_unchanged("data_sha256", {"data_sha256": "other"}, about, tmp_path)
+        run.check_unchanged("data_sha256", dataclasses.replace(about, data_sha256="other"), about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
         loop.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
@@ -322,12 +323,7 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
     else:
         tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
-    about = {
-        "config": config.to_dict(),
-        "tokenizer": tokenizer.name,
-        "tokenizer_data": tokenizer.save(),
-        "data_sha256": "",
-    }
+    about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}, about)
     opened = checkpoint.load(tmp_path).tokenizer

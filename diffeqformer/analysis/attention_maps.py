@@ -1,11 +1,5 @@
-"""What the attention of every head and step looks at: induction scores, rollout, and gradients beside them.
+"""What the attention of every head and step looks at, its rollout over the steps, and gradients beside it.
 
-@article{olsson2022context,
-  title={In-context Learning and Induction Heads},
-  author={Olsson, Catherine and Elhage, Nelson and Nanda, Neel and Joseph, Nicholas and DasSarma, Nova and Henighan, Tom
-          and others},
-  journal={Transformer Circuits Thread},
-  year={2022}}
 @inproceedings{abnar2020quantifying,
   title={Quantifying Attention Flow in Transformers},
   author={Abnar, Samira and Zuidema, Willem},
@@ -14,7 +8,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -69,33 +63,6 @@ def maps(
     """
     graph, params = split_model(model)
     return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
-
-
-def _to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
-    half = probabilities.shape[-1] // 2
-    to_successor = jnp.diagonal(probabilities, offset=1 - half, axis1=-2, axis2=-1)  # of token i to i + 1 - half
-    return to_successor[..., 1:].mean((0, 2))  # i = half ... S - 1
-
-
-def induction_scores(
-    model: Transformer,
-    ids: Sequence[int],
-    length: int,
-    examples: int = 8,
-    num_steps: int | None = None,
-    seed: int = 0,
-) -> Float[np.ndarray, "T H"]:
-    """How strongly each head attends, in a text of random tokens said twice, to the token that came next the first time.
-
-    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
-
-    Args:
-        ids: of tokens, from which the text is drawn.
-        length: different tokens that are said twice; at most half the model's positions, and as many as there are ids.
-    """
-    random = np.random.RandomState(seed)
-    once = np.stack([random.choice(ids, length, replace=False) for _ in range(examples)])
-    return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, _to_successor))
 
 
 def _mean_of_heads(probabilities: Float[Array, "1 H S S"]) -> Float[Array, "S S"]:

@@ -11,11 +11,19 @@ controls, V, and the scores, which grow with s^2, can be multiplied by what make
 
 from collections.abc import Collection
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from diffeqformer.analysis.common import check_text, in_float32, time_label
+from diffeqformer.analysis.report import Section, paragraph
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import figures
+from diffeqformer.transformer import weights_at
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HORIZON = 10.0  # of the simulation's time
+DRAWS, SHOWN_EVERY = 20, 4  # of the report's simulations: draws, and steps between those that are measured
 
 
 def simulate(
@@ -74,3 +82,100 @@ def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "st
     """The states at length 1: a block's norms see little else, and one token far from all others doesn't hide what these do."""
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     return states / np.where(lengths > 0, lengths, 1)
+
+
+def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which they come closest together, and the
+    clustering measure [T, q] in the mean of all draws.
+    """
+    names = ["constant", *(f"degree {degree}" for degree in range(1, 5))]
+    paths, means = {}, {}
+    for degree, name in enumerate(names):
+        draws = simulate(degree, equal_total=equal_total, draws=DRAWS)
+        quantiles = np.stack([relative_distances(path)[0] for path in draws[:, ::SHOWN_EVERY]])
+        paths[name], means[name] = draws[quantiles[:, -1, 1].argmin()], quantiles.mean(0)
+    return paths, means
+
+
+def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, title: str, label: str, marker: str = "") -> None:
+    """Quantiles [T, q] of relative distances over time."""
+    for index, share in enumerate(QUANTILES):
+        style = {"color": figures.COLOURS[index], "label": f"{share:.0%} are closer", "marker": marker, "markersize": 3}
+        axis.plot(times, quantiles[:, index], **style)
+    axis.set(title=title, ylim=(0, None))
+    figures.time_axis(axis, label)
+    axis.grid(alpha=0.3)
+
+
+def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
+    """The clustering measures [T + 1, q] along a model's own trajectory, and how far apart its tokens are."""
+    figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
+    for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
+        quantile_bands(axis, times, quantiles, f"pairwise distance of {name} / its rms", axis_label, "o")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
+    axes[-1].plot(times, sizes, "o-", markersize=3)
+    axes[-1].set(title="rms of the pairwise distances of states")
+    figures.time_axis(axes[-1], axis_label)
+    axes[-1].grid(alpha=0.3)
+    return figure
+
+
+def draw_simulations(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray, title: str):
+    """Of each simulation [T, N, 3], the paths of its particles in 3-D as shares of their spread, and the clustering measure below."""
+    figure, axes = figures.new_figure(2, len(states), (3.1 * len(states), 6.6), sharey="row")
+    for column, (name, path) in enumerate(states.items()):
+        axes[0, column].remove()
+        axis = figure.add_subplot(2, len(states), column + 1, projection="3d")
+        path = path - path.mean(1, keepdims=True)
+        path = path / np.sqrt((path**2).sum(-1).mean(-1))[:, None, None]
+        for particle in range(path.shape[1]):
+            axis.plot(
+                *path[:, particle].T, color=figures.COLOURS[particle % len(figures.COLOURS)], linewidth=0.5, alpha=0.5
+            )
+        axis.scatter(*path[-1].T, color="black", s=8, depthshade=False)
+        axis.set_title(name)
+        axis.set(xticklabels=[], yticklabels=[], zticklabels=[])
+        quantile_bands(axes[1, column], times, quantiles[name], "", "t")
+    axes[1, 0].set_ylabel("pairwise distance / its rms")
+    figure.suptitle(title)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
+    return figure
+
+
+@in_float32
+def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None) -> Section:
+    """Whether a text's tokens cluster along the model's trajectory, and particles in the paper's simulation."""
+    model, tokens = opened.model, jnp.asarray(ids)
+    check_text(model, ids)
+    states = np.asarray(model.trajectory(tokens[None], weights_at(model, num_steps)))[:, 0]
+    found, sizes = relative_distances(states)
+    measures = {"states": found, "directions": relative_distances(directions(states))[0]}
+    times = np.concatenate([[0.0], model.times(num_steps)])
+    shown = [
+        paragraph(
+            "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the last "
+            "state; of the states, and of their directions x / |x|, which one token far from all others doesn't "
+            "disturb. Clusters would bring the lower quantiles to 0."
+        ),
+        figures.as_html(draw_distances(measures, sizes, times, time_label(model)), "clustering of tokens"),
+        paragraph(
+            "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 steps, weights constant or "
+            "growing as a power of t, whose degree is named; coefficients, horizon and start are our choice. In the upper row, for each "
+            f"degree, the draw of {DRAWS} that clusters most, centred and divided by its spread at every time; below, the mean of all."
+        ),
+    ]
+    numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}
+    numbers |= {name: quantiles.tolist() for name, quantiles in measures.items()}
+    arrays = {**measures, "rms_distance": sizes, "times": times}
+    for kind, equal_total, title in (
+        ("equal_end", (), "weights that end at the same size"),
+        ("equal_total_of_v", ("V",), "the same integral of V over time, Q and K that end at the same size"),
+        ("equal_total", ("V", "scores"), "the same integrals of V and of the scores over time"),
+    ):
+        paths, means = simulations(equal_total)
+        of = np.linspace(0, HORIZON, len(means["constant"]))
+        shown.append(figures.as_html(draw_simulations(paths, means, of, title), "simulated particles"))
+        numbers[f"simulated_{kind}"] = {name: one[-1].tolist() for name, one in means.items()}
+        arrays |= {f"simulated_{kind}/{name}": one for name, one in means.items()}
+        arrays |= {f"simulated_{kind}/{name}/paths": path for name, path in paths.items()}
+    return Section("clustering", "Clustering", "".join(shown), numbers, arrays)

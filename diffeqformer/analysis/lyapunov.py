@@ -51,7 +51,10 @@ class LastToken:
 
         self.field.attention(weights, self.x, context._replace(attend=keep))
         [(key, value)] = kept
-        attend = lambda query, *_: jax.nn.dot_product_attention(query, key, value)  # noqa: E731
+
+        def attend(query, *_):
+            return jax.nn.dot_product_attention(query, key, value)
+
         return self.field.attention(weights, row, context._replace(attend=attend, position=self.x.shape[1] - 1))
 
     def feed_forward(self, weights: dict, row: Float[Array, "B 1 D"], context: Context) -> Float[Array, "B 1 D"]:
@@ -134,9 +137,7 @@ def exponents(
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     tangents = jnp.tile(jnp.eye(states.shape[-1]), (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
-    with threadpool_limits(
-        1, "blas"
-    ):  # which the QR is of; beside other work its threads wait for one another, tens of times as long
+    with threadpool_limits(1, "blas"):  # for the QR: beside other work its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
             tangents, logs = _advance(solver, model.field, layers, dt, states[step], tangents)
@@ -172,72 +173,3 @@ def total_derivative(
         parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + at_once])))
         progress(min(start + at_once, len(rows)), len(rows))
     return np.concatenate(parts).swapaxes(0, 1)
-
-
-@functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
-def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
-    """Logarithms of the largest singular values of the derivative of x(1) by x(0), by subspace iteration, and their last change."""
-    _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
-    pull = jax.linear_transpose(push, x)
-
-    def apply(linear, vectors):
-        return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=CHUNK // 4).reshape(-1, x.size).T
-
-    def there_and_back(carry):
-        directions, before, _, done = carry
-        images, triangle = jnp.linalg.qr(apply(push, directions))
-        found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
-        change = jnp.where(found == before, 0, jnp.abs(found - before)).max()
-        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found, change, done + 1
-
-    going_on = lambda carry: (carry[3] < passes) & ~(carry[2] <= tolerance)  # noqa: E731
-    start = (directions, jnp.full(count, jnp.inf), jnp.asarray(jnp.inf), 0)
-    return jax.lax.while_loop(going_on, there_and_back, start)[1:3]
-
-
-def flow_exponents(
-    model: Transformer,
-    tokens: Int[Array, "S"],
-    count: int,
-    num_steps: int | None = None,
-    tolerance: float = 1e-3,
-    passes: int = 100,
-    seed: int = 0,
-) -> tuple[Float[np.ndarray, "k"], float]:
-    """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
-
-    They are the logarithms of the largest singular values of the derivative of x(1) by x(0), found by subspace iteration:
-    tangent vectors are carried forward, their images pulled back, and made orthogonal each time. They come from below.
-
-    Args:
-        tolerance: iterate until a pass, forward and back, changes none of them by more.
-        passes: at most so many.
-
-    Returns:
-        the exponents, and by how much the last pass changed them.
-    """
-    weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
-    count = min(count, x.size)
-    more = min(2 * count + 8, x.size)  # the last of a subspace are the least exact
-    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
-    limits = jnp.float32(tolerance), passes
-    with threadpool_limits(1, "blas"):
-        found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, *limits)
-        return np.asarray(found, np.float64), float(change)
-
-
-def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
-    """The Kaplan-Yorke dimension of the largest exponents of a flow; None where they are too few to define it, or not numbers.
-
-    @inproceedings{kaplan1979chaotic,
-      title={Chaotic behavior of multidimensional difference equations},
-      author={Kaplan, James L and Yorke, James A},
-      booktitle={Functional Differential Equations and Approximation of Fixed Points},
-      year={1979}}
-    """
-    exponents = np.sort(np.asarray(exponents, np.float64))[::-1]
-    sums = np.cumsum(exponents)
-    if np.isnan(sums).any() or (sums >= 0).all():
-        return None
-    whole = int(np.argmax(sums < 0))  # the first sum below zero has one exponent too many
-    return whole + (sums[whole - 1] / -exponents[whole] if whole else 0.0)

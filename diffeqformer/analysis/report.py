@@ -43,9 +43,12 @@ def paragraph(text: str) -> str:
 
 def table(header: list[str], rows: list[list]) -> str:
     """A table; numbers with four digits."""
-    show = lambda cell: f"{cell:.4g}" if isinstance(cell, float) else html.escape(str(cell))  # noqa: E731
-    line = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{show(cell)}</{tag}>" for cell in cells) + "</tr>"  # noqa: E731
-    return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+    return f"<table>{_line(header, 'th')}{''.join(_line(row, 'td') for row in rows)}</table>"
+
+
+def _line(cells: list, tag: str) -> str:
+    shown = (f"{cell:.4g}" if isinstance(cell, float) else html.escape(str(cell)) for cell in cells)
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in shown) + "</tr>"
 
 
 def shares(values: np.ndarray) -> np.ndarray:

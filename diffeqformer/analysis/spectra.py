@@ -10,7 +10,8 @@ head come from K x K matrices. Eigenvalues stay complex.
 """
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,8 +21,14 @@ from flax import nnx
 from jaxtyping import Array, Complex, Float
 from threadpoolctl import threadpool_limits
 
+from diffeqformer.analysis.common import in_float32, time_label
+from diffeqformer.analysis.report import Section, paragraph, table
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import figures
 from diffeqformer.depth.generated import time_features
 from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.plain import stage_times
+from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, split_model
 
 CHUNK = 12  # times whose weights exist at once
@@ -153,3 +160,102 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
         for name in PRODUCTS
         if name in parts[0]
     }
+
+
+def draw(name: str, found: Spectrum, times: np.ndarray, axis_label: str, heads: list[int]):
+    """One product's spectrum over time: real parts, moduli and the complex plane; and three numbers of each head."""
+    figure, axes = figures.new_figure(2, 3, (13, 7))
+    (real, modulus, plane), (positive, radius, rank) = axes
+    values, only = found.eigenvalues, found.eigenvalues.shape[1] == 1
+    for place, head in enumerate(heads):
+        shown = values[:, head].real
+        label = None if only else f"head {head}"
+        real.plot(times, shown, ".", markersize=2.5, color=figures.COLOURS[place % len(figures.COLOURS)])
+        real.plot([], [], "o", color=figures.COLOURS[place % len(figures.COLOURS)], label=label)
+    if not only:
+        real.legend(fontsize=8)
+    real.axhline(0, color="grey", linewidth=0.8)
+    real.set(title=f"{name}: real parts of eigenvalues", ylabel="real part")
+    sizes = np.abs(values).reshape(len(values), -1)
+    for share, label in ((1.0, "largest"), (0.9, "90 % are below"), (0.5, "median")):
+        modulus.plot(times, np.quantile(sizes, share, axis=1), "o-", markersize=3, label=label)
+    figures.log_if_wide(modulus)
+    modulus.legend(fontsize=8)
+    modulus.set(title=f"{name}: moduli" + ("" if only else " of all heads"), ylabel="modulus")
+    chosen = values[:, heads]
+    at = np.broadcast_to(times[:, None, None], chosen.shape)
+    points = plane.scatter(chosen.real, chosen.imag, c=at, s=4, cmap="viridis")
+    figure.colorbar(points, ax=plane, label=axis_label)
+    plane.axvline(0, color="grey", linewidth=0.8)
+    plane.set(title="the same in the complex plane", xlabel="real part", ylabel="imaginary part")
+    figures.over_time(
+        figure, positive, found.positive_share(), times, "share with a positive real part", **figures.SHARES
+    )
+    figures.over_time(figure, radius, found.radius(), times, "spectral radius", **figures.colours_of(found.radius()))
+    figures.over_time(figure, rank, found.effective_rank(), times, f"effective rank (of {values.shape[-1]})")
+    edges = figures.column_edges(times)
+    for axis in (real, modulus, positive, radius, rank):
+        axis.set_xlim(edges[0], edges[-1])
+        figures.time_axis(axis, axis_label)
+    for axis in (real, modulus, plane):
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def check_heads(model: Transformer, heads: Sequence[int], name: str = "heads") -> None:
+    """Raise a UserError if the model doesn't have one of these heads."""
+    for head in heads:
+        if not 0 <= head < model.field.heads:
+            raise UserError(
+                f"{name}: this model has the heads 0 to {model.field.heads - 1}, but one asked for is {head}"
+            )
+
+
+@in_float32
+def section(
+    opened: Checkpoint,
+    *,
+    num_steps: int | None = None,
+    times: int | None = None,
+    heads: Sequence[int] = (),
+    feed_forward: bool = True,
+) -> Section:
+    """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
+
+    Args:
+        num_steps: of depth; by default as trained.
+        times: how many, evenly over the depth; by default those at which the steps take weights.
+        heads: heads whose eigenvalues are drawn; by default the four with the largest.
+        feed_forward: its products as well, which take longest.
+
+    Raises:
+        UserError: if there is no such head, or there are no weights at these times.
+    """
+    model = opened.model
+    check_heads(model, heads)
+    at = np.unique(stage_times(model.times(num_steps), model.solver.nodes)) if times is None else model.times(times)
+    start = time.monotonic()
+    found = spectra(model, at, feed_forward)
+    seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
+    shown = [
+        paragraph(
+            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides who attends to whom: "
+            "along the direction of a positive real part, to those that are alike. OV is what is received: positive real parts copy "
+            "and attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
+            "So are biases and norms; rotary positions are those of a token and itself. A product of a D x n and an n x D matrix has "
+            "D - n eigenvalues that are 0 whatever the weights: they are left out. Effective rank: the exponential of the entropy of the singular values."
+        )
+    ]
+    numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []
+    for name, one in found.items():
+        largest = np.argsort(-one.radius().max(0))[:4].tolist()
+        chosen = [0] if one.eigenvalues.shape[1] == 1 else list(heads) or sorted(largest)
+        shown.append(figures.as_html(draw(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
+        of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
+        numbers[name] = {name: values.tolist() for name, values in of_heads.items()}
+        arrays |= {f"{name}/eigenvalues": one.eigenvalues, f"{name}/singular_values": one.singular_values}
+        means = [float(of_heads[name].mean()) for name in ("positive_share", "effective_rank")]
+        rows.append([name, float(one.radius().max()), *means])
+    shown.insert(1, table(["product", "largest radius", "mean positive share", "mean effective rank"], rows))
+    print(f"eigenvalues and singular values in {seconds:.1f} s, times: {len(at)}", flush=True)
+    return Section("spectra", "Spectra over time", "".join(shown), numbers, arrays)

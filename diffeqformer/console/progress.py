@@ -112,12 +112,12 @@ class Progress:
                 self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step)
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
-        self.last_step = first_step
+        self.last_step = self.timed_from = first_step
 
     def first(self, step: int, loss: float, seconds: float) -> None:
         """The first step of this process, `seconds` after it began; most of that is compilation, so rates count from here."""
         self.start = self.last_time = time.monotonic()
-        self.first_step = self.last_step = step
+        self.timed_from = self.last_step = step
         print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)
 
     def pause(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class Progress:
         if step > self.last_step:
             now = time.monotonic()
             rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
-            left = (self.steps - step) * (now - self.start) / (step - self.first_step)
+            left = (self.steps - step) * (now - self.start) / (step - self.timed_from)
             self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
             pace = f"{rate:,.0f} tokens/s  {duration(left)} left"

@@ -28,6 +28,25 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     return folder
 
 
+def header(workdir: os.PathLike | str, opened) -> dict:
+    """What every file of results says first: of which checkpoint they are, and how it was trained.
+
+    Args:
+        workdir: folder of the run.
+        opened: the `diffeqformer.checkpoint.Checkpoint`.
+    """
+    config = opened.config
+    return {
+        "workdir": str(workdir),
+        "config": config.name,
+        "kind": config.model.kind,
+        "field": config.model.field,
+        "checkpoint_step": opened.step,
+        "trained_solver": config.model.solver,
+        "trained_num_steps": config.model.num_steps,
+    }
+
+
 def _new_folder(parent: pathlib.Path) -> pathlib.Path:
     """A folder named by date and time; a second one in the same second gets a number."""
     parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from etils import epath
 
 from diffeqformer.errors import UserError
 
+ATTEMPTS = 1000  # to make a folder that other processes may rename or remove at the same time
+
 
 def hold(lock: IO, waiting: str) -> None:
     """Wait until this process alone holds the lock, and say so.
@@ -49,16 +51,14 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
     Raises:
         UserError: if it can't be made.
     """
-    while True:
+    obstacle = partial
+    for _ in range(ATTEMPTS):
         try:
             partial.mkdir(parents=True, exist_ok=True)
             lock = open(partial / "lock", "w")
-        except FileNotFoundError:  # it has just got its final name
+        except (FileNotFoundError, FileExistsError) as error:  # another process has just renamed or removed it
+            obstacle = pathlib.Path(error.filename)
             continue
-        except FileExistsError as error:
-            if not partial.exists() or partial.is_dir():  # it has just been removed
-                continue
-            raise UserError(f"config.data.dir: {partial}: {error.strerror}; choose another folder") from None
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
         with lock:
@@ -80,3 +80,5 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
                             (partial / "lock").unlink()
                             partial.rmdir()
                 return
+    reason = "is a link to nothing" if obstacle.is_symlink() and not obstacle.exists() else "can't be made a folder"
+    raise UserError(f"config.data.dir: {obstacle} {reason}; choose another folder")

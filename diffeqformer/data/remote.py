@@ -13,7 +13,7 @@ from collections.abc import Callable
 import fsspec
 
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.store import read_about, sha256
+from diffeqformer.data.store import read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
 AT_ONCE = 8  # files copied at the same time
@@ -65,7 +65,7 @@ def upload(folder: pathlib.Path, remote: str) -> None:
             if system.exists(f"{there}/store.json"):
                 system.rm(f"{there}/store.json")  # its shards are about to change
             system.pipe_file(f"{there}/uploading.json", ours.encode())
-        each_shard(put, about, f"Copying {folder} to {remote}")
+        each_shard(put, shards_of(about, folder / "store.json"), f"Copying {folder} to {remote}")
         system.pipe_file(f"{there}/store.json", ours.encode())
         system.rm(f"{there}/uploading.json")
     except Exception as error:  # each file system has exceptions of its own
@@ -106,7 +106,8 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             return path.stat().st_size
 
         try:
-            each_shard(get, json.loads(about), f"Copying {remote}/{folder.name} to {folder}")
+            shards = shards_of(json.loads(about), f"{remote}/{folder.name}/store.json")
+            each_shard(get, shards, f"Copying {remote}/{folder.name} to {folder}")
             (partial / "store.json").write_text(about)
             read_about(partial)
             partial.rename(folder)
@@ -117,9 +118,8 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         (folder / "lock").unlink()
 
 
-def each_shard(copy: Callable[[dict], int], about: dict, what: str) -> None:
-    """Copy every shard, several at once, with a progress line; `copy` gives the bytes of each."""
-    shards = [shard for split in about["splits"].values() for shard in split["shards"]]
+def each_shard(copy: Callable[[dict], int], shards: list[dict], what: str) -> None:
+    """Copy every shard, several at once, with a progress line; `copy` returns the bytes of each."""
     start, shown, size = time.monotonic(), 0.0, 0
     print(what, flush=True)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:

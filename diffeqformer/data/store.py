@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -105,6 +106,23 @@ def token_type(vocab_size: int) -> np.dtype:
 REMEDY = "delete the folder and start again to prepare it anew"
 
 
+def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
+    """The shards of a store's splits, as its `store.json` lists them.
+
+    Args:
+        place: of that file, for the message.
+
+    Raises:
+        UserError: if a shard's `file` isn't a plain file name: that of a foreign store could be any file of this machine.
+        KeyError, TypeError: if there is no such list.
+    """
+    shards = [shard for split in about["splits"].values() for shard in split["shards"]]
+    for shard in shards:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
+            raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
+    return shards
+
+
 def read_about(folder: pathlib.Path) -> dict:
     """What a store says of itself, after checking that it is one and that its files have their sizes.
 
@@ -119,7 +137,8 @@ def read_about(folder: pathlib.Path) -> dict:
                 f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}"
             )
         width = np.dtype(about["dtype"]).itemsize
-        shards = [(shard["file"], shard["tokens"]) for split in SPLITS for shard in about["splits"][split]["shards"]]
+        shards = [(shard["file"], shard["tokens"]) for shard in shards_of(about, path)]
+        [about["splits"][split] for split in SPLITS]
         about["task"], about["tokenizer"], about["origin"], about["files"]
     except FileNotFoundError:
         raise UserError(f"{folder}: there is no whole token store here; {REMEDY}") from None
@@ -154,12 +173,10 @@ def verify(folder: pathlib.Path, about: dict) -> None:
     Raises:
         UserError: for the first file that differs.
     """
+    for shard in shards_of(about, folder / "store.json"):
+        if sha256(folder / shard["file"]) != shard["sha256"]:
+            raise UserError(f"{folder / shard['file']}: its content isn't what was written, by its SHA-256; {REMEDY}")
     for split in about["splits"].values():
-        for shard in split["shards"]:
-            if sha256(folder / shard["file"]) != shard["sha256"]:
-                raise UserError(
-                    f"{folder / shard['file']}: its content isn't what was written, by its SHA-256; {REMEDY}"
-                )
         whole = sha256(*(folder / shard["file"] for shard in split["shards"]))
         if whole != split.setdefault("sha256", whole):
             raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")

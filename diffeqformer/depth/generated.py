@@ -34,8 +34,8 @@ def time_features(
 ) -> Float[np.ndarray | Array, "T features"]:
     """e(t) for every time: [T, 2 K + 1] fp32 with K = `sinusoidal_dim`.
 
-    Evaluated on the host in float64, because the angle reaches `time_frequency` radians: in bf16
-    it would be off by whole radians, in fp32 by 6e-5, as it is for random times, which the device draws.
+    Times on the host are evaluated there in float64, because the angle reaches `time_frequency` radians. In bf16 it
+    would be off by whole radians, in fp32 by 6e-5. Random times are drawn on the device and stay in fp32.
     """
     traced = isinstance(times, Array)
     of, times = (jnp, times[:, None]) if traced else (np, np.asarray(times, np.float64)[:, None])
@@ -153,51 +153,27 @@ class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
     Args:
+        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c), and
+            `generator_start`, a key of `GENERATOR_STARTS`.
         layers: of the vector field.
-        time_embed_dim, sinusoidal_dim, time_frequency: E, K and c.
-        start: a key of `GENERATOR_STARTS`.
         rngs: source of the initial parameters.
     """
 
     generated = True
     shared_mlp: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        layers: dict[str, Linear | Norm],
-        *,
-        time_embed_dim: int,
-        sinusoidal_dim: int,
-        time_frequency: float,
-        start: str,
-        rngs: nnx.Rngs,
-    ):
-        self.sinusoidal_dim, self.time_frequency = sinusoidal_dim, time_frequency
-        start = GENERATOR_STARTS[start]
-
-        def new_mlp():
-            return TimeMLP(2 * sinusoidal_dim + 1, time_embed_dim, start.mlp, rngs)
-
+    def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
+        self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
+        width, start = config.time_embed_dim, GENERATOR_STARTS[config.generator_start]
+        number = 2 * config.sinusoidal_dim + 1
         if self.shared_mlp:
-            self.mlp = new_mlp()
+            self.mlp = TimeMLP(number, width, start.mlp, rngs)
         kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
-            mlp = None if self.shared_mlp else new_mlp()
-            self.layers[name] = kinds[type(layer)](layer, time_embed_dim, start, rngs)
+            mlp = None if self.shared_mlp else TimeMLP(number, width, start.mlp, rngs)
+            self.layers[name] = kinds[type(layer)](layer, width, start, rngs)
             if mlp is not None:
                 self.layers[name].mlp = mlp
-
-    @classmethod
-    def from_config(cls, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs) -> "GeneratedWeights":
-        """See `DepthWeights`."""
-        return cls(
-            layers,
-            time_embed_dim=config.time_embed_dim,
-            sinusoidal_dim=config.sinusoidal_dim,
-            time_frequency=config.time_frequency,
-            start=config.generator_start,
-            rngs=rngs,
-        )
 
     def __call__(self, grid: Grid) -> dict:
         """The weights at `grid.times`, in fp32."""

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Key
 TRAINING_TIMES = ("fixed", "jittered", "shifted")
 """At which times the weights of a hypernetwork are trained (`model.training_times`).
 
-fixed: at those of the grid, as published.
-jittered: each time is moved back at random within its step. The steps stay as they are.
-shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and a last one is added.
+fixed: the times of the grid, as published.
+jittered: each time is moved back at random within its step. The steps don't change.
+shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and a last step is
+    added.
 """
 
 
@@ -63,5 +64,5 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
 
 
 def _library(times):
-    """The library to compute with, and the times: in float64 on the host, or as they are on the device."""
+    """The library to compute with, and the times: in float64 on the host, or unchanged on the device."""
     return (jnp, times) if isinstance(times, Array) else (np, np.asarray(times, np.float64))

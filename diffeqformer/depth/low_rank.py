@@ -74,7 +74,7 @@ def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
     """The layers without adapters that do the same: kernel + a b. Kernels come out in the type of the factors.
 
     Args:
-        layers: of one step, or stacked; without any adapter they stay as they are.
+        layers: of one step, or stacked. Layers without adapters don't change.
         gather: makes the layers whole, of which a device has parts; kernels are in the factors' type by then.
     """
     dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
@@ -84,22 +84,10 @@ def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
             for name, weights in layers.items()
         }
     layers = gather(layers)
-    return {name: _merged(weights, 1) if "a" in weights else weights for name, weights in layers.items()}
+    return {name: _merged(weights) if "a" in weights else weights for name, weights in layers.items()}
 
 
-def unmerge(layers: dict, adapters: dict) -> dict:
-    """The layers that `merge` made, with the adapters taken out again and beside them.
-
-    Args:
-        adapters: {layer: {a, b}}.
-    """
-    return {
-        name: {**_merged({**weights, **adapters[name]}, -1), **adapters[name]} if name in adapters else weights
-        for name, weights in layers.items()
-    }
-
-
-def _merged(weights: dict, sign: int) -> dict:
+def _merged(weights: dict) -> dict:
     product = jnp.matmul(weights["a"], weights["b"], preferred_element_type=jnp.float32)
-    kernel = (weights["kernel"] + sign * product).astype(weights["kernel"].dtype)
+    kernel = (weights["kernel"] + product).astype(weights["kernel"].dtype)
     return {**{name: value for name, value in weights.items() if name not in FACTORS}, "kernel": kernel}

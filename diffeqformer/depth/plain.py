@@ -10,7 +10,10 @@ from diffeqformer.fields.layers import Linear, Norm, parameter
 
 
 def plain_layer(rngs: nnx.Rngs, layer: Linear | Norm, stack: tuple[int, ...]) -> nnx.Dict:
-    """The parameters of one layer, with the axes of `stack` in front: kernels N(0, 0.02^2), biases and shifts 0, scales 1."""
+    """The parameters of one layer, with the axes of `stack` in front.
+
+    Kernels are drawn from N(0, 0.02^2). Biases and shifts are 0, scales 1.
+    """
     time = ("time",) * len(stack)
     if isinstance(layer, Norm):
         leaves = {"scale": parameter(rngs, (*stack, layer.width), (*time, "embed"), mean=1.0)}
@@ -40,33 +43,24 @@ class SharedWeights(PlainWeights):
 
     constant = True
 
-    @classmethod
-    def from_config(cls, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs) -> "SharedWeights":
-        """See `DepthWeights`."""
-        return cls(layers, (), rngs)
+    def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
+        super().__init__(layers, (), rngs)
 
 
 class PerLayerWeights(PlainWeights):
-    """Each step has weights of its own: a vanilla transformer, or any discretized model.
+    """Each step has weights of its own, and adapters if the config has a `lora_rank`.
 
-    num_layers: the number of steps.
-    adapter_scale: alpha / rank, by which the factors `a` of adapters are multiplied, if the layers have any.
+    Vanilla transformers and discretized models are of this kind.
     """
 
     fixed_depth = True
 
-    def __init__(self, layers: dict[str, Linear | Norm], num_layers: int, rngs: nnx.Rngs):
-        super().__init__(layers, (num_layers,), rngs)
-        self.num_layers, self.adapter_scale = num_layers, 1.0
-
-    @classmethod
-    def from_config(cls, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs) -> "PerLayerWeights":
-        """See `DepthWeights`; with adapters if the config has a `lora_rank`."""
-        weights = cls(layers, config.num_steps, rngs)
+    def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
+        super().__init__(layers, (config.num_steps,), rngs)
+        self.num_layers, self.adapter_scale = config.num_steps, 1.0
         if config.lora_rank:
-            add_adapters(weights.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
-            weights.adapter_scale = config.lora_alpha / config.lora_rank
-        return weights
+            add_adapters(self.layers, layers, config.lora_layers, config.lora_rank, config.lora_start, rngs)
+            self.adapter_scale = config.lora_alpha / config.lora_rank
 
     def __call__(self, grid: Grid) -> dict:
         """The weights of all layers, stacked.

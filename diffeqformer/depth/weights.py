@@ -15,9 +15,10 @@ from diffeqformer.fields.layers import Linear, Norm, as_it_is
 class DepthWeights(nnx.Module):
     """A kind of depth weights: a module that maps a `Grid` to the weights at the grid's times.
 
-    A kind has a constructor `from_config(config, layers, rngs)`, which takes the `model` part of a config and the layers of
-    the vector field. Called with a grid, it gives {layer: {kernel | bias | scale | shift: [T, ...]}} in the type of the
-    parameters, one set for each of `grid.times`. Adapters come beside their kernel as `a` and `b` (`depth.low_rank`).
+    Its constructor takes (config, layers, rngs): the `model` part of a config, the layers of the vector field and the
+    source of the initial parameters. Called with a grid, it gives {layer: {kernel | bias | scale | shift: [T, ...]}} in
+    the type of the parameters, one set for each of `grid.times`. Adapters come beside their kernel as `a` and `b`
+    (`diffeqformer.depth.low_rank`).
 
     generated: the weights are a function of time, so there are weights for any grid.
     constant: one set serves all times, and the axis T is left out.
@@ -47,7 +48,7 @@ class StackedWeights:
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 
     def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:
-        """The layers at each of a solver's `nodes` nodes in one step, neither merged nor gathered, and the step's size."""
+        """The layers at each of `nodes` nodes in one step, not yet merged or gathered, and the size of the step."""
 
         def at(node):
             return self.layers if self.constant else jax.tree.map(lambda leaf: leaf[node], self.layers)

@@ -1,4 +1,4 @@
-"""Causal attention: equation (1) of the paper for every head, by the fastest well-kept implementation of each platform."""
+"""Causal attention, equation (1) of the paper for every head, by the fastest implementation of each platform."""
 
 from collections.abc import Callable
 
@@ -47,9 +47,9 @@ def splash(
 
 
 def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
-    """The implementation for devices like this `jax.Device` (or one of a topology that isn't there), and a word on it for the log.
+    """The implementation for devices like this one, and a word for the log. The device may be of a described topology.
 
-    Both libraries have limits; beyond them attention is plain, and the word says why.
+    Both libraries have limits. Beyond them attention is plain, and the word says why.
     """
     if device.platform == "tpu":
         if sequence_length % 128 == 0:
@@ -62,7 +62,7 @@ def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[
         if generation >= 8 and dtype != "float32" and head_width <= widest and head_width % 8 == 0:
             return cudnn, "cuDNN"
         return plain, (
-            f"plain: cuDNN needs an NVIDIA GPU of compute capability 8 or more, bfloat16 and a head width of 8, 16, ... {widest}, "
-            f"and they are {capability or 'unknown'}, {dtype}, {head_width}"
+            "plain: cuDNN needs an NVIDIA GPU of compute capability 8 or more, bfloat16 and a head width of 8, 16, "
+            f"... {widest}, and they are {capability or 'unknown'}, {dtype}, {head_width}"
         )
     return plain, "plain"

@@ -69,11 +69,11 @@ class Block(VectorField):
 
     @abc.abstractmethod
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
-        """The query, key and value matrix [..., H, D, K] of each head, and its part [..., H, K, D] of the output matrix.
+        """Query, key and value matrices [..., H, D, K], and the parts [..., H, K, D] of the output matrix, by head.
 
         Biases and rotations are left out.
         """
 
     @abc.abstractmethod
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
-        """Pairs of matrices [..., D, F] and [..., F, D] by name. Their products carry a state through the feed-forward."""
+        """Pairs of matrices [..., D, F] and [..., F, D], by name, whose products carry a state through the branch."""

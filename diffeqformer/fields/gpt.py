@@ -67,20 +67,20 @@ class GPT(Block):
         )
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
-        """Each head's query, key and value matrix [..., H, D, K], and its part of the output matrix [..., H, K, D]; no biases."""
+        """See `Block`."""
         kernel, out = weights["qkv"]["kernel"], weights["attention_out"]["kernel"]
         kernel = kernel.reshape(*kernel.shape[:-1], self.heads, 3, -1).swapaxes(-4, -3)
         query, key, value = (kernel[..., i, :] for i in range(3))
         return query, key, value, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
 
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
-        """By name, the pairs of matrices [..., D, F] and [..., F, D] whose products carry a state through the feed-forward."""
+        """See `Block`."""
         return {"up·down": (weights["mlp_up"]["kernel"], weights["mlp_down"]["kernel"])}
 
     def final_norm(self) -> Norm:
-        """The norm between the last state and the head."""
+        """See `Block`."""
         return Norm(self.width)
 
     def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Apply the final norm."""
+        """See `Block`."""
         return layer_norm(weights, x, self.epsilon)

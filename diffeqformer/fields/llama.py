@@ -65,7 +65,7 @@ class Llama(Block):
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "Llama":
-        """A DiffEqFormer's norms depend on time: epsilon 1e-6 and a shift, as published. The usual Llama's: 1e-5, no shift."""
+        """A DiffEqFormer's norms have epsilon 1e-6 and a shift, as published; a vanilla Llama's 1e-5 and no shift."""
         sizes = config.width, config.heads, config.mlp, config.max_length
         if vanilla:
             return cls(*sizes, norm_of_norm=False, epsilon=1e-5, shift=False)
@@ -87,7 +87,11 @@ class Llama(Block):
         }
 
     def rotate(self, x: Float[Array, "B S H K"], position: int | Int[Array, ""]) -> Float[Array, "B S H K"]:
-        """Turn each pair (k, k + K / 2) of every head by its position's angle, in fp32; the first token is at `position`."""
+        """Turn each pair (k, k + K / 2) of every head by the angle of its position, in fp32.
+
+        Args:
+            position: of the first token.
+        """
         cos, sin = (
             rows_from(table, position, x.shape[1])[:, None, :] for table in rotary_table(self.positions, x.shape[-1])
         )
@@ -113,21 +117,21 @@ class Llama(Block):
         return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)
 
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
-        """Each head's query, key and value matrix [..., H, D, K], and its part of the output matrix [..., H, K, D]; unrotated."""
+        """See `Block`."""
         kernels = (weights[name]["kernel"] for name in ("query", "key", "value"))
         of_heads = [kernel.reshape(*kernel.shape[:-1], self.heads, -1).swapaxes(-3, -2) for kernel in kernels]
         out = weights["attention_out"]["kernel"]
         return *of_heads, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
 
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
-        """By name, the pairs of matrices [..., D, F] and [..., F, D] whose products carry a state through the feed-forward."""
+        """See `Block`."""
         gate, up, down = (weights[name]["kernel"] for name in ("mlp_gate", "mlp_up", "mlp_down"))
         return {"gate·down": (gate, down), "up·down": (up, down)}
 
     def final_norm(self) -> Norm:
-        """The norm between the last state and the head."""
+        """See `Block`."""
         return Norm(self.width, shift=False)
 
     def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Apply the final norm."""
+        """See `Block`."""
         return rms_norm(weights, x, 1e-5)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
-from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
+from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.transformer import random_key
 
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -44,10 +44,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         mesh: Mesh | None = None,
     ):
         super().__init__()
-        positions = opened.model.max_length
-        self._window = opened.config.sequence_length if window is None else window
-        if not 2 <= self._window <= positions:
-            raise UserError(f"window: must be from 2 to the model's {positions} positions, but it is {self._window}")
+        self._window = window_size(window, opened.config, opened.model.max_length)
         self.opened, self.num_steps = opened, opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh)
 

@@ -14,8 +14,9 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import fold_in
+from diffeqformer.inference.reader import split_reader
 from diffeqformer.solvers import KeyValueCache
-from diffeqformer.transformer import Transformer, split_model, weights_at
+from diffeqformer.transformer import Transformer
 
 CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
 
@@ -24,7 +25,7 @@ class Choice(NamedTuple):
     """How the next token is chosen.
 
     temperature: divides the logits; 0, and what is as good as 0, takes the likeliest token.
-    top_k: keep only so many of the likeliest tokens; 0 keeps all.
+    top_k: keep that many of the likeliest tokens; 0 keeps all.
     top_p: of these keep the fewest likeliest ones that together have at least this probability; 1 keeps all.
     """
 
@@ -165,9 +166,7 @@ def write_tokens(
         )
     if count > room:
         raise UserError(f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}")
-    weights, reader = weights_at(model, num_steps), nnx.merge(*split_model(model))
-    del reader.depth  # its many arrays have done their part: a token takes fewer arguments
-    graph, params = split_model(reader)
+    graph, params, weights = split_reader(model, num_steps)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
     return continue_prompt(
         graph, params, weights, model.max_length, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
@@ -186,7 +185,7 @@ def continue_prompt(
     vocab_size: int,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
-    """`write_tokens` without its checks, for whoever has split the model and made its weights already.
+    """`write_tokens` without its checks, for a model that is split already, with its weights.
 
     Args:
         graph, params: of a model of `max_length` positions; its `depth` isn't used.

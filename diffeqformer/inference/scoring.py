@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffeqformer.depth.plain import StackedWeights
 from diffeqformer.errors import UserError
+from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel.sharding import make_mesh, sharding
-from diffeqformer.transformer import Transformer, split_model, weights_at
+from diffeqformer.transformer import Transformer
 
 SHORTEST = 32  # positions; sequences are filled up to this times a power of two, so that few shapes are compiled
 
@@ -33,6 +34,23 @@ class Scores(NamedTuple):
 
     log_probs: Float[np.ndarray, "N"]
     likeliest: Bool[np.ndarray, "N"]
+
+
+def window_size(window: int | None, config, positions: int, name: str = "window", of: str = "of the model") -> int:
+    """Tokens of a window: `window`, by default those of a sequence in training.
+
+    Args:
+        config: of the run.
+        positions: that the model has.
+        name, of: what a message calls the window and the model.
+
+    Raises:
+        UserError: if the model can't take it.
+    """
+    window = config.sequence_length if window is None else window
+    if not 2 <= window <= positions:
+        raise UserError(f"{name}: must be from 2 to the {positions:,} positions {of}, but it is {window}")
+    return window
 
 
 def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -> Iterator[Stretch]:
@@ -85,9 +103,7 @@ class Scorer:
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         mesh = make_mesh() if mesh is None else mesh
-        weights, reader = weights_at(model, num_steps), nnx.merge(*split_model(model))
-        del reader.depth  # its many arrays have done their part: a batch takes fewer arguments
-        self.graph, params = split_model(reader)
+        self.graph, params, weights = split_reader(model, num_steps)
         self.params, self.weights = jax.device_put((params, weights), sharding(mesh))
         self.by_example = sharding(mesh, "batch", None)
         self.max_length = model.max_length
@@ -127,7 +143,7 @@ class Scorer:
         return results
 
     def _positions(self, inputs: int) -> int:
-        """The number of positions to which so many inputs are filled up."""
+        """The number of positions to which that many inputs are filled up."""
         if inputs > self.max_length:
             raise UserError(f"tokens: {inputs} positions, but this model has {self.max_length}")
         length = SHORTEST

@@ -54,76 +54,9 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     if num_devices % known or (-1 not in sizes and known != num_devices):
         raise UserError(
             f"config.mesh: {' x '.join(AXES)} must make up the {num_devices} devices of the run, but it is "
-            f"{' x '.join(map(str, sizes))}; -1 stands for the rest"
+            f"{' x '.join(map(str, sizes))}; -1 means the rest"
         )
     return tuple(num_devices // known if size == -1 else size for size in sizes)
-
-
-def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positions: int) -> None:
-    """Check that a config's mesh makes up the devices and cuts batch, heads and rows evenly; on TPUs, rows into whole tiles.
-
-    A part of 20 rows, say, would be padded to 24 or 32 at every gather, which is slower than not to share at all.
-
-    Args:
-        vocabulary: rows of the embedding.
-        positions: rows of the position embedding; 0 if there is none.
-
-    Raises:
-        UserError: with the sizes that would work.
-    """
-    data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
-    model, parts = config.model, data * fsdp * config.microbatches
-    if config.batch_size % parts:
-        raise UserError(
-            f"config.batch_size: must be a multiple of the {data * fsdp} devices that share it (mesh.data x mesh.fsdp) "
-            f"times microbatches ({config.microbatches}), such as {parts * -(-config.batch_size // parts)}, but it is "
-            f"{config.batch_size}"
-        )
-    for field, size in (
-        ("model.heads", model.heads),
-        ("model.mlp", model.mlp),
-        ("sequence_length", config.sequence_length),
-        ("model.vocab_multiple", vocabulary),
-    ):
-        if size % tensor:
-            works = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and size % n == 0]
-            raise UserError(
-                f"config.mesh.tensor: must divide config.{field} ({size}), as {', '.join(map(str, works))} do, but it "
-                f"is {tensor}"
-            )
-    check_tiles(model, num_devices, fsdp, tensor, vocabulary, positions, tiled=platform == "tpu")
-
-
-def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
-    """Check that rows are cut evenly, and, if memory is `tiled`, into whole tiles of the type in which they are gathered.
-
-    Raises:
-        UserError: with the sizes that would work.
-    """
-
-    def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
-        """What is not cut well, its rows, and those of a tile."""
-        rows = [
-            ("config.model.width", model.width, 16),
-            ("the heads' width of a device", model.width // tensor, 16),
-            ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
-            ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
-            ("config.model.max_length", positions, 8),
-        ]
-        rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
-        return [(what, size, tile) for what, size, tile in rows if fsdp * tensor > 1 and size % (fsdp * tile)]
-
-    if wrong := misfits(fsdp, tensor):
-        what, size, tile = wrong[0]
-        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        axis, found, sizes = "fsdp", fsdp, [n for n in divisors if not misfits(n, tensor)]
-        if fsdp == 1 or not sizes:
-            axis, found = "tensor", tensor
-            sizes = [n for n in divisors if model.heads % n == 0 and model.mlp % n == 0 and not misfits(fsdp, n)]
-        raise UserError(
-            f"config.mesh.{axis}: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}, "
-            f"as {', '.join(map(str, sizes))} would, but it is {found}"
-        )
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
@@ -173,7 +106,10 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 
 
 def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
-    """`function`, run by every device on its own parts of the arguments, and seeing no others but by the sums and gathers in it."""
+    """`function`, run by every device on its own parts of the arguments.
+
+    A device sees the other parts only through the sums and gathers in the function.
+    """
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

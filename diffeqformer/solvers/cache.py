@@ -8,14 +8,14 @@ from jaxtyping import Array, Float, Int
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values of every position so far, in the compute type, for each evaluation of the attention in each step."""
+    """Keys and values of all positions so far, in the compute type, for each evaluation of the attention in depth."""
 
     keys: Float[Array, "evaluations B length H K"]
     values: Float[Array, "evaluations B length H K"]
 
     @classmethod
     def empty(cls, evaluations: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
-        """Room for `length` positions at so many evaluations, of all steps together."""
+        """Room for `length` positions and `evaluations` evaluations, over all steps."""
         zeros = jnp.zeros((evaluations, batch, length, heads, head_width), dtype)
         return cls(zeros, zeros)
 

@@ -16,7 +16,10 @@ from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
 
 def _of_examples(_, *operands, **__) -> bool:
-    """What is made of weights alone, by gathering or by merging adapters, would be all of them in the end; states have three axes."""
+    """Whether a value comes from examples, whose states have three axes, and not from weights alone.
+
+    Gathered or merged weights, kept step by step, would end up as all weights.
+    """
     return any(operand.ndim > 2 for operand in operands)
 
 
@@ -59,7 +62,7 @@ class Solver:
 
     @functools.cached_property
     def evaluations(self) -> int:
-        """Evaluations of the attention in a step, counted in `step` itself. Each has its own keys and values in a cache."""
+        """Evaluations of the attention in a step, counted by tracing it. A cache keeps keys and values of each."""
         field = _CountedField()
         jax.eval_shape(lambda x: self.step(field, [{}] * len(self.nodes), x, x.sum(), Context()), jnp.zeros((1, 1, 1)))
         return field.evaluations

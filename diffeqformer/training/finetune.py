@@ -16,7 +16,7 @@ from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.transformer import MODELS, split_model
 
 OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
-"""Fields of `config.model`, beside those of adapters, that are the run's own; all others are the base's."""
+"""The fields of `config.model` that a run chooses itself, beside those of adapters. It has all others from its base."""
 
 
 def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
@@ -61,18 +61,19 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
     kind, num_steps = base.model.kind, base.model.num_steps
     if MODELS[kind].weights.fixed_depth and config.model.num_steps != num_steps:
         raise UserError(
-            f"config.model.num_steps: must be {num_steps}, as {config.base} is a model of the kind {kind}, which has weights "
-            f"for so many steps and no others, but it is {config.model.num_steps}"
+            f"config.model.num_steps: must be {num_steps}, because {config.base} holds a model of the kind {kind} with "
+            f"weights for {num_steps} steps only, but it is {config.model.num_steps}"
         )
     if config.data.tokenizer != base.data.tokenizer:
         raise UserError(
-            f"config.data.tokenizer: must be that of config.base, {base.data.tokenizer}, but it is {config.data.tokenizer}"
+            f"config.data.tokenizer: must be that of config.base, {base.data.tokenizer}, but it is "
+            f"{config.data.tokenizer}"
         )
     return discretized_config(base, num_steps, "float32").model
 
 
-def base_of(config: ConfigDict, about: dict) -> dict:
-    """What a run that begins now says of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
+def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
+    """What a new run records of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
 
     Args:
         about: what the run's checkpoints will say of the tokenizer.
@@ -81,12 +82,12 @@ def base_of(config: ConfigDict, about: dict) -> dict:
         UserError: if the base was trained with another tokenizer.
     """
     with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
-        if (theirs["tokenizer"], theirs.get("tokenizer_data", "")) != (about["tokenizer"], about["tokenizer_data"]):
+        if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
-                f"config.data.tokenizer: must be that of config.base, {theirs['tokenizer']}, but this one, {about['tokenizer']}, "
-                "gives other ids"
+                f"config.data.tokenizer: must be that of config.base, {theirs.tokenizer}, but this one, "
+                f"{about.tokenizer}, gives other ids"
             )
-        return {"workdir": config.base, "step": step, "data_sha256": theirs.get("data_sha256", "")}
+        return {"workdir": config.base, "step": step, "data_sha256": theirs.data_sha256}
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:

@@ -75,7 +75,7 @@ class ShardedLoss:
         Args:
             keys: one dropout key for each example, or None.
             microbatches: parts of each device's examples, taken one after the other.
-            grid: the steps of depth; None: those of training.
+            grid: the steps of depth; by default the model's own grid.
 
         Raises:
             UserError: if the microbatches don't divide the examples of a device.
@@ -99,7 +99,12 @@ class ShardedLoss:
         return loss, gradient | {"depth": pull_back({"depth": gradient["depth"]})[0]}
 
     def generate(self, params: dict, grid: Grid, depth: dict) -> tuple[dict, dict]:
-        """The weights at a grid's times, {"depth": {"layers": ...}}: those that train given the parameters `depth`, and the rest."""
+        """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
+
+        Args:
+            params: all parameters.
+            depth: the parameters of the depth weights that train, by which this is differentiated.
+        """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
         layers = in_compute_type(model.depth(grid), model.weights_dtype)
         return self.trained_and_frozen({"depth": {"layers": layers}})

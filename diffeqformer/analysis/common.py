@@ -1,0 +1,56 @@
+"""What every analysis needs: a model in fp32, checks of what it is given, and the name of its time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.errors import UserError
+from diffeqformer.transformer import Transformer, split_model
+
+
+def in_float32(section: Callable) -> Callable:
+    """Compute a section in fp32 throughout, whatever the checkpoint's types and the backend's usual precision."""
+
+    @functools.wraps(section)
+    def run(opened: Checkpoint, *arguments, **options):
+        float32 = jnp.dtype(jnp.float32)
+        model = opened.model.replace(dtype=float32, state_dtype=float32)
+        with jax.default_matmul_precision("highest"):
+            return section(dataclasses.replace(opened, model=model), *arguments, **options)
+
+    return run
+
+
+def check_finite(model: Transformer) -> None:
+    """Raise a UserError if a parameter isn't finite."""
+    for path, leaf in flatten_dict(split_model(model)[1]).items():
+        if not jnp.isfinite(leaf).all():
+            raise UserError(
+                f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; python -m diffeqformer.inspect says more"
+            )
+
+
+def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
+    """Check that a text has as many tokens as a section needs and the model takes.
+
+    Args:
+        name: the option by which the user gave it.
+
+    Raises:
+        UserError: if it is too short, or longer than the model has positions.
+    """
+    if not 2 <= len(ids) <= model.max_length:
+        raise UserError(
+            f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, but it "
+            f"has {len(ids):,}"
+        )
+
+
+def time_label(model: Transformer) -> str:
+    """What the axis of depth counts: layers, or time from 0 to 1."""
+    return "layer" if model.unit_steps else "t"

@@ -1,0 +1,132 @@
+"""The largest exponents of the flow of all tokens of a text, and its Kaplan-Yorke dimension: equation (8) of the paper."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from threadpoolctl import threadpool_limits
+
+from diffeqformer.analysis.common import check_text, in_float32
+from diffeqformer.analysis.report import Section, paragraph
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import figures
+from diffeqformer.errors import UserError
+from diffeqformer.fields.layers import Context
+from diffeqformer.solvers import walk
+from diffeqformer.transformer import Transformer, weights_at
+
+CHUNK = 16  # tangent vectors that are carried at once
+
+
+@functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
+def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
+    """Logarithms of the largest singular values of the derivative of x(1) by x(0), by subspace iteration, and their last change."""
+    _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
+    pull = jax.linear_transpose(push, x)
+
+    def apply(linear, vectors):
+        return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=CHUNK).reshape(-1, x.size).T
+
+    def there_and_back(carry):
+        directions, before, _, done = carry
+        images, triangle = jnp.linalg.qr(apply(push, directions))
+        found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
+        change = jnp.where(found == before, 0, jnp.abs(found - before)).max()
+        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found, change, done + 1
+
+    def goes_on(carry):
+        _, _, change, done = carry
+        return (done < passes) & ~(change <= tolerance)
+
+    start = (directions, jnp.full(count, jnp.inf), jnp.asarray(jnp.inf), 0)
+    return jax.lax.while_loop(goes_on, there_and_back, start)[1:3]
+
+
+def flow_exponents(
+    model: Transformer,
+    tokens: Int[Array, "S"],
+    count: int,
+    num_steps: int | None = None,
+    tolerance: float = 1e-3,
+    passes: int = 100,
+    seed: int = 0,
+) -> tuple[Float[np.ndarray, "k"], float]:
+    """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
+
+    They are the logarithms of the largest singular values of the derivative of x(1) by x(0), found by subspace iteration:
+    tangent vectors are carried forward, their images pulled back, and made orthogonal each time. They come from below.
+
+    Args:
+        tolerance: iterate until a pass, forward and back, changes none of them by more.
+        passes: at most that many.
+
+    Returns:
+        the exponents, and by how much the last pass changed them.
+    """
+    weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
+    count = min(count, x.size)
+    more = min(2 * count + 8, x.size)  # the last of a subspace are the least exact
+    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
+    limits = jnp.float32(tolerance), passes
+    with threadpool_limits(1, "blas"):
+        found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, *limits)
+        return np.asarray(found, np.float64), float(change)
+
+
+def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
+    """The Kaplan-Yorke dimension of the largest exponents of a flow; None where they are too few to define it, or not numbers.
+
+    @inproceedings{kaplan1979chaotic,
+      title={Chaotic behavior of multidimensional difference equations},
+      author={Kaplan, James L and Yorke, James A},
+      booktitle={Functional Differential Equations and Approximation of Fixed Points},
+      year={1979}}
+    """
+    exponents = np.sort(np.asarray(exponents, np.float64))[::-1]
+    sums = np.cumsum(exponents)
+    if np.isnan(sums).any() or (sums >= 0).all():
+        return None
+    whole = int(np.argmax(sums < 0))  # the first sum below zero has one exponent too many
+    return whole + (sums[whole - 1] / -exponents[whole] if whole else 0.0)
+
+
+def draw(exponents: Float[np.ndarray, "k"]):
+    """The exponents by rank."""
+    figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
+    axis.plot(range(1, len(exponents) + 1), exponents, "o-", markersize=3)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(title="largest exponents of the flow, over the whole depth", ylabel="exponent")
+    axis.set_xlabel("rank")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    return figure
+
+
+@in_float32
+def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, flow: int = 32) -> Section:
+    """The `flow` largest exponents of the flow of all tokens of a text.
+
+    Raises:
+        UserError: if the text can't be looked at, or `flow` is below 1.
+    """
+    model, tokens = opened.model, jnp.asarray(ids)
+    check_text(model, ids)
+    if flow < 1:
+        raise UserError(f"flow: must be at least 1, but it is {flow}")
+    largest, change = flow_exponents(model, tokens, flow, num_steps)
+    dimension = kaplan_yorke(largest)
+    fewer = "; more of them may define it" if len(largest) < tokens.size * model.token_embedding.shape[-1] else ""
+    said = f"{dimension:.3f}" if dimension is not None else f"not defined by these, whose sum is positive{fewer}"
+    shown = [
+        paragraph(
+            f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens together: the logarithms by which a "
+            f"small change grows over the whole depth in its fastest directions. Kaplan-Yorke dimension: {said}. Over a finite depth "
+            f"that is a number of this text, not the dimension of an attractor. The last iteration changed them by at most {change:.1g}."
+        ),
+        figures.as_html(draw(largest), "exponents of the flow"),
+    ]
+    print(f"flow: largest exponent {largest[0]:.3f}; Kaplan-Yorke dimension {said}", flush=True)
+    numbers = {"exponents": largest.tolist(), "last_change": change, "kaplan_yorke_dimension": dimension}
+    return Section("flow", "Exponents of the flow", "".join(shown), numbers, {"exponents": largest})

@@ -1,0 +1,103 @@
+"""Induction heads: which heads attend from a repeated token to what followed it the first time.
+
+@article{olsson2022context,
+  title={In-context Learning and Induction Heads},
+  author={Olsson, Catherine and Elhage, Nelson and Nanda, Neel and Joseph, Nicholas and DasSarma, Nova and Henighan, Tom
+          and others},
+  journal={Transformer Circuits Thread},
+  year={2022}}
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from diffeqformer.analysis.attention_maps import maps
+from diffeqformer.analysis.common import in_float32, time_label
+from diffeqformer.analysis.report import Section, paragraph, table
+from diffeqformer.analysis.spectra import Spectrum, spectra
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import figures
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.plain import stage_times
+from diffeqformer.transformer import Transformer
+
+
+def to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
+    """The mean attention of the second half's tokens to the one after their first occurrence."""
+    half = probabilities.shape[-1] // 2
+    following = jnp.diagonal(probabilities, offset=1 - half, axis1=-2, axis2=-1)  # of token i to i + 1 - half
+    return following[..., 1:].mean((0, 2))  # i = half ... S - 1
+
+
+def induction_scores(
+    model: Transformer,
+    ids: Sequence[int],
+    length: int,
+    examples: int = 8,
+    num_steps: int | None = None,
+    seed: int = 0,
+) -> Float[np.ndarray, "T H"]:
+    """How strongly each head attends, in a text of random tokens said twice, to the token that came next the first time.
+
+    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
+
+    Args:
+        ids: of tokens, from which the text is drawn.
+        length: different tokens that are said twice; at most half the model's positions, and as many as there are ids.
+    """
+    random = np.random.RandomState(seed)
+    once = np.stack([random.choice(ids, length, replace=False) for _ in range(examples)])
+    return np.asarray(maps(model, jnp.asarray(np.tile(once, 2)), num_steps, to_successor))
+
+
+def readable_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids of tokens that a text can consist of: no end of text, no parts of characters, no control characters."""
+    texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text)
+    return [i for i, text in texts if text and "\ufffd" not in text and (text.isprintable() or text.isspace())]
+
+
+def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
+    """When the model's solver first evaluates the attention in each step."""
+    return stage_times(model.times(num_steps), model.solver.nodes)[:: len(model.solver.nodes)]
+
+
+def draw(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
+    """Induction scores of all heads beside the signs of the spectra from which the paper reads induction heads."""
+    figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
+    figures.heat_map(figure, axes[0], scores, times, "induction score", vmin=0)
+    for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
+        share = np.broadcast_to(found.positive_share(), scores.shape)
+        figures.heat_map(figure, axis, share, times, f"{name}: share with a positive real part", **figures.SHARES)
+    for axis in axes:
+        figures.time_axis(axis, axis_label)
+    return figure
+
+
+@in_float32
+def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
+    """Induction scores beside the signs of the spectra."""
+    model = opened.model
+    times, ids = first_nodes(model, num_steps), readable_ids(opened.tokenizer)
+    length = min(64, model.max_length // 2, len(ids))
+    scores = induction_scores(model, ids, length, num_steps=num_steps)
+    found = spectra(model, times, feed_forward=False)
+    even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
+    order = np.argsort(-scores, axis=None)[:5]
+    best = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, scores.shape), strict=True)]
+    values = [scores] + [np.broadcast_to(found[name].positive_share(), scores.shape) for name in ("QK", "OV")]
+    rows = [[f"{times[step]:.4g}", head, *(float(value[step, head]) for value in values)] for step, head in best]
+    shown = [
+        paragraph(
+            f"A text of {length} different random tokens is said twice; the score is how much a head attends from a token's second "
+            f"occurrence to what followed its first. A head that attends to all alike has {even:.3f}, a perfect one 1. The "
+            "paper infers induction heads from positive eigenvalues of both QK and OV; the score measures them."
+        ),
+        figures.as_html(draw(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
+        table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
+    ]
+    print(f"induction: the best head has {scores.max():.3f}; one that attends to all alike {even:.3f}", flush=True)
+    numbers = {"length": length, "even": even, "scores": scores.tolist()}
+    return Section("induction", "Induction heads", "".join(shown), numbers, {"scores": scores, "times": times})

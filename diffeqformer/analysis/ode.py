@@ -1,0 +1,225 @@
+"""Is a trained model a differential equation? What `diffeqformer.ode` computes, and its report in Markdown and as a picture.
+
+docs/ode.md explains the numbers.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.depth.generated import time_features
+from diffeqformer.depth.plain import StackedWeights, in_compute_type, stage_times, step_sizes
+from diffeqformer.fields.layers import Context, Linear
+from diffeqformer.inference.scoring import Scorer, Stretch
+from diffeqformer.solvers import SOLVERS, Solver, walk
+from diffeqformer.transformer import Transformer, split_model
+
+METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is measured
+
+
+def trained_times(model: Transformer) -> np.ndarray:
+    """When the weights were trained, if at fixed times: at the solver's nodes of the trained grid."""
+    return np.unique(stage_times(model.times(), model.solver.nodes))
+
+
+def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
+    """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
+
+    Returns, as Frobenius norms relative to that mean's and averaged over the intervals: `gap`, of the kernel from the mean;
+    `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a smooth function
+    halves the ratio, and it is far below 1; for kernels that have nothing to do with one another it is sqrt(3).
+    """
+    times = trained_times(model)
+    between = (times[1:] + times[:-1]) / 2
+    norms = jax.tree.map(float, _norms(*split_model(model), tuple(times), tuple(between)))
+    return {name: {**row, "ratio": row["gap"] / row["half_change"]} for name, row in norms.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
+def _norms(graph, params, times, between):
+    model = nnx.merge(graph, params)
+    trained, middle = model.depth(np.array(times)), model.depth(np.array(between))
+    rows = {}
+    for name, layer in trained.items():
+        if "kernel" not in layer:
+            continue
+        before, after = layer["kernel"][:-1], layer["kernel"][1:]
+        mean = (before + after) / 2
+        rows[name] = {
+            "gap": jnp.mean(_norm(middle[name]["kernel"] - mean) / _norm(mean)),
+            "half_change": jnp.mean(_norm(after - before) / 2 / _norm(mean)),
+        }
+    return rows
+
+
+def _norm(kernels: Float[Array, "T inputs outputs"]) -> Float[Array, "T"]:
+    return jnp.sqrt(jnp.sum(kernels * kernels, axis=(1, 2)))
+
+
+def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A few entries of the first layer's kernel over time, minus their means over the trained times.
+
+    Returns:
+        times [points], the entries there [points, entries], and at `trained_times`.
+    """
+    name, layer = next((name, layer) for name, layer in model.field.layers().items() if isinstance(layer, Linear))
+    rows, columns = (
+        tuple(size * (2 * i + 1) // (2 * entries) for i in range(entries)) for size in (layer.inputs, layer.outputs)
+    )
+
+    def entries_at(times):
+        features = time_features(times, model.depth.sinusoidal_dim, model.depth.time_frequency)
+        return np.asarray(_entries(*split_model(model), features, name, rows, columns))
+
+    times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
+    return times, entries_at(times) - trained.mean(0), trained - trained.mean(0)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "name", "rows", "columns"))
+def _entries(graph, params, features, name, rows, columns):
+    """Entries of one kernel, which is made at one time after another."""
+    depth, chosen = nnx.merge(graph, params).depth, (0, jnp.array(rows), jnp.array(columns))
+    return jax.lax.map(lambda row: depth.from_features(row[None])[name]["kernel"][chosen], features)
+
+
+def grids(model: Transformer) -> dict[str, tuple[Solver, int]]:
+    """The grids that are scored, by name: a solver and a number of steps. The first is the trained one."""
+    solver, trained = model.solver, model.num_steps
+    numbers = [math.ceil(trained / 2), math.ceil(trained * 3 / 4), trained * 3 // 2, 2 * trained, 4 * trained]
+    rows = {f"as trained: {trained} steps": (solver, trained)}
+    rows |= {f"{number} steps": (solver, number) for number in dict.fromkeys(numbers) if number != trained}
+    if solver.nodes == (1.0,):
+        for share in (0.25, 0.5, 0.75, 1.0):
+            rows[f"weights {share:g} of a step earlier"] = dataclasses.replace(solver, nodes=(1 - share,)), trained
+    return rows | {f"rk4, {number} steps": (SOLVERS["rk4"], number) for number in (trained, 2 * trained)}
+
+
+def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) -> dict[str, float]:
+    """The paper's perplexity of some windows on each of `grids`."""
+    found = {}
+    for name, (solver, num_steps) in grids(model).items():
+        scores = Scorer(model.replace(solver=solver), num_steps, batch_size)(windows)
+        log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
+        found[name] = math.exp(min(-log_probs.mean(), 700.0))
+        print(f"  {name}: perplexity {found[name]:,.2f}", flush=True)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _advance(graph, params, features, sizes, x):
+    model = nnx.merge(graph, params)
+    layers = in_compute_type(model.depth.from_features(features), jnp.float32)
+    return walk(model.solver, model.field, StackedWeights(layers, sizes), x, Context())
+
+
+def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
+    """x(1) in fp32 by a multiple of the trained number of steps, whose weights exist for the trained number of steps at a time."""
+    depth, chunk = model.depth, model.num_steps
+    times, (graph, params) = model.times(num_steps), split_model(model)
+    stages = stage_times(times, model.solver.nodes).reshape(-1, chunk * len(model.solver.nodes))
+    for stage, sizes in zip(stages, step_sizes(times).reshape(-1, chunk)):
+        features = time_features(stage, depth.sinusoidal_dim, depth.time_frequency)
+        x = _advance(graph, params, features, sizes, x)
+    return np.asarray(x, np.float64)
+
+
+def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict:
+    """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
+
+    The error is the distance of x(1) from that of RK4 at twice the finest grid, as a share of x(1)'s length; `order` is the
+    slope of its logarithm over the three finest grids whose errors are above fp32's rounding. All in fp32.
+    """
+    model = model.replace(dtype=jnp.dtype(jnp.float32))
+    x = model.embed(tokens, Context()).astype(jnp.float32)
+    numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
+    exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
+    found = {"num_steps": numbers, "errors": {}, "orders": {}}
+    for method in METHODS:
+        walker = model.replace(solver=SOLVERS[method])
+        errors = [
+            float(np.linalg.norm(last_state(walker, number, x) - exact) / np.linalg.norm(exact)) for number in numbers
+        ]
+        usable = [(n, e) for n, e in zip(numbers, errors) if 1e-5 < e < math.inf][-3:]
+        order = -np.polyfit(*np.log(usable).T, 1)[0] if len(usable) > 1 else None
+        found["errors"][method], found["orders"][method] = errors, order
+        print(f"  {method}: observed order {'none' if order is None else f'{order:.2f}'}", flush=True)
+    return found
+
+
+def table(results: dict) -> str:
+    """The findings in Markdown."""
+    times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
+    lines = [
+        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps of {results['trained_solver']}, time "
+        f"frequency {results['time_frequency']:g}{times}",
+        "",
+        "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, row in results["smoothness"].items():
+        lines.append(f"| {name} | {row['gap']:.3f} | {row['half_change']:.3f} | {row['ratio']:.2f} |")
+    text = ", ".join(results["files"] or [results["task"], results["split"]])
+    lines += ["", f"| grid | perplexity of {results['windows']} windows of {results['window']} ({text}) |", "|---|---|"]
+    lines += [f"| {name} | {value:,.2f} |" for name, value in results["perplexities"].items()]
+    found = results["convergence"]
+    lines += ["", "| solver | " + " | ".join(f"error at {n} steps" for n in found["num_steps"]) + " | observed order |"]
+    lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
+    for method, errors in found["errors"].items():
+        order = found["orders"][method]
+        cells = [f"{error:.1e}" for error in errors] + ["" if order is None else f"{order:.2f}"]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
+    """Draw entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
+    from matplotlib import ticker
+
+    figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
+    times, values, at_trained = curves
+    for entry in range(values.shape[1]):
+        over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
+        over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
+    over_time.set(xlabel="t", title="a few weights over time (minus their means over the trained times, the dots)")
+
+    names = list(results["smoothness"])
+    smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
+    smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
+    smooth.set(
+        title="between trained times: distance of kernels from their neighbours' mean,\nas a share of half the neighbours' difference"
+    )
+    smooth.tick_params(axis="x", rotation=20)
+    smooth.legend()
+
+    rows = results["perplexities"]
+    grids.barh(list(rows)[::-1], list(rows.values())[::-1])
+    for number, value in enumerate(list(rows.values())[::-1]):
+        grids.annotate(f"{value:,.4g}", (value, number), xytext=(4, 0), textcoords="offset points", va="center")
+    grids.set(
+        title="perplexity on other grids", xscale="log" if max(rows.values()) > 10 * min(rows.values()) else "linear"
+    )
+    grids.xaxis.set_minor_formatter(ticker.NullFormatter())
+    grids.margins(x=0.15)
+
+    found = results["convergence"]
+    for method, series in found["errors"].items():
+        order = found["orders"][method]
+        errors.loglog(
+            found["num_steps"], series, "o-", label=method + ("" if order is None else f", order {order:.2f}")
+        )
+    errors.set(xlabel="steps", title="relative error of the last state", xticks=found["num_steps"])
+    errors.set_xticklabels(found["num_steps"])
+    errors.minorticks_off()
+    errors.legend()
+    for axis in (over_time, smooth, errors):
+        axis.grid(alpha=0.3)
+    figure.suptitle(table(results).splitlines()[0])
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,111 @@
+"""Which tokens the last one of a text depends on, by four measures side by side: sections 5.2 and B of the paper."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from diffeqformer.analysis import attention_maps, lyapunov
+from diffeqformer.analysis.common import check_text, in_float32
+from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import figures
+from diffeqformer.console.progress import printable, show_progress
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.transformer import weights_at
+
+LABELS = 130  # of tokens that can be read side by side
+
+
+def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The characters that each token adds to a text; those of several tokens come with the last of them."""
+    pieces, before = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        if end < len(ids):
+            text = text.rstrip("\ufffd")  # the beginning of a character
+        pieces.append(printable(text[len(before) :]))
+        before = max(before, text, key=len)
+    return pieces
+
+
+def draw(labels: list[str], measures: dict[str, np.ndarray]):
+    """Each measure [S] of how the last token depends on the tokens before it, one panel below the other; what is infinite is left out."""
+    labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
+    figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
+    for (name, values), [axis] in zip(measures.items(), axes, strict=True):
+        axis.plot(np.where(np.isfinite(values), values, np.nan)[:-1], "o", markersize=4)
+        axis.set(title=name)
+        axis.grid(alpha=0.3)
+        axis.margins(x=0.01)
+    every = -(-len(labels) // LABELS)
+    axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
+    shown = range(0, len(labels), every)
+    names = [labels[i].replace("$", r"\$") for i in shown]  # which would begin a formula
+    size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
+    axes[-1][0].set_xticks(shown, names, rotation=90 if len(names) > 20 else 45, fontsize=size)
+    return figure
+
+
+@in_float32
+def section(
+    opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, published_pairing: bool = False
+) -> Section:
+    """Which tokens the last one of a text depends on, by four measures.
+
+    Args:
+        ids: of the text.
+        num_steps: of depth; by default as trained.
+        published_pairing: pair times and states of the exponents as the authors' code does.
+
+    Raises:
+        UserError: if the text can't be looked at, or the pairing has no meaning for the model.
+    """
+    model = opened.model
+    check_text(model, ids)
+    tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
+    logits = model(tokens[None], weights_at(model, num_steps))[0, -1]
+    target = int(jnp.argmax(logits[: opened.tokenizer.vocab_size]))
+    added = lyapunov.exponents(
+        model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
+    )
+    derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
+    sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
+    with np.errstate(divide="ignore"):
+        measures = {
+            "Lyapunov sensitivity: largest exponent of equation (7)": added.sum(0).max(-1),
+            "total derivative: log of the largest singular value": np.log(sizes),
+            "attention rollout": attention_maps.rollout(model, tokens, num_steps),
+            "gradient of the prediction's log probability": attention_maps.input_gradients(
+                model, tokens, target, num_steps
+            ),
+        }
+    predicted = opened.tokenizer.decode([target])
+    exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
+    shown = [
+        paragraph(
+            f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is {predicted!r}. "
+            "Equation (7) treats each token and the last one as a system of their own: its exponents are 0 for a token without "
+            f"influence, and know neither of paths through other tokens nor of what becomes of the token itself{exception}; "
+            "from so few steps they also depend on the order of the coordinates. All paths are in the total derivative of the last state by the first. "
+            "Darker is larger, each line by itself and without the last token, which is framed."
+        )
+    ]
+    if published_pairing:
+        shown.append(paragraph("Times and states of the exponents are paired as in the authors' code."))
+    for name, values in measures.items():
+        shown += [paragraph(name), highlighted(pieces, values)]
+        show_text(name, pieces, values)
+    shown.append(figures.as_html(draw([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
+    numbers = {
+        "tokens": ids,
+        "pieces": pieces,
+        "prediction": predicted,
+        "published_pairing": published_pairing,
+        "measures": {name: values.tolist() for name, values in measures.items()},
+    }
+    return Section(
+        "sensitivity",
+        "Sensitivity of a token",
+        "".join(shown),
+        numbers,
+        {"exponents": added, "derivative_sizes": sizes},
+    )

@@ -1,0 +1,85 @@
+"""Figures in one style: colours that colour-blind readers can tell apart, and axes with names."""
+
+import base64
+import io
+import warnings
+
+import numpy as np
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
+"""Okabe and Ito's colours."""
+SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle means something
+
+
+def new_figure(rows: int, columns: int, size: tuple, **options):
+    """A figure of that size in inches with its axes [rows, columns]; without pyplot, so that a notebook's own stay as they were."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.titlesize": 10, "axes.labelsize": 9}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=9)
+    return figure, axes
+
+
+def as_html(figure, what: str) -> str:
+    """The figure inside of HTML."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a text's token: drawn as a box
+        figure.savefig(file, format="png", dpi=110)
+    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+
+
+def log_if_wide(axis) -> None:
+    """A logarithmic vertical axis with numbers as one writes them, if what is drawn spans more than a factor of three."""
+    from matplotlib import ticker
+
+    low, high = axis.dataLim.intervaly
+    if 0 < 3 * low < high:
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        for level in ("major", "minor"):
+            getattr(axis.yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+
+
+def time_axis(axis, label: str) -> None:
+    """Name a horizontal axis of times; layers are whole numbers."""
+    axis.set_xlabel(label)
+    axis.xaxis.get_major_locator().set_params(integer=label == "layer")
+
+
+def column_edges(times: np.ndarray) -> np.ndarray:
+    """Where columns [T + 1] begin and end that lie around their times."""
+    half = np.diff(times) / 2 if len(times) > 1 else np.full(1, 0.5)
+    return np.concatenate([times[:1] - half[:1], times[:-1] + half[: len(times) - 1], times[-1:] + half[-1:]])
+
+
+def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
+    """Values [T, H] over time and head."""
+    edges = column_edges(times)
+    image = axis.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, values.T, rasterized=True, **colours)
+    figure.colorbar(image, ax=axis)
+    axis.set(title=title, ylabel="head", xlim=(edges[0], edges[-1]))
+    axis.yaxis.get_major_locator().set_params(integer=True)
+
+
+def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
+    """Values [T, H] as a heat map; of a single head as a line."""
+    if values.shape[1] > 1:
+        heat_map(figure, axis, values, times, title, **colours)
+    else:
+        axis.plot(times, values[:, 0], "o-", markersize=3)
+        axis.set(title=title)
+        axis.grid(alpha=0.3)
+
+
+def colours_of(values: np.ndarray) -> dict:
+    """Logarithmic colours where values span more than a factor of ten."""
+    from matplotlib import colors
+
+    low, high = values.min(), values.max()
+    return {"norm": colors.LogNorm(low, high)} if 0 < 10 * low < high else {}

@@ -1,0 +1,75 @@
+"""The options that choose a text and its windows, for all commands that score one."""
+
+from absl import flags
+
+from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.data.preparation import matching_files
+from diffeqformer.errors import UserError
+from diffeqformer.inference.scoring import window_size
+
+
+def define_text_flags(folder: str) -> None:
+    """The options that choose a model, a text and the `folder` of results, for all commands that score."""
+    flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    flags.DEFINE_string("task", None, "The corpus; by default the one of the training.")
+    flags.DEFINE_string("split", "validation", "Its split: validation, or test where there is one.")
+    flags.DEFINE_string(
+        "files",
+        None,
+        "Local files in its place (.txt, .jsonl, .parquet; patterns, with commas); empty: the corpus itself.",
+    )
+    flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
+    flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
+    flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
+    flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
+    flags.DEFINE_string(
+        "output", None, f"Folder of the results; by default <workdir>/{folder}, or within runs/ for one on gs://."
+    )
+
+
+def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
+    """The corpus to be read, and the local files in its place: by default those of the training.
+
+    Raises:
+        UserError: if no file matches.
+    """
+    data = opened.config.data
+    task = options.task or data.task
+    patterns, name = options.files, "--files"
+    if patterns is None and task == data.task and options.split in ("train", "validation"):
+        patterns, name = (
+            data[f"{options.split}_files"],
+            f"--files: those of the training, config.data.{options.split}_files",
+        )
+    return task, matching_files(patterns, name) if patterns else None
+
+
+def window_of(options, opened: Checkpoint) -> int:
+    """Tokens of a window.
+
+    Raises:
+        UserError: if the model has fewer positions.
+    """
+    return window_size(options.window, opened.config, opened.model.max_length, "--window")
+
+
+def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
+    """The text to be scored, a `diffeqformer.inference.perplexity.Evaluation`; TensorFlow comes with it.
+
+    Raises:
+        UserError: if there is no such text, or less than one window.
+    """
+    from diffeqformer.data.quiet import import_tensorflow
+
+    import_tensorflow()
+    from diffeqformer.data import tasks
+    from diffeqformer.inference.perplexity import Evaluation
+
+    data = opened.config.data
+    if data.module and options.module is None and not files and task not in tasks.CORPORA:
+        raise UserError(  # importing what a checkpoint names would run its code
+            f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
+            "--module=NAME"
+        )
+    tasks.configure(options.module or "", data.tfds_dir if options.tfds_dir is None else options.tfds_dir)
+    return Evaluation(task, options.split, opened.tokenizer, window, stride, files)

@@ -1,0 +1,198 @@
+"""Opening a run: what all hosts have to agree on, its folder, and the state from which it goes on."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jaxtyping import Array, Int
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.checkpoint import About
+from diffeqformer.config import check_resumable
+from diffeqformer.data.lock import only_run
+from diffeqformer.data.preparation import open_prepared
+from diffeqformer.data.store import Split
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.parallel import hosts
+from diffeqformer.parallel.sharding import make_mesh, mesh_shape
+from diffeqformer.training import finetune
+from diffeqformer.training.step import Program, make_program
+from diffeqformer.transformer import merge_trees
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An opened run, ready for its steps.
+
+    Args:
+        config: complete and checked, with the model of the base if there is one.
+        folder: where checkpoints and curves are; no other run writes there.
+        program: the compiled functions.
+        splits: the token store's `train` and `validation`.
+        checkpoints: those of the run so far, and the one writer of new ones.
+        about: what the next checkpoint says of itself, `validation_due` aside: that is what the newest one says.
+    """
+
+    config: ConfigDict
+    folder: epath.Path
+    program: Program
+    splits: dict[str, Split]
+    checkpoints: ocp.CheckpointManager
+    about: About
+
+    def batch(self, step: int) -> Int[Array, "B S"]:
+        """The global batch of a step, counted from 1, on the devices."""
+        config, shape = self.config, (self.config.batch_size, self.config.sequence_length)
+        return jax.make_array_from_callback(
+            shape,
+            self.program.batch_sharding,
+            lambda index: self.splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
+        )
+
+
+def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
+    """The token store's splits and what checkpoints will say of themselves, the same on all processes.
+
+    Raises:
+        UserError: on every process, if one can't go on or found something else than the others.
+    """
+    about = About(config.to_dict(), tokenizer.name, tokenizer.save())
+    if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
+        make_folder(folder)
+        hosts.check_shared(folder)
+    with hosts.all_succeed("the newest checkpoint"):
+        saved = read_saved(config, folder, about)  # what can't go on is said before a corpus is prepared for hours
+        if config.base:
+            about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
+    if config.base:
+        digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
+        hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
+    with hosts.all_succeed("the token store"):
+        splits = open_prepared(config.data, tokenizer, config.sequence_length)
+    about = dataclasses.replace(about, data_sha256=splits["train"].sha256)
+    make_folder(folder)
+    hosts.check_same("config.data.dir: the token store", about.data_sha256, "give all hosts the same one")
+    return splits, about
+
+
+@contextlib.contextmanager
+def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], about: About) -> Iterator[Run]:
+    """The run in a folder, which is held against other runs; at the end of the `with` block saves have ended.
+
+    Raises:
+        UserError: if this config can't go on from the newest checkpoint.
+    """
+    with contextlib.ExitStack() as stack:
+        with hosts.all_succeed("the work folder"):
+            if hosts.is_first():
+                stack.enter_context(only_run(folder))
+            saved = read_saved(config, folder, about)  # again: another run may have gone on meanwhile
+            check_unchanged("data_sha256", about, saved, folder)
+        if saved:
+            about = dataclasses.replace(about, base=saved.base, validation_due=saved.validation_due)
+        else:
+            about = dataclasses.replace(about, validation_due=bool(config.base))
+        checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
+        program = make_program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+        yield Run(config, folder, program, splits, checkpoints, about)
+
+
+def make_folder(workdir: epath.Path) -> None:
+    """Make the work folder if it is missing.
+
+    Raises:
+        UserError: if it can't be made or written.
+    """
+    with checkpoint.reachable("--workdir", workdir):
+        (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (workdir / "parameters.txt").touch()
+
+
+def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
+    """What the newest checkpoint says of itself; None if there is none.
+
+    Raises:
+        UserError: if a run of this config can't go on from it.
+    """
+    try:
+        with checkpoint.open_to_read(workdir) as (_, _, saved, config_there):
+            pass
+    except checkpoint.NoCheckpoint:
+        return None
+    if saved.materialized_from is not None:
+        raise UserError(
+            f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
+        )
+    check_resumable(config, config_there, workdir)
+    check_unchanged("tokenizer", about, saved, workdir)
+    return saved
+
+
+def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
+    """Check that the run so far had the same tokenizer, or the same ids (`data_sha256`).
+
+    Raises:
+        UserError: if not.
+    """
+    if saved is None:
+        return
+    ours, theirs = getattr(about, what), getattr(saved, what)
+    if ours != theirs:
+        raise UserError(
+            f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
+            f"({theirs}); use another --workdir, or the old store"
+        )
+
+
+def start_or_resume(run: Run) -> dict:
+    """A new state, or that of the newest checkpoint.
+
+    Raises:
+        UserError: if processes see different checkpoints, or it can't be read.
+    """
+    step = run.checkpoints.latest_step()
+    seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
+    hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    if step is None:
+        return first_state(run)
+    if step < run.config.steps:
+        print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
+    return restored_state(run, step)
+
+
+def first_state(run: Run) -> dict:
+    """The state before the first step: parameters drawn at random, or taken from the base."""
+    config, program, base = run.config, run.program, run.about.base
+    if not config.base:
+        return program.init()
+    print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
+    if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
+        print(
+            f"it was trained with {theirs}, whose weights of several times in a step no layer has; this run walks by Euler"
+        )
+    state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
+    if frozen := program.frozen(state["params"]):
+        checkpoint.save_frozen(run.folder, frozen, base)
+    return state
+
+
+def restored_state(run: Run, step: int) -> dict:
+    """The state that was saved after `step` steps, and the frozen parameters that were saved once."""
+    program = run.program
+    shapes = jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        jax.eval_shape(program.init),
+        program.state_shardings,
+    )
+    trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
+    state = checkpoint.restore_state(run.checkpoints, step, {**shapes, "params": trained})
+    if frozen:
+        state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(run.folder, frozen, run.about.base))
+    return state

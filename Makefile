@@ -1,20 +1,31 @@
-# make train      watch a small Neural ODE Transformer learn real text (about five minutes on two cores)
+# make train      train a small Neural ODE Transformer on real text (about five minutes on two cores)
 # make test       the test suite
-# make test-slow  what takes half a minute each: several processes, full disks, a kill in the middle of a save
-# make test-kill  ten minutes of kills at random moments, each survived
+# make test-fast  a subset for use after every change
+# make test-slow  tests that take half a minute or more: several processes, full disks, a kill in the middle of a save
+# make test-kill  ten minutes of kills at random moments, each of which a run must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (ten minutes)
-# Each creates .venv and installs what it needs the first time. PYTHON chooses the interpreter (3.11 to 3.13).
+# make lint       style, formatting, and the order of imports
+# make format     format Python and Markdown
+# make help       this list
+#
+# The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13).
 
 PYTHON ?= python3
 BIN := .venv/bin
+MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md tests/data/README.md third_party/README.md
+MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-slow test-kill test-tpu
+.PHONY: train test test-fast test-slow test-kill test-tpu lint format help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
+	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+test-fast: .venv/installed-test
+	$(BIN)/python -m pytest -m fast
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
@@ -25,11 +36,26 @@ test-kill: .venv/installed-test
 test-tpu: .venv/installed-tpu
 	$(BIN)/python -m pytest -m tpu -s tests/test_tpu.py
 
+lint: .venv/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
+	$(MDFORMAT) --check $(MARKDOWN)
+
+format: .venv/installed-test
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+	$(MDFORMAT) $(MARKDOWN)
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is not: name another one with 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
+	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is another version;" \
+	    "name one, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
 	@$(PYTHON) -m venv .venv || \
-	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu it needs 'apt install python3-venv'"; exit 1; }
+	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
 
 .venv/installed: setup.py constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt

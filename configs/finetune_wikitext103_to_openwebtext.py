@@ -1,11 +1,11 @@
 """Pretrained on WikiText-103 in 18 steps of depth, fine-tuned on OpenWebText in any number: section 6.2 of the paper.
 
     python -m diffeqformer.main --config=configs/finetune_wikitext103_to_openwebtext.py:pretrain
-    python -m diffeqformer.main --config=configs/finetune_wikitext103_to_openwebtext.py:lora --config.model.num_steps=24 \\
-        --workdir=runs/wikitext103_to_openwebtext-lora-24
+    python -m diffeqformer.main --config=configs/finetune_wikitext103_to_openwebtext.py:lora \\
+        --config.model.num_steps=24 --workdir=runs/wikitext103_to_openwebtext-lora-24
 
-Modes, shape, hardware and hyperparameters are those of configs/finetune_openwebtext_to_wikitext103.py. What to
-expect: not run.
+Modes, shape, hardware and hyperparameters: as in configs/finetune_openwebtext_to_wikitext103.py.
+What to expect: not run.
 """
 
 from diffeqformer.finetune import finetuning

@@ -2,12 +2,15 @@
 
     python -m diffeqformer.main --config=configs/large.py            # :gpt and :shared are the baselines
 
-Meant for 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Every eight
-share parameters and Adam moments, 3 GB on each, and have the activations of their part of the batch. The
-hyperparameters are those of the paper: C.4 lowers beta2 to 0.95 for this size. It also found
-E = 144 best (D.1): --config.model.time_embed_dim=144. What to expect: not run.
-The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
-same --config does that beforehand.
+Hardware: 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Groups of eight
+devices share parameters and Adam moments, 3 GB on each. Each device also holds the activations of its part of the
+batch.
+Hyperparameters: the paper's; C.4 lowers beta2 to 0.95 for this size. D.1 found E = 144 best:
+--config.model.time_embed_dim=144.
+What to expect: not run.
+
+The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
+the same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config

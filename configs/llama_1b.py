@@ -1,17 +1,18 @@
 """Llama-1B's shape on OpenWebText: 2048 wide, 16 steps, E = 96 (6.64 B parameters; Llama 1.20 B).
 
-    python -m diffeqformer.main --config=configs/llama_1b.py         # :llama is the baseline
+    python -m diffeqformer.main --config=configs/llama_1b.py \\
+        --config.data.tokenizer_file=tokenizer.model                 # :llama is the baseline
 
-Meant for 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Every four share
-parameters and Adam moments, 19 GB on each, and have the activations of their part of the batch, which
---config.microbatches=8 makes smaller. The hyperparameters are those of the paper. What to expect: not run here; the authors report a
-validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
-The 32,000 entries of its vocabulary are those of a SentencePiece model, whose file you name:
+The vocabulary of 32,000 entries is that of a SentencePiece model, which you provide.
 
-    python -m diffeqformer.main --config=configs/llama_1b.py --config.data.tokenizer_file=tokenizer.model
+Hardware: 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Groups of four devices
+share parameters and Adam moments, 19 GB on each. Each device also holds the activations of its part of the batch;
+--config.microbatches=8 makes them smaller.
+Hyperparameters: the paper's.
+What to expect: not run. The authors report a validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 
-The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
-same options does that beforehand.
+The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
+the same options does that beforehand.
 """
 
 from diffeqformer.config import base_config

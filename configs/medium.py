@@ -2,11 +2,13 @@
 
     python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
 
-Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB), which share parameters and Adam moments,
-2 GB on each, and have the activations of their part of the batch. On one device: --config.mesh.fsdp=1. The
-hyperparameters are those of the authors' published configuration. What to expect: not run.
-The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
-same --config does that beforehand.
+Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). They share parameters and Adam moments, 2 GB on
+each. Each device also holds the activations of its part of the batch. On one device: --config.mesh.fsdp=1.
+Hyperparameters: the authors' published configuration.
+What to expect: not run.
+
+The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
+the same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config

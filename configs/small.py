@@ -2,12 +2,13 @@
 
     python -m diffeqformer.main --config=configs/small.py            # :gpt and :shared are the baselines
 
-Meant for 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each device holds a whole copy of
-parameters, gradients and Adam moments, 3 GB here, and the activations of its part of the batch. The
-hyperparameters are those of the authors' published configuration. What to expect: not run, but for
-single steps at batch 1 on a CPU.
-The corpus, about 40 GB of text, is downloaded and prepared first: `python -m diffeqformer.prepare` with the
-same --config does that beforehand.
+Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Each device holds a whole copy of parameters,
+gradients and Adam moments, 3 GB, and the activations of its part of the batch.
+Hyperparameters: the authors' published configuration.
+What to expect: not run, except for single steps at batch 1 on a CPU.
+
+The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
+the same --config does that beforehand.
 """
 
 from diffeqformer.config import base_config

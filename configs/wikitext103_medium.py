@@ -2,10 +2,12 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_medium.py    # :gpt and :shared are the baselines
 
-Meant for 8 GPUs or TPU chips, which share parameters and Adam moments, 1 GB on each, and have the activations
-of their part of the batch. On one device: --config.mesh.fsdp=1. The corpus, about 0.5 GB of detokenized text, is
-downloaded at the first start. The hyperparameters are those of the authors' published configuration.
+Hardware: 8 GPUs or TPU chips. They share parameters and Adam moments, 1 GB on each. Each device also holds the
+activations of its part of the batch. On one device: --config.mesh.fsdp=1.
+Hyperparameters: the authors' published configuration.
 What to expect: not run; the authors saw GPT overfit at this size.
+
+The corpus, about 0.5 GB of detokenized text, is downloaded at the first start.
 """
 
 from diffeqformer.config import base_config

@@ -2,10 +2,12 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_small.py     # :gpt and :shared are the baselines
 
-Meant for 8 GPUs or TPU chips. Each device holds a whole copy of parameters, gradients and Adam moments, 3 GB
-here, and the activations of its part of the batch. The corpus, about 0.5 GB of detokenized text, is
-downloaded at the first start. The hyperparameters are those of the authors' published configuration.
+Hardware: 8 GPUs or TPU chips. Each device holds a whole copy of parameters, gradients and Adam moments, 3 GB, and the
+activations of its part of the batch.
+Hyperparameters: the authors' published configuration.
 What to expect: not run.
+
+The corpus, about 0.5 GB of detokenized text, is downloaded at the first start.
 """
 
 from diffeqformer.config import base_config

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A training run on GPU nodes under Slurm, one process for each GPU; told to stop or out of time, it saves and queues again.
+# A training run on GPU nodes under Slurm, with one process per GPU. When it is told to stop or runs out of time, it
+# saves a checkpoint and queues itself again.
 #
 #   sbatch --nodes=2 launch/slurm.sh --config=configs/large.py --workdir=/shared/runs/large
 #
@@ -14,11 +15,14 @@
 #SBATCH --open-mode=append
 
 set -uo pipefail
-[[ $# -gt 0 ]] || { echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2; exit 1; }
-# srun doesn't take --cpus-per-task over from the job by itself
+[[ $# -gt 0 ]] || {
+  echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2
+  exit 1
+}
+# srun does not inherit --cpus-per-task from the job
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
 status=$?
-if [[ $status == 143 ]]; then # it was told to stop; where Slurm has queued a preempted job again itself, this changes nothing
+if [[ $status == 143 ]]; then # told to stop; no effect if Slurm has already requeued a preempted job
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

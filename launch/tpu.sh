@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A training run on a Cloud TPU slice, spot or not, whatever its number of hosts. docs/cloud.md walks through it.
+# A training run on a Cloud TPU slice, spot or not, with any number of hosts. docs/cloud.md is a walk-through.
 #
-#   launch/tpu.sh create                      ask for the slice, unless it is asked for already; wait until it lets us in
-#   launch/tpu.sh setup                       copy the last commit to all hosts, and install it
+#   launch/tpu.sh create                      request the slice, unless that is done already, and wait until ssh works
+#   launch/tpu.sh setup                       copy the last commit to all hosts and install it
 #   launch/tpu.sh run --config=configs/large.py --workdir=gs://my-bucket/runs/large     start training on all hosts
-#   launch/tpu.sh watch                       follow what host 0 prints, or WORKER=3 complains of; Ctrl-C stops watching only
+#   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3; Ctrl-C stops watching only
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
-#   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its newest checkpoint
+#   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint
 #   launch/tpu.sh delete                      give the slice back
 #
-# --dry-run in front of the command prints what would be done. What was interrupted goes on by the same command.
-# Settings are variables of the environment:
-#   NAME     of the slice (diffeqformer)              ZONE     such as us-west4-a (needed)
+# --dry-run in front of the command prints what would be done. To continue an interrupted command, run it again.
+# Settings are environment variables, with their defaults in parentheses:
+#   NAME     of the slice (diffeqformer)              ZONE     such as us-west4-a (required)
 #   TYPE     of the slice (v5litepod-64)              RUNTIME  of its hosts (v2-alpha-tpuv5-lite)
-#   PROJECT  (gcloud's own)                           SPOT     1 for a spot slice, much cheaper and taken away at any time
-#   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs, since work folders must be where all hosts see
-#            them; not needed when --workdir is on gs://
-#   PAUSE    seconds between two looks at what we wait for (30)
+#   PROJECT  (gcloud's own)                           SPOT     1 for a spot slice, much cheaper but preemptible
+#   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
+#            is needed unless --workdir is on gs://
+#   PAUSE    seconds between two checks of the slice's state (30)
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,8 +24,8 @@ name=${NAME:-diffeqformer}
 type=${TYPE:-v5litepod-64}
 runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 pause=${PAUSE:-30}
-here=.launch/$name # options: those of the last run, quoted; ready: is there once the slice's hosts are set up
-lost='FAILED|SUSPENDING|SUSPENDED' # states that a slice doesn't come back from
+here=.launch/$name # options: those of the last run, quoted; ready: exists once the slice's hosts are set up
+lost='FAILED|SUSPENDING|SUSPENDED' # final states of a slice
 
 fail() {
   echo "launch/tpu.sh: $1" >&2
@@ -35,11 +35,15 @@ fail() {
 dry=
 [[ ${1-} == --dry-run ]] && dry=1 && shift
 command=${1-}
-[[ $command =~ ^(create|setup|run|watch|stop|resume|delete)$ ]] || { sed -n '2,/^$/s/^# \{0,1\}//p' launch/tpu.sh && exit 2; }
+[[ $command =~ ^(create|setup|run|watch|stop|resume|delete)$ ]] || {
+  sed -n '2,/^$/s/^# \{0,1\}//p' launch/tpu.sh
+  exit 2
+}
 shift
 [[ $command == run || $# == 0 ]] || fail "$command: takes no options, but got $1"
 [[ -n ${ZONE-} ]] || fail "ZONE: name the zone of the slice, for example ZONE=us-west4-a"
-[[ -n $dry ]] || command -v gcloud >/dev/null || fail "gcloud: isn't installed; see https://cloud.google.com/sdk/docs/install"
+[[ -n $dry ]] || command -v gcloud >/dev/null ||
+  fail "gcloud: not installed; see https://cloud.google.com/sdk/docs/install"
 where=(--zone="$ZONE" ${PROJECT:+--project="$PROJECT"})
 [[ -n $dry ]] || mkdir -p "$here"
 
@@ -58,8 +62,9 @@ on() { # WORKERS COMMAND
 
 say() { echo "$(date +%T) $name: $1"; }
 
-look() { # set state, which is NONE only if gcloud knows that there is no slice; if it doesn't, set problem, and fail
-  if ! state=$(gcloud compute tpus queued-resources describe "$name" --format='value(state.state)' "${where[@]}" 2>"$here/problem"); then
+look() { # set state; it is NONE only if gcloud knows that there is no slice. If gcloud can't tell, set problem and fail
+  local describe=(gcloud compute tpus queued-resources describe "$name" --format='value(state.state)' "${where[@]}")
+  if ! state=$("${describe[@]}" 2>"$here/problem"); then
     problem=$(paste -s -d ' ' "$here/problem")
     [[ $problem == *NOT_FOUND* ]] || return 1
     state=NONE
@@ -68,21 +73,23 @@ look() { # set state, which is NONE only if gcloud knows that there is no slice;
 
 look_or_fail() {
   state=NONE # a dry run asks nothing
-  [[ -n $dry ]] || look || fail "$name: its state isn't known, so nothing was done; gcloud says: $problem"
+  [[ -n $dry ]] || look || fail "$name: the state of the slice is unknown, so nothing was done; gcloud says: $problem"
 }
 
-wait_for() { # STATE ENDS: wait until the slice is in STATE, and fail in the states ENDS, from which it won't come there
+wait_for() { # STATE ENDS: wait for STATE, and fail in one of the states ENDS, from which the slice can't get there
   local failures=0
   while true; do
     if look; then
       failures=0
       [[ $state != "$1" ]] || return 0
-      [[ ! $state =~ ^($2)$ ]] || fail "$name: the slice is $state; see 'gcloud compute tpus queued-resources describe $name --zone=$ZONE', then delete it"
+      [[ ! $state =~ ^($2)$ ]] || fail "$name: the slice is $state; delete it and try again. The reason is in \
+'gcloud compute tpus queued-resources describe $name --zone=$ZONE'"
       say "$state"
-    else # a network or a login may come back
+    else # the network or the login may recover
       failures=$((failures + 1))
-      [[ $failures -lt 10 ]] || fail "$name: its state wasn't known at 10 looks in a row; gcloud says: $problem"
-      say "its state isn't known; gcloud says: $problem"
+      [[ $failures -lt 10 ]] ||
+        fail "$name: the state of the slice was unknown in 10 checks in a row; gcloud says: $problem"
+      say "the state of the slice is unknown; gcloud says: $problem"
     fi
     sleep "$pause"
   done
@@ -96,7 +103,7 @@ create() {
     [[ -n $dry ]] || rm -f "$here/ready"
     queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${SPOT:+--spot}
   else
-    say "is asked for already, and $state"
+    say "the slice was requested already and is $state"
   fi
   [[ -z $dry ]] || return 0
   while wait_for ACTIVE "$lost|DELETING|NONE" && ! on all true; do
@@ -109,25 +116,31 @@ setup() {
   local archive=$here/source.tar.gz
   do_it git archive --output="$archive" HEAD
   do_it gcloud compute tpus tpu-vm scp "$archive" "$name:diffeqformer.tar.gz" --worker=all "${where[@]}"
-  # a new host's own updates hold apt's lock for a while
+  # the updates of a new host hold apt's lock for a while
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
 command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
 ~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]' -c constraints.txt
-${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common; sudo mkdir -p /mnt/runs; grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab; mountpoint -q /mnt/runs || sudo mount /mnt/runs; sudo chmod 777 /mnt/runs}"
+${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common
+sudo mkdir -p /mnt/runs
+grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab
+mountpoint -q /mnt/runs || sudo mount /mnt/runs
+sudo chmod 777 /mnt/runs}"
   [[ -n $dry ]] || touch "$here/ready"
 }
 
-# for a host: is the process of run.pid a run, and not another one that has its number since a reboot?
+# for a host: is the process of run.pid a run, or another process that got the same number after a reboot?
 alive="alive() { grep -qzxF diffeqformer.main /proc/\$(cat run.pid)/cmdline; } 2>/dev/null"
 
-start() { # OPTIONS, quoted; a host where this very run goes on is left alone
+start() { # OPTIONS, quoted; does nothing on a host where this run is in progress
   local asked
   asked=$(printf %q "$1")
-  on all "cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || { echo \"\$HOSTNAME: isn't set up; use 'setup' first\" >&2; exit 1; }
+  on all "cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || {
+echo \"\$HOSTNAME: not set up; use 'setup' first\" >&2; exit 1; }
 $alive
-if alive && [ \"\$(cat run.options)\" = $asked ]; then echo \"\$HOSTNAME: this run is going on already\"; exit 0; fi
-if alive; then echo \"\$HOSTNAME: another run is going on, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
+if alive && [ \"\$(cat run.options)\" = $asked ]; then echo \"\$HOSTNAME: this run is already in progress\"; exit 0; fi
+if alive; then
+echo \"\$HOSTNAME: another run is in progress, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
 printf '%s\\n' $asked >run.options
 nohup .venv/bin/python -m diffeqformer.main$1 >>run.log 2>&1 </dev/null & echo \$! >run.pid"
 }
@@ -137,11 +150,11 @@ run() {
   local options
   options=$(printf ' %q' "$@")
   start "$options"
-  [[ -n $dry ]] || echo "$options" >"$here/options" # not before: those of another run that goes on must stay
+  [[ -n $dry ]] || echo "$options" >"$here/options" # not earlier: the options of another run in progress must stay
 }
 
 resume() {
-  [[ -f $here/options ]] || fail "resume: no run was started from here on $name; use 'run'"
+  [[ -f $here/options ]] || fail "resume: no run was started from this checkout on $name; use 'run'"
   look_or_fail
   [[ -z $dry && ! $state =~ ^($lost)$ ]] || delete
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then
@@ -156,10 +169,10 @@ watch() { on "${WORKER:-0}" "tail -n 50 -F diffeqformer/run.log"; }
 stop() {
   on all "cd diffeqformer 2>/dev/null
 $alive
-alive || { echo \"\$HOSTNAME: no run is going on\"; exit 0; }
-kill -TERM \$(cat run.pid) || exit 1; echo \"\$HOSTNAME: the run was told to stop, and saves itself\"
+alive || { echo \"\$HOSTNAME: no run is in progress\"; exit 0; }
+kill -TERM \$(cat run.pid) || exit 1; echo \"\$HOSTNAME: the run was told to stop and is saving a checkpoint\"
 for look in \$(seq 120); do alive || { echo \"\$HOSTNAME: the run has ended\"; exit 0; }; sleep 5; done
-echo \"\$HOSTNAME: the run hasn't ended in 10 minutes; 'watch' shows what it does\" >&2; exit 1"
+echo \"\$HOSTNAME: the run has not ended in 10 minutes; 'watch' shows its output\" >&2; exit 1"
 }
 
 delete() {
@@ -168,7 +181,7 @@ delete() {
   if [[ -n $dry || ! $state =~ ^(NONE|DELETING)$ ]]; then
     queue delete "$name" --force --quiet
   else
-    say "there is nothing to delete: the slice is $state"
+    say "nothing to delete: the slice is $state"
   fi
 }
 

@@ -1,4 +1,4 @@
-"""The launch scripts, against stand-ins for the cloud's and the scheduler's clients that record their calls."""
+"""The launch scripts, with fake clients of the cloud and the scheduler that record their calls."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 TPU = "launch/tpu.sh"
-STAND_IN = """#!/usr/bin/env bash
+FAKE = """#!/usr/bin/env bash
 printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 if [[ "$*" == *" describe "* ]]; then
   line=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; echo "WARNING: there is a newer gcloud" >&2
@@ -47,8 +47,8 @@ def verbs_of(calls):
 
 @pytest.fixture
 def cloud(tmp_path):
-    """Runs a script beside the stand-ins, and gives what came of it and the calls that were made."""
-    for name, text in (("gcloud", STAND_IN), ("srun", STAND_IN), ("scontrol", STAND_IN), ("sleep", SLEEP)):
+    """Runs a script with the fake clients, and returns the finished process and the recorded calls."""
+    for name, text in (("gcloud", FAKE), ("srun", FAKE), ("scontrol", FAKE), ("sleep", SLEEP)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     files = {name: tmp_path / name for name in ("CALLS", "STATES", "DOORS")}
@@ -69,7 +69,7 @@ def cloud(tmp_path):
 
 @pytest.fixture
 def host(tmp_path):
-    """A host that is set up: its folder, where remote commands run with a stand-in for the training program."""
+    """The folder of a host that is set up. Remote commands run there, with a fake training program."""
     folder = tmp_path / "host" / "diffeqformer"
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "python").write_text(RUN)
@@ -113,7 +113,7 @@ def test_a_slice_that_fails_is_said(cloud, states):
 def test_an_interrupted_create_goes_on(cloud, state):
     done, calls = cloud(TPU, "create", ZONE="z", states=[state, state, "ACTIVE", "ACTIVE"])
     assert done.returncode == 0, done.stderr
-    assert {*verbs_of(calls)} == {"describe", "ssh"} and f"is asked for already, and {state}" in done.stdout
+    assert {*verbs_of(calls)} == {"describe", "ssh"} and f"was requested already and is {state}" in done.stdout
 
 
 def test_a_slice_that_goes_is_waited_for_before_the_next_is_asked_for(cloud):
@@ -126,7 +126,7 @@ def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
     done, _ = cloud(TPU, "create", ZONE="z", states=["NONE", *nine, "PROVISIONING", *nine, "ACTIVE"])
     assert done.returncode == 0 and done.stdout.count("ERROR: (gcloud) your login has expired") == 18
     done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *nine, "LOGIN", "ACTIVE"])
-    assert done.returncode == 1 and "10 looks in a row; gcloud says: WARNING" in done.stderr
+    assert done.returncode == 1 and "unknown in 10 checks in a row; gcloud says: WARNING" in done.stderr
     assert "your login has expired" in done.stderr and verbs_of(calls)[-1] == "describe"
 
 
@@ -153,28 +153,26 @@ def test_hosts_run_what_was_asked_once(cloud, host):
     until((host / "said").exists)
     once = "|".join(["-m", "diffeqformer.main", *options, ""])
     assert (host / "said").read_text() == once
-    done, _ = cloud(
-        TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent)
-    )  # as where one host of many had failed
-    assert done.returncode == 0 and "this run is going on already" in done.stdout
+    done, _ = cloud(TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent))  # as if one host of many had failed
+    assert done.returncode == 0 and "this run is already in progress" in done.stdout
     done, _ = cloud(TPU, "run", "--config=configs/tiny.py", ZONE="z", HOST_FOLDER=str(host.parent))
     pid = (host / "run.pid").read_text().strip()
-    assert done.returncode == 1 and f"another run is going on, as process {pid}" in done.stderr
+    assert done.returncode == 1 and f"another run is in progress, as process {pid}" in done.stderr
     done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 0 and (host / "saved").exists(), "stop waits until the run has saved itself"
-    assert "was told to stop, and saves itself" in done.stdout and "has ended" in done.stdout
+    assert "was told to stop and is saving a checkpoint" in done.stdout and "has ended" in done.stdout
     assert (host / "said").read_text() == once
     cloud(TPU, "setup", ZONE="z")
     done, _ = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"], HOST_FOLDER=str(host.parent))
     assert done.returncode == 0, done.stderr
-    until(lambda: (host / "said").read_text() == once * 2)  # not the options of the run that was refused
+    until(lambda: (host / "said").read_text() == once * 2)  # not the options of the refused run
 
 
 def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
     with subprocess.Popen(["/bin/sleep", "60"]) as other:
         (host / "run.pid").write_text(str(other.pid))
         done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
-        assert done.returncode == 0 and done.stdout.endswith("no run is going on\n") and other.poll() is None
+        assert done.returncode == 0 and done.stdout.endswith("no run is in progress\n") and other.poll() is None
         done, _ = cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
         assert done.returncode == 0 and other.poll() is None
         until((host / "said").exists)
@@ -184,19 +182,19 @@ def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
 def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
     for folder in (host.parent, tmp_path):  # set up or not
         done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(folder))
-        assert done.returncode == 0 and done.stdout.endswith(": no run is going on\n")
+        assert done.returncode == 0 and done.stdout.endswith(": no run is in progress\n")
         assert all(line.startswith("+ ") for line in done.stderr.splitlines())
     (host / ".venv" / "bin" / "python").unlink()
-    for folder in (host.parent, tmp_path):  # the set-up wasn't finished, or wasn't begun
+    for folder in (host.parent, tmp_path):  # set up in part, or not at all
         done, _ = cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(folder))
-        assert done.returncode == 1 and done.stderr.endswith(": isn't set up; use 'setup' first\n")
+        assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
 
 
 def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent), STUBBORN="1")
     until((host / "said").exists)
     done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
-    assert done.returncode == 1 and "hasn't ended in 10 minutes" in done.stderr
+    assert done.returncode == 1 and "has not ended in 10 minutes" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
         (["NONE", "NONE", "ACTIVE"], ["describe", "describe", *NEW]),
         (["DELETING", "DELETING", "NONE", "ACTIVE"], ["describe"] * 3 + NEW),
         (["ACCEPTED", "ACCEPTED", "ACTIVE"], ["describe", "describe", *NEW[1:]]),
-        (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # was interrupted before its setup's end
+        (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # interrupted during its setup
     ],
 )
 def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, verbs):
@@ -215,9 +213,9 @@ def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, ve
     done, calls = cloud(TPU, "resume", ZONE="z", states=states)
     assert done.returncode == 0 and verbs_of(calls) == verbs, done.stderr
     assert "--workdir=/mnt/runs/a\\ b" in "\n".join(calls[-8:])
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"])  # the slice is there: only the run is begun again
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"])  # the slice is there: only the run starts again
     assert done.returncode == 0 and verbs_of(calls) == ["describe", "ssh"]
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["NONE", "NONE", "ACTIVE"])  # it was deleted by other means
+    done, calls = cloud(TPU, "resume", ZONE="z", states=["NONE", "NONE", "ACTIVE"])  # it was deleted in another way
     assert done.returncode == 0 and verbs_of(calls) == ["describe", "describe", *NEW]
 
 
@@ -269,7 +267,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
         (["create"], {}, "ZONE: name the zone"),
         (["create", "now"], {"ZONE": "z"}, "create: takes no options, but got now"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
-        (["resume"], {"ZONE": "z"}, "resume: no run was started from here"),
+        (["resume"], {"ZONE": "z"}, "resume: no run was started from this checkout"),
     ],
 )
 def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):

@@ -1,0 +1,50 @@
+"""The README is short, lines are too, and relative links of the documentation lead somewhere."""
+
+import re
+
+import pytest
+
+from helpers import ROOT
+
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"})
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def anchors(page):
+    """The anchors that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.fast
+def test_every_page_and_picture_is_linked():
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in LINK.findall(page.read_text())
+    }
+    for path in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/pictures/*")]:
+        assert path.resolve() in linked, path
+
+
+@pytest.mark.fast
+def test_the_readme_takes_two_minutes():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.fast
+def test_lines_have_one_width():
+    """`make lint` wraps text, but not code and headings."""
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            assert len(line) <= 120 or line.startswith("|"), (page, line)

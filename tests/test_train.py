@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training import loop, optimizer, run
+from diffeqformer.training import loop, memory, optimizer, run
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import abstract_model, new_model
 from flags import FAST_COMPILATION
@@ -239,6 +240,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
             state, scalars = step(state, tokens)
             return state, {**scalars, poison: scalars[poison] * (np.nan if bad else 1.0)}
 
+        train_step.lower = step.lower
         program.train_step = train_step
         return program
 
@@ -262,6 +264,41 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
         loop.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
     assert not (tmp_path / "stores").exists()
+
+
+@pytest.mark.parametrize("size", [{"model__vocab_size": 10**10}, {"model__width": 2**18, "model__mlp": 2**20}])
+def test_a_model_too_large_is_said_before_anything_is_allocated(size, tmp_path, short_stores, one_device_loop):
+    sentence = (
+        r"its parameters and the optimizer's state need [\d,.]+ GB on each device, but [\d,.]+ GB are free; take a"
+    )
+    with pytest.raises(UserError, match=f"^config.model: {sentence} smaller model"):
+        loop.train(toy_config(data__dir=str(short_stores), **size), tmp_path)
+
+
+def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
+    config = toy_config("gpt")
+    program = make_program(config, ONE_DEVICE)
+    state = run.abstract_state(program)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert needed > 3 * 4 * parameters  # with Adam's two moments
+    for free, will_train in ((needed, False), (10**9, True)):
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        memory.check_memory(config, program, state, will_train)
+    for free, sentence in ((needed, "config.batch_size: a train step needs"), (needed - 1, "config.model: its para")):
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
+            memory.check_memory(config, program, state, True)
+
+
+def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
+    gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
+    silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
+    assert memory.free_bytes([gpu, gpu]) == 70 and memory.free_bytes([silent]) is None
+    cpus = jax.local_devices(backend="cpu")
+    assert memory.free_on_host() > 0
+    monkeypatch.setattr(memory, "free_on_host", lambda: 800)
+    assert memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
 
 
 def test_work_folders_can_be_in_a_bucket_and_what_goes_wrong_there_is_said():

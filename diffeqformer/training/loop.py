@@ -141,6 +141,8 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
     pending = collections.deque()
     for step in range(first + 1, config.steps + 1):
         state, scalars = run.program.train_step(state, run.batch(step))
+        if step == first + 1:
+            jax.block_until_ready((state, scalars))  # says so if there was no memory for it
         pending.append((step, scalars))
         last, stopping = step == config.steps, notice.now()
         evaluating = last or (step % config.eval_every == 0 and not stopping)

@@ -23,6 +23,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
 from diffeqformer.training import finetune
+from diffeqformer.training.memory import check_memory
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import merge_trees
 
@@ -155,16 +156,30 @@ def start_or_resume(run: Run) -> dict:
     """A new state, or that of the newest checkpoint.
 
     Raises:
-        UserError: if processes see different checkpoints, or it can't be read.
+        UserError: if processes see different checkpoints, it can't be read, or there isn't enough memory.
     """
     step = run.checkpoints.latest_step()
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    shapes = abstract_state(run.program)
+    with hosts.all_succeed("the memory"):
+        check_memory(run.config, run.program, shapes, will_train=(step or 0) < run.config.steps)
     if step is None:
-        return first_state(run)
-    if step < run.config.steps:
-        print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
-    return restored_state(run, step)
+        state = first_state(run)
+    else:
+        if step < run.config.steps:
+            print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
+        state = restored_state(run, step, shapes)
+    return jax.block_until_ready(state)  # the whole: if there was no memory for it, one scalar may never be ready
+
+
+def abstract_state(program: Program) -> dict:
+    """Shapes, types and shardings of the state."""
+    return jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        jax.eval_shape(program.init),
+        program.state_shardings,
+    )
 
 
 def first_state(run: Run) -> dict:
@@ -183,15 +198,9 @@ def first_state(run: Run) -> dict:
     return state
 
 
-def restored_state(run: Run, step: int) -> dict:
+def restored_state(run: Run, step: int, shapes: dict) -> dict:
     """The state that was saved after `step` steps, and the frozen parameters that were saved once."""
-    program = run.program
-    shapes = jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        jax.eval_shape(program.init),
-        program.state_shardings,
-    )
-    trained, frozen = program.trained(shapes["params"]), program.frozen(shapes["params"])
+    trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
     state = checkpoint.restore_state(run.checkpoints, step, {**shapes, "params": trained})
     if frozen:
         state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(run.folder, frozen, run.about.base))

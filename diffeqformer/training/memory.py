@@ -1,0 +1,87 @@
+"""Whether a run fits into memory, compared before anything is allocated.
+
+On a CPU, too much is otherwise said late or never: JAX 0.10 can wait for ever for scalars of a program whose
+allocation failed, and Linux kills a process that uses more memory than there is.
+"""
+
+import math
+import os
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from diffeqformer.errors import UserError
+from diffeqformer.training.step import Program
+
+
+def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
+    """Compare what a run needs on each device of this process with what is free there, if the device tells.
+
+    The train step is compiled for this, once: its first call finds it compiled.
+
+    Args:
+        state: shapes and shardings of the whole state.
+        will_train: whether train steps will follow.
+
+    Raises:
+        UserError: if the state is too large, or a train step needs too much.
+    """
+    free = free_bytes(program.batch_sharding.mesh.local_devices)
+    if free is None:
+        return
+    needed = sum(map(bytes_on_device, jax.tree.leaves(state)))
+    if needed > free:
+        raise UserError(
+            f"config.model: its parameters and the optimizer's state need {gigabytes(needed)} on each device, but "
+            f"{gigabytes(free)} are free; take a smaller model, or spread it over more devices (config.mesh.fsdp)"
+        )
+    if not will_train:
+        return
+    shape = (config.batch_size, config.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
+    needed = bytes_of_program(program.train_step.lower(state, tokens).compile())
+    if needed > free:
+        raise UserError(
+            f"config.batch_size: a train step needs {gigabytes(needed)} on each device, but {gigabytes(free)} are free; "
+            "take a smaller batch, more config.microbatches, config.model.remat=step, more devices "
+            "(config.mesh.fsdp) or a smaller model"
+        )
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array's part on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def bytes_of_program(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program needs on one device at once; 0 if the compiler doesn't say."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # what is donated is used again
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def free_bytes(devices: list) -> int | None:
+    """Free memory of each of this process's devices, which on a CPU share the host's; None if it isn't known."""
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return free_on_host() // len(devices) if devices[0].platform == "cpu" else None
+
+
+def free_on_host() -> int:
+    """Bytes that this machine, or the container around this process, can still give; where it doesn't say, all it has."""
+    limit, table = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/proc/meminfo")
+    if not table.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows = dict(line.split(":") for line in table.read_text().splitlines())
+    free = sum(int(rows[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    of_container = limit.read_text().strip() if limit.exists() else "max"
+    return free if of_container == "max" else min(free, int(of_container))
+
+
+def gigabytes(count: int) -> str:
+    """Bytes, for people."""
+    return f"{count / 1e9:,.1f} GB"

@@ -5,8 +5,8 @@
 
 Prints, per chip, the GiB of the state and the batch (arguments; the new state takes their place), of what the step
 needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the
-compiler's own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2 joins two of
-them by the data centre's network. --plain_attention shows what splash attention saves.
+compiler's own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2
+joins two of them by the data centre's network. --plain_attention shows what splash attention saves.
 """
 
 import os

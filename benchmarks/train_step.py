@@ -88,8 +88,8 @@ def benchmark() -> None:
         for name, run in runs.items()
     ]  # fmt: skip
     columns = (
-        "model", "parameters", "compile s", "step ms", "forward ms", "arguments MiB", "temporaries MiB", "utilisation %",
-        "step", "forward", "memory",
+        "model", "parameters", "compile s", "step ms", "forward ms", "arguments MiB", "temporaries MiB",
+        "utilisation %", "step", "forward", "memory",
     )  # fmt: skip
     print_table(columns, rows)
 

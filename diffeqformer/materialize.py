@@ -42,8 +42,8 @@ def materialize(
     trained = opened.config.model
     if trained.solver not in solvers_of("discretized"):
         raise UserError(
-            f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, and "
-            "a materialized one has one set for each; use the run itself, or fine-tune it with --config.base"
+            f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, "
+            "and a materialized one has one set for each; use the run itself, or fine-tune it with --config.base"
         )
     num_steps = trained.num_steps if num_steps is None else num_steps
     dtype = dtype or opened.config.model.dtype

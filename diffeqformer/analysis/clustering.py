@@ -5,9 +5,9 @@ Attention alone, of one head, moves particles in space:
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
 with random Q, K and V and a polynomial s. The paper names the degrees, 0 to 4, and the numbers of particles and steps.
-Coefficients, horizon and start are our choice: s(t) = (t / horizon)^degree, which ends at the same size for every degree.
-The higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2, can be
-scaled so that their integral over time is that of degree 0.
+Coefficients, horizon and start are our choice: s(t) = (t / horizon)^degree, which ends at the same size for every
+degree. The higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2,
+can be scaled so that their integral over time is that of degree 0.
 """
 
 from collections.abc import Collection
@@ -83,7 +83,7 @@ def relative_distances(
 
 
 def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "states N D"]:
-    """The states at length 1. A block's norms see little else, and one token far away doesn't hide what the others do."""
+    """The states at length 1. A block's norms see little else, and one distant token doesn't hide the others."""
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     return states / np.where(lengths > 0, lengths, 1)
 
@@ -166,8 +166,8 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
         paragraph(
             "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
             "steps, weights constant or growing as a power of t. Coefficients, horizon and start are our choice. The "
-            f"upper row shows for each degree the draw of {DRAWS} that clusters most, centred and divided by its spread "
-            "at every time; the lower row shows the mean of all draws."
+            f"upper row shows for each degree the draw of {DRAWS} that clusters most, centred and divided by its "
+            "spread at every time; the lower row shows the mean of all draws."
         ),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}

@@ -1,4 +1,4 @@
-"""The largest exponents of the flow of all tokens of a text: equation (8) of the paper; and its Kaplan-Yorke dimension."""
+"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper, and its dimension."""
 
 import functools
 
@@ -123,8 +123,8 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
             "together: the logarithms by which a small change grows over the whole depth in its fastest directions. "
-            f"Kaplan-Yorke dimension: {said}. Over a finite depth that is a number of this text, not the dimension of an "
-            f"attractor. The last iteration changed them by at most {change:.1g}."
+            f"Kaplan-Yorke dimension: {said}. Over a finite depth that is a number of this text, not the dimension of "
+            f"an attractor. The last iteration changed them by at most {change:.1g}."
         ),
         figures.as_html(draw(largest), "exponents of the flow"),
     ]

@@ -92,9 +92,9 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     shown = [
         paragraph(
             f"A text of {length} different random tokens is said twice. The score is how much a head attends from a "
-            f"token's second occurrence to what followed its first. A head that attends to all tokens alike has {even:.3f}, "
-            "a perfect one 1. The paper infers induction heads from positive eigenvalues of both QK and OV; the score "
-            "measures them."
+            "token's second occurrence to what followed its first. A head that attends to all tokens alike has "
+            f"{even:.3f}, a perfect one 1. The paper infers induction heads from positive eigenvalues of both QK "
+            "and OV; the score measures them."
         ),
         figures.as_html(draw(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),

@@ -4,11 +4,11 @@ Equation (7) treats the input token `in` and the output token `out` as a system 
 
     dY/dt = J(t) Y,   Y(0) = I,   J = df_out/dx_in   [D, D],
 
-followed here by the model's own steps: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of what step n adds to x_out
-with respect to x_in before that step. After each step Y = QR; the exponents are the sums over the steps
+followed here by the model's own steps: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of what step n adds to
+x_out with respect to x_in before that step. After each step Y = QR; the exponents are the sums over the steps
 of log |diag R|, over the whole depth (the paper's time is 1). They are 0 for a token without influence. They leave out
-what becomes of x_in itself, and paths through other tokens, except within a step of a solver that evaluates the attention
-several times. Over few steps they depend on the order of the coordinates. `total_derivative` has all paths.
+what becomes of x_in itself, and paths through other tokens, except within a step of a solver that evaluates the
+attention several times. Over few steps they depend on the order of the coordinates. `total_derivative` has all paths.
 """
 
 import functools

@@ -34,8 +34,8 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
 
     Returns, as Frobenius norms relative to that mean's and averaged over the intervals: `gap`, of the kernel from the
-    mean; `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a smooth
-    function halves the ratio, and it is far below 1; for unrelated kernels it is sqrt(3).
+    mean; `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a
+    smooth function halves the ratio, and it is far below 1; for unrelated kernels it is sqrt(3).
     """
     times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
@@ -161,8 +161,8 @@ def table(results: dict) -> str:
     """The findings in Markdown."""
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps of "
-        f"{results['trained_solver']}, time frequency {results['time_frequency']:g}{times}",
+        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps "
+        f"of {results['trained_solver']}, time frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
         "|---|---|---|---|",

@@ -28,7 +28,7 @@ def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def draw(labels: list[str], measures: dict[str, np.ndarray]):
-    """Each measure [S] of how the last token depends on those before it, in a panel of its own, without infinite values."""
+    """Each measure [S] of how the last token depends on those before it, in its own panel, without infinite values."""
     labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
     for (name, values), [axis] in zip(measures.items(), axes, strict=True):
@@ -83,11 +83,11 @@ def section(
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
-            f"{predicted!r}. Equation (7) treats each token and the last one as a system of their own. Its exponents are 0 "
-            "for a token without influence. They know neither of paths through other tokens nor of what becomes of the "
-            f"token itself{exception}, and over few steps they also depend on the order of the coordinates. All paths are "
-            "in the total derivative of the last state by the first. Darker is larger, each line by itself and without "
-            "the last token, which is framed."
+            f"{predicted!r}. Equation (7) treats each token and the last one as a system of their own. Its exponents "
+            "are 0 for a token without influence. They know neither of paths through other tokens nor of what becomes "
+            f"of the token itself{exception}, and over few steps they also depend on the order of the coordinates. All "
+            "paths are in the total derivative of the last state by the first. Darker is larger, each line by itself "
+            "and without the last token, which is framed."
         )
     ]
     if published_pairing:

@@ -243,12 +243,13 @@ def section(
     seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
     shown = [
         paragraph(
-            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens attend "
-            "to which: along the direction of a positive real part, to those that are alike. OV is what is received: "
-            "positive real parts copy and attract along their direction, negative ones repel. The feed-forward's products "
-            "leave its activation aside. Biases and norms are left aside as well; rotary positions are those of a token and "
-            "itself. A product of a D x n and an n x D matrix has D - n eigenvalues that are 0 whatever the weights: they "
-            "are left out. Effective rank: the exponential of the entropy of the singular values."
+            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "
+            "attend to which: along the direction of a positive real part, to those that are alike. OV is what is "
+            "received: positive real parts copy and attract along their direction, negative ones repel. The "
+            "feed-forward's products leave its activation aside. Biases and norms are left aside as well; rotary "
+            "positions are those of a token and itself. A product of a D x n and an n x D matrix has D - n eigenvalues "
+            "that are 0 whatever the weights: they are left out. Effective rank: the exponential of the "
+            "entropy of the singular values."
         )
     ]
     numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []

@@ -64,8 +64,8 @@ def _last_state(graph, params, tokens, weights):
 def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float) -> tuple[float, ...]:
     """The ends of the steps, of different lengths, with which Heun's method walks depth to a tolerance.
 
-    In each step the distance of the embedded Euler step, as a root mean square over all tokens, is at most the tolerance
-    times that of the last state on the trained grid. The next step's length follows from its square root.
+    In each step the distance of the embedded Euler step, as a root mean square over all tokens, is at most the
+    tolerance times that of the last state on the trained grid. The next step's length follows from its square root.
 
     @book{hairer1993solving,
       title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},

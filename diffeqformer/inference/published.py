@@ -20,7 +20,7 @@ TASKS = {
 
 METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perplexity")
 """The first of these that a task has is shown. The paper doesn't name its metric; `acc` is our reading of its values.
-On ARC-Challenge and LogiQA they are below chance, 25. For such models `acc` usually is, and the length-normalised
+On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
 `acc_norm` isn't."""
 PERCENT = ("acc", "exact_match", "f1")
 

@@ -179,7 +179,7 @@ def write(folder: pathlib.Path, report: dict) -> None:
     write_text(folder / "results.md", describe(report["runs"]))
 
 
-def curves(folder: pathlib.Path, run: dict) -> None:
+def write_curves(folder: pathlib.Path, run: dict) -> None:
     """The metrics of one run for TensorBoard, at the step of its checkpoint."""
     where = folder / "tensorboard" / run["label"].replace("/", "_")
     suffix = f".{run['shots']}"  # files of one second would have one name
@@ -234,7 +234,7 @@ def run_all(options) -> None:
                 }
                 report["runs"].append(run)
                 write(folder, report)
-                curves(folder, run)
+                write_curves(folder, run)
                 print(f"done in {duration(run['seconds'])}", flush=True)
     print(
         f"\n{describe(report['runs'])}\nValues in per cent (standard error); all metrics are in {folder}/results.json"

@@ -1,12 +1,12 @@
-"""Compile the train step of a config for TPUs that aren't there, with the real TPU compiler: does it fit, and how much is free?
+"""Compile the train step of a config with the TPU compiler, without a TPU: does it fit, and how much is free?
 
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_for_tpu.py --config=configs/large.py --topology=v5e:8x8
 
 Prints, per chip, the GiB of the state and the batch (arguments; the new state takes their place), of what the step
-needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the compiler's
-own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2 joins two of
-them by the data centre's network. --plain_attention shows what splash attention saves.
+needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the
+compiler's own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2
+joins two of them by the data centre's network. --plain_attention shows what splash attention saves.
 """
 
 import os

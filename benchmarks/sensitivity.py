@@ -1,4 +1,4 @@
-"""Time and memory of the Lyapunov sensitivity: the exponents of one token with respect to all before it, and the total derivative.
+"""Time and memory of the Lyapunov sensitivity: a token's exponents for all tokens before it, and the total derivative.
 
     python benchmarks/sensitivity.py            # GPT-small's shape as a DiffEqFormer, 256 tokens
 

@@ -50,8 +50,8 @@ def main() -> None:
             differences.append(np.abs(values[:, None] - dense).min(1).max() / np.abs(dense[0]))
     each = (time.monotonic() - start) / DENSE.value
     print(
-        f"dense: {each:.2f} s each, measured on {DENSE.value}: {each * count / seconds:,.0f} times as long; eigenvalues differ "
-        f"by at most {max(differences):.1e} of the largest"
+        f"dense: {each:.2f} s each, measured on {DENSE.value}: {each * count / seconds:,.0f} times as long; "
+        f"eigenvalues differ by at most {max(differences):.1e} of the largest"
     )
 
 

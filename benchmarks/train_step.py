@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py                            # every model against the vanilla one of its flavour
     python benchmarks/train_step.py --models=gpt:shared,gpt:gpt --width=768 --heads=12 --batch_size=2
-    python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16       # a GPU with 141 GB
+    python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16  # a GPU with 141 GB
 
 A forward pass is the loss of one batch, weight generation included. Memory is XLA's own account of the
 compiled train step: arguments (parameters, Adam moments, tokens; donated, so that the new state takes
@@ -80,13 +80,18 @@ def benchmark() -> None:
     peaks = {name: np.array(sum(both)) for name, both in memory.items()}
     rows = [
         (
-            name, run.parameters, run.compile_seconds, 1e3 * np.median(steps[name]), 1e3 * np.median(forwards[name]), *memory[name],
-            utilisation(runs[name].config, np.median(steps[name])), ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
+            name, run.parameters, run.compile_seconds,
+            1e3 * np.median(steps[name]), 1e3 * np.median(forwards[name]), *memory[name],
+            utilisation(runs[name].config, np.median(steps[name])),
+            ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
         )
         for name, run in runs.items()
     ]  # fmt: skip
-    columns = "model, parameters, compile s, step ms, forward ms, arguments MiB, temporaries MiB, utilisation %, step, forward, memory"
-    print_table(tuple(columns.split(", ")), rows)
+    columns = (
+        "model", "parameters", "compile s", "step ms", "forward ms", "arguments MiB", "temporaries MiB",
+        "utilisation %", "step", "forward", "memory",
+    )  # fmt: skip
+    print_table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Look inside a checkpoint: `python -m diffeqformer.analyze --workdir=runs/tiny [--parts=spectra,sensitivity] [--text="..."]`.
+"""Look inside a checkpoint: `python -m diffeqformer.analyze --workdir=runs/tiny [--parts=spectra] [--text="..."]`.
 
 Writes one HTML report with figures, and the numbers behind them; docs/analysis.md explains them.
 """
@@ -77,8 +77,8 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
             raise UserError(f"{name}: must be at least 1, but it is {number}")
         if number not in (None, model.num_steps) and model.depth.fixed_depth:
             raise UserError(
-                f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} steps and "
-                f"no others, but it is {number}"
+                f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} "
+                f"steps and no others, but it is {number}"
             )
     if options.times and model.depth.constant:
         raise UserError(

@@ -1,6 +1,6 @@
 """Downstream tasks by lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
 
-By default the eleven tasks of the paper's Tables 4 and 5, printed in their layout with the published figures beside ours.
+By default the eleven tasks of the paper's Tables 4 and 5, printed in their layout beside the published figures.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def check_model(workdir: str, num_steps: list[int | None], window: int | None) -
 def load_tasks(names: list[str], include: str | None):
     """The tasks as `lm_eval.evaluator.evaluate` takes them, and their names.
 
-    Task files of one's own come before lm-eval's tasks of the same name; if no others are needed those aren't even read.
+    Your own task files come before lm-eval's tasks of the same name. If no others are needed, lm-eval's aren't read.
 
     Raises:
         UserError: for a folder without task files, a task that there isn't, or whose data can't be had.
@@ -110,7 +110,7 @@ def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
             ) from error
         whole = loaded["groups"].get(name)
         tasks += [whole] if whole else loaded["tasks"].values()
-        rows += [name] if whole else loaded["tasks"]  # a tag stands for its tasks
+        rows += [name] if whole else loaded["tasks"]  # the tasks of a tag
     try:
         return manager.load(tasks), rows
     except ValueError as error:
@@ -179,7 +179,7 @@ def write(folder: pathlib.Path, report: dict) -> None:
     write_text(folder / "results.md", describe(report["runs"]))
 
 
-def curves(folder: pathlib.Path, run: dict) -> None:
+def write_curves(folder: pathlib.Path, run: dict) -> None:
     """The metrics of one run for TensorBoard, at the step of its checkpoint."""
     where = folder / "tensorboard" / run["label"].replace("/", "_")
     suffix = f".{run['shots']}"  # files of one second would have one name
@@ -234,7 +234,7 @@ def run_all(options) -> None:
                 }
                 report["runs"].append(run)
                 write(folder, report)
-                curves(folder, run)
+                write_curves(folder, run)
                 print(f"done in {duration(run['seconds'])}", flush=True)
     print(
         f"\n{describe(report['runs'])}\nValues in per cent (standard error); all metrics are in {folder}/results.json"

@@ -42,7 +42,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     """The grid of each tolerance.
 
     Raises:
-        UserError: if there is no text to calibrate on, the model's weights aren't generated, or a tolerance can't be met.
+        UserError: if there is no calibration text, the model's weights aren't generated, or a tolerance can't be met.
     """
     if not options.tolerance:
         return {}
@@ -76,7 +76,8 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     for name in solvers:
         if name not in possible:
             raise UserError(
-                f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, but it is {name!r}"
+                f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, "
+                f"but it is {name!r}"
             )
     grids = calibrated(opened, options, window)
     rows = [
@@ -140,7 +141,7 @@ def evaluate(options) -> dict:
 
 
 def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[float]:
-    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which each has its turn."""
+    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate."""
     seconds = [[] for _ in scorers]
     for _ in range(rounds + 1):
         for scorer, times in zip(scorers, seconds):

@@ -25,8 +25,10 @@ REPLACED = "put its files back or, if the run goes on and has replaced it, start
 
 
 def statistics(array: np.ndarray) -> dict:
-    """Mean, standard deviation and largest absolute value of an array's finite elements (None if there are none), computed in
-    float64; the share of exact zeros, and the number of elements that aren't finite.
+    """Mean, standard deviation and largest absolute value of an array's finite elements, the share of exact zeros, and
+    the number of elements that aren't finite.
+
+    The first three are computed in float64, and None if no element is finite.
     """
     flat, count, mean, squares, largest, zeros = array.reshape(-1), 0, 0.0, 0.0, 0.0, 0
     for start in range(0, flat.size, BLOCK):
@@ -154,8 +156,9 @@ def heading(found: dict) -> list[str]:
     name, saved = tokenizer["name"], tokenizer["saved_characters"]
     inside = f"its data inside ({saved:,} characters)" if saved else "without data"
     lines = [
-        f"{found['name']}: {found['kind']}, field {found['field']}, {found['num_steps']} steps of depth by {found['solver']}",
-        f"step {found['step']:,} of {total:,}; checkpoints there are: {', '.join(f'{step:,}' for step in found['steps'])}",
+        f"{found['name']}: {found['kind']}, field {found['field']}, {found['num_steps']} steps of depth by "
+        f"{found['solver']}",
+        f"step {found['step']:,} of {total:,}; checkpoints: {', '.join(f'{step:,}' for step in found['steps'])}",
         f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
         f"tokenizer: {name}, {'which needs no data' if name == 'bytes' else inside}",
     ]

@@ -37,15 +37,15 @@ def materialize(
         The folder, in which the model has the number of the checkpoint's training step.
 
     Raises:
-        UserError: if there is no checkpoint, the folder has one already or can't be written, or the model can't take that
-            number of steps or has a solver that takes weights several times in a step.
+        UserError: if there is no checkpoint, the folder has one already or can't be written, or the model can't take
+            that number of steps or has a solver that takes weights several times in a step.
     """
     opened = checkpoint.load(workdir)
     trained = opened.config.model
     if trained.solver not in MODELS["discretized"].solvers():
         raise UserError(
-            f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, and a "
-            "materialized one has one set for each; use the run itself, or fine-tune it with --config.base"
+            f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, "
+            "and a materialized one has one set for each; use the run itself, or fine-tune it with --config.base"
         )
     num_steps = trained.num_steps if num_steps is None else num_steps
     dtype = dtype or opened.config.model.dtype

@@ -1,7 +1,7 @@
 """Is a trained model a differential equation? `python -m diffeqformer.ode --workdir=runs/tiny`
 
-Looks between the times at which the weights were trained: how smooth W(t) is there, what perplexity other grids give, and
-whether solvers come nearer to one solution as their steps get smaller. docs/ode.md explains the numbers.
+Looks between the times at which the weights were trained: how smooth W(t) is there, what perplexity other grids give,
+and whether solvers come nearer to one solution as their steps get smaller. docs/ode.md explains the numbers.
 """
 
 import json
@@ -37,8 +37,8 @@ def examine(options) -> dict:
     model, config = opened.model, opened.config.model
     if not model.depth.generated or model.num_steps < 2:
         raise UserError(
-            "--workdir: must hold a model whose weights are generated for at least 2 times, but it is a model of the kind "
-            f"{config.kind} with {model.num_steps} steps"
+            "--workdir: must hold a model whose weights are generated for at least 2 times, but it is a model of the "
+            f"kind {config.kind} with {model.num_steps} steps"
         )
     window = window_of(options, opened)
     task, files = text_of(options, opened)

@@ -1,9 +1,9 @@
 """The paper's ablations, Figures 4, 7, 14 to 16 and 18, over a config; by default configs/tiny.py, on two CPU cores.
 
-    python experiments/ablations.py --study=embedding      # d_emb: perplexity, parameters, throughput, memory (Figures 14 to 16)
-    python experiments/ablations.py --study=design         # one MLP of t for all weights, or one for each (Figure 18)
-    python experiments/ablations.py --study=beta2          # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
-    python experiments/ablations.py --study=overfitting --wikitext=wiki.valid.tokens      # a short text read again and again (Figure 4)
+    python experiments/ablations.py --study=embedding  # d_emb: perplexity, parameters, speed, memory (Figures 14 to 16)
+    python experiments/ablations.py --study=design     # one MLP of t for all weights, or one for each (Figure 18)
+    python experiments/ablations.py --study=beta2      # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
+    python experiments/ablations.py --study=overfitting --wikitext=wiki.valid.tokens  # a short text repeated (Figure 4)
 
 Others need their own widths and rates: --config=configs/medium.py --widths=12,48,144 --rates=6e-4. Each run is one of
 diffeqformer.main in a folder of its own, which studies share; the same command goes on where it was stopped. After each
@@ -53,7 +53,7 @@ class Run(NamedTuple):
     short_text: bool = False
 
     def differences(self) -> list[str]:
-        """What its fields are, but for those that are the config's anyway; the same for the same run, whatever a study calls it."""
+        """The changes that differ from the config, so that studies share the runs that are the same."""
         config = config_of(self.model)
         return [f"{field}={value:g}" for field, value in self.changes.items() if value != get_field(config, field)]
 

@@ -56,7 +56,10 @@ def perplexities(workdir: pathlib.Path) -> dict[int, float]:
 def articles_of_wikitext(
     path: str | None, folder: pathlib.Path, name: str, train: slice, validation: slice
 ) -> list[str]:
-    """Write some articles of a WikiText file for training and others for validation; gives the options of a run on them.
+    """Write some articles of a WikiText file for training and others for validation.
+
+    Returns:
+        the options of a run on them.
 
     Args:
         path: of wiki.valid.tokens.

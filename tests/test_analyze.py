@@ -61,8 +61,9 @@ def open_instead(opened, monkeypatch):
 
 def options_of(**changes):
     default = {
-        "workdir": "runs/x", "step": None, "feed_forward": True, "parts": list(ANALYSES), "text": None, "text_file": None, "num_steps": None,
-        "times": None, "heads": [], "flow": 4, "published_pairing": False, "output": None,
+        "workdir": "runs/x", "step": None, "feed_forward": True, "parts": list(ANALYSES), "text": None,
+        "text_file": None, "num_steps": None, "times": None,
+        "heads": [], "flow": 4, "published_pairing": False, "output": None,
     }  # fmt: skip
     return types.SimpleNamespace(**{**default, **changes})
 

@@ -16,7 +16,7 @@ TOKENS = jnp.arange(3, 11)
 
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
 def test_maps_are_the_attention_that_mixes_values(kind, field):
-    """Seen from outside: with one-hot values the mixed values are the attention; and where no step does anything, tokens stay."""
+    """Seen from outside: with one-hot values, the mixed values are the attention."""
     model = lively_model(kind, field, num_steps=2)
     found = attention_maps.maps(model, TOKENS[None])
     assert found.shape == (2, 1, 4, 8, 8) and np.allclose(found.sum(-1), 1, atol=1e-5)

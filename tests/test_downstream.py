@@ -43,7 +43,8 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"] and len(lines) == 7
     assert lines[2] == [
         "**Benchmark**", "**examples**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
-        "**GPT-large (published)**", "**DiffEqFormer-large (published)**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
+        "**GPT-large (published)**", "**DiffEqFormer-large (published)**",
+        f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
     ]  # fmt: skip
     rows = {line[0]: line[1:] for line in lines[3:]}
     assert list(rows) == ["PIQA", "last_word", "pages [bits_per_byte]", "sums [exact_match]"]

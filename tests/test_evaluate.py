@@ -31,8 +31,8 @@ from runs import command
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = [
-    "A first document, of our own.", "", " \u3000\n\x0b", "Another one: naïve 🙂, and a bit longer than the first.", "x",
-    "two  spaces\nand lines",
+    "A first document, of our own.", "", " \u3000\n\x0b", "Another one: naïve 🙂, and a bit longer than the first.",
+    "x", "two  spaces\nand lines",
 ]  # fmt: skip
 
 

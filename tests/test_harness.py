@@ -197,7 +197,7 @@ def test_sentence_pieces_are_scored_and_written():
 
 
 def constant_writer(tokens):
-    """A `continue_prompt` that writes these ids, and says what it was asked for; nobody may read on after the end of text."""
+    """A `continue_prompt` that writes these ids and records its arguments; reading past the end of text fails."""
     calls = []
 
     def writer(*arguments, count, choice, **options):

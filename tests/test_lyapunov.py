@@ -88,7 +88,7 @@ class Mean:
 
 
 def test_a_linear_system_has_its_known_exponents():
-    """With a lower triangular matrix c, every input token's derivative is I + dt c^T / S, upper triangular: its diagonal counts."""
+    """With a lower triangular c, each token's derivative is I + dt c^T / S, upper triangular: its diagonal counts."""
     rates, rest = np.array([3.0, 1.0, -0.5, -2.0]), np.tril(np.random.RandomState(0).randn(4, 4), -1)
     layers, dt = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], jnp.float32(0.05)
     tangents, total, x = jnp.tile(jnp.eye(4), (5, 1, 1)), 0, jnp.ones((5, 4))
@@ -99,7 +99,7 @@ def test_a_linear_system_has_its_known_exponents():
 
 
 def test_kaplan_yorke():
-    """The Lorenz system's published exponents give its published dimension; too few, or none that grows, give none and 0."""
+    """The Lorenz system's published exponents give its published dimension; too few give None, none that grows 0."""
     assert flow.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)
     assert flow.kaplan_yorke(np.array([0.5, 0.1, -0.2])) is None
     assert flow.kaplan_yorke(np.array([-1.0, -0.1])) == 0

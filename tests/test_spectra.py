@@ -12,7 +12,7 @@ RANDOM = np.random.RandomState(0)
 
 
 def test_a_known_spectrum_is_found_from_either_side():
-    """Of a product that turns a plane by 60 degrees, doubles one direction and turns another round; with its complex pair."""
+    """The product turns a plane by 60 degrees, a complex pair, doubles one direction and reverses another."""
     turn = np.array([[0.5, -(3**0.5) / 2], [3**0.5 / 2, 0.5]])
     block = np.zeros((4, 4))
     block[:2, :2], block[2, 2], block[3, 3] = turn, 2.0, -0.25
@@ -32,7 +32,7 @@ def test_effective_rank_counts_equal_directions():
 
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, field):
-    """Cut out of the block's kernels here by hand: heads in one piece, of [head, (query, key, value), width] in a GPT's."""
+    """Heads are cut out of the block's kernels by hand here; a GPT's are [head, (query, key, value), width]."""
     model = lively_model(kind, field)
     found = spectra(model, model.grid().ends)
     layers = {name: layer for name, layer in model.depth(model.grid()).items()}

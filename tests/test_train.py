@@ -277,7 +277,7 @@ def test_a_model_too_large_is_said_before_anything_is_allocated(size, tmp_path, 
 
 def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     config = toy_config("gpt")
-    program = make_program(config, ONE_DEVICE)
+    program = Program(config, ONE_DEVICE)
     state = run.abstract_state(program)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

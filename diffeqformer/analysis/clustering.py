@@ -1,12 +1,13 @@
-"""Do tokens cluster as they move? The paper's simulation (sections 5.1 and C.8), and the same measure of a trained model.
+"""Do tokens cluster as they move? The paper's simulation (sections 5.1 and C.8), and its measure of a trained model.
 
 Attention alone, of one head, moves particles in space:
 
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
-with random Q, K and V and a polynomial s. Of the paper's choice the degrees, 0 to 4, the number of particles and steps are known to us;
-coefficients, horizon and start are ours: s(t) = (t / horizon)^degree, which ends at the same size for every degree and has done less by then the higher it is. As
-controls, V, and the scores, which grow with s^2, can be multiplied by what makes their integral over time that of degree 0.
+with random Q, K and V and a polynomial s. The paper names the degrees, 0 to 4, and the numbers of particles and steps.
+Coefficients, horizon and start are our choice: s(t) = (t / horizon)^degree, which ends at the same size for every
+degree. The higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2,
+can be scaled so that their integral over time is that of degree 0.
 """
 
 from collections.abc import Collection
@@ -37,11 +38,14 @@ def simulate(
     steps: int = 200,
     horizon: float = HORIZON,
 ) -> Float[np.ndarray, "draws states particles dimensions"]:
-    """The positions of particles at time 0 and after every step of Euler's method, in float64, from a uniform start in [-1, 1].
+    """The positions of particles at time 0 and after every step of Euler's method, in float64.
+
+    The start is uniform in [-1, 1].
 
     Args:
         degree: of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: "V" or "scores" or both, whose integral over time is the same for every degree, and not their last size.
+        equal_total: "V" or "scores" or both: what has the same integral over time for every degree, instead of the same
+            last size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
@@ -79,14 +83,15 @@ def relative_distances(
 
 
 def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "states N D"]:
-    """The states at length 1: a block's norms see little else, and one token far from all others doesn't hide what these do."""
+    """The states at length 1. A block's norms see little else, and one distant token doesn't hide the others."""
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     return states / np.where(lengths > 0, lengths, 1)
 
 
 def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """For each power of the paper, the particles [T, N, 3] of the draw of `DRAWS` in which they come closest together, and the
-    clustering measure [T, q] in the mean of all draws.
+    """For each power of the paper, the particles [T, N, 3] of one draw, and the clustering measure [T, q].
+
+    The draw is that of `DRAWS` in which particles come closest together; the measure is the mean over all draws.
     """
     names = ["constant", *(f"degree {degree}" for degree in range(1, 5))]
     paths, means = {}, {}
@@ -121,7 +126,7 @@ def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np
 
 
 def draw_simulations(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray, title: str):
-    """Of each simulation [T, N, 3], the paths of its particles in 3-D as shares of their spread, and the clustering measure below."""
+    """The paths of each simulation's particles [T, N, 3] in 3-D, divided by their spread, and the measure below."""
     figure, axes = figures.new_figure(2, len(states), (3.1 * len(states), 6.6), sharey="row")
     for column, (name, path) in enumerate(states.items()):
         axes[0, column].remove()
@@ -153,15 +158,16 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     times = np.concatenate([[0.0], model.grid(num_steps).ends])
     shown = [
         paragraph(
-            "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the last "
-            "state; of the states, and of their directions x / |x|, which one token far from all others doesn't "
-            "disturb. Clusters would bring the lower quantiles to 0."
+            "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the "
+            "last state: distances of the states, and of their directions x / |x|, which one token far from all "
+            "others doesn't disturb. Clusters would bring the lower quantiles to 0."
         ),
         figures.as_html(draw_distances(measures, sizes, times, time_label(model)), "clustering of tokens"),
         paragraph(
-            "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 steps, weights constant or "
-            "growing as a power of t, whose degree is named; coefficients, horizon and start are our choice. In the upper row, for each "
-            f"degree, the draw of {DRAWS} that clusters most, centred and divided by its spread at every time; below, the mean of all."
+            "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
+            "steps, weights constant or growing as a power of t. Coefficients, horizon and start are our choice. The "
+            f"upper row shows for each degree the draw of {DRAWS} that clusters most, centred and divided by its "
+            "spread at every time; the lower row shows the mean of all draws."
         ),
     ]
     numbers = {"quantiles": QUANTILES, "rms_distance": sizes.tolist()}

@@ -31,7 +31,8 @@ def check_finite(model: Transformer) -> None:
     for path, leaf in flatten_dict(split_model(model)[1]).items():
         if not jnp.isfinite(leaf).all():
             raise UserError(
-                f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; python -m diffeqformer.inspect says more"
+                f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; "
+                "python -m diffeqformer.inspect says more"
             )
 
 
@@ -46,8 +47,8 @@ def check_text(model: Transformer, ids: list[int], name: str = "the text") -> No
     """
     if not 2 <= len(ids) <= model.max_length:
         raise UserError(
-            f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, but it "
-            f"has {len(ids):,}"
+            f"{name}: must have at least 2 tokens and at most {model.max_length:,}, the positions of this model, "
+            f"but it has {len(ids):,}"
         )
 
 

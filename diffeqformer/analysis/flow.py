@@ -1,4 +1,4 @@
-"""The largest exponents of the flow of all tokens of a text, and its Kaplan-Yorke dimension: equation (8) of the paper."""
+"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper, and its dimension."""
 
 import functools
 
@@ -22,7 +22,7 @@ CHUNK = 16  # tangent vectors that are carried at once
 
 @functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
 def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
-    """Logarithms of the largest singular values of the derivative of x(1) by x(0), by subspace iteration, and their last change."""
+    """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and their last change."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
     pull = jax.linear_transpose(push, x)
 
@@ -55,8 +55,8 @@ def flow_exponents(
 ) -> tuple[Float[np.ndarray, "k"], float]:
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
-    They are the logarithms of the largest singular values of the derivative of x(1) by x(0), found by subspace iteration:
-    tangent vectors are carried forward, their images pulled back, and made orthogonal each time. They come from below.
+    They are the logarithms of the largest singular values of dx(1)/dx(0), found by subspace iteration: tangent vectors
+    are carried forward, their images pulled back, and made orthogonal each time. The estimates rise to the exponents.
 
     Args:
         tolerance: iterate until a pass, forward and back, changes none of them by more.
@@ -76,7 +76,7 @@ def flow_exponents(
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
-    """The Kaplan-Yorke dimension of the largest exponents of a flow; None where they are too few to define it, or not numbers.
+    """The Kaplan-Yorke dimension of the largest exponents of a flow; None if they are too few to define it, or NaN.
 
     @inproceedings{kaplan1979chaotic,
       title={Chaotic behavior of multidimensional difference equations},
@@ -121,9 +121,10 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
     said = f"{dimension:.3f}" if dimension is not None else f"not defined by these, whose sum is positive{fewer}"
     shown = [
         paragraph(
-            f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens together: the logarithms by which a "
-            f"small change grows over the whole depth in its fastest directions. Kaplan-Yorke dimension: {said}. Over a finite depth "
-            f"that is a number of this text, not the dimension of an attractor. The last iteration changed them by at most {change:.1g}."
+            f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
+            "together: the logarithms by which a small change grows over the whole depth in its fastest directions. "
+            f"Kaplan-Yorke dimension: {said}. Over a finite depth that is a number of this text, not the dimension of "
+            f"an attractor. The last iteration changed them by at most {change:.1g}."
         ),
         figures.as_html(draw(largest), "exponents of the flow"),
     ]

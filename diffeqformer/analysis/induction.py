@@ -39,9 +39,9 @@ def induction_scores(
     num_steps: int | None = None,
     seed: int = 0,
 ) -> Float[np.ndarray, "T H"]:
-    """How strongly each head attends, in a text of random tokens said twice, to the token that came next the first time.
+    """How strongly each head attends, in random tokens said twice, to the token that came next the first time.
 
-    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for one that attends to all alike.
+    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for even attention.
 
     Args:
         ids: of tokens, from which the text is drawn.
@@ -90,9 +90,10 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     rows = [[f"{times[step]:.4g}", head, *(float(value[step, head]) for value in values)] for step, head in best]
     shown = [
         paragraph(
-            f"A text of {length} different random tokens is said twice; the score is how much a head attends from a token's second "
-            f"occurrence to what followed its first. A head that attends to all alike has {even:.3f}, a perfect one 1. The "
-            "paper infers induction heads from positive eigenvalues of both QK and OV; the score measures them."
+            f"A text of {length} different random tokens is said twice. The score is how much a head attends from a "
+            "token's second occurrence to what followed its first. A head that attends to all tokens alike has "
+            f"{even:.3f}, a perfect one 1. The paper infers induction heads from positive eigenvalues of both QK "
+            "and OV; the score measures them."
         ),
         figures.as_html(draw(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),

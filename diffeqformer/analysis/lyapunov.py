@@ -4,11 +4,11 @@ Equation (7) treats the input token `in` and the output token `out` as a system 
 
     dY/dt = J(t) Y,   Y(0) = I,   J = df_out/dx_in   [D, D],
 
-followed here by the steps in which the model itself is walked: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of what
-step n adds to x_out with respect to x_in before that step. After each step Y = QR; the exponents are the sums over the steps
-of log |diag R|, over the whole depth (the paper's time is 1). They are 0 for a token without influence. Neither other
-tokens (but within a step of a solver that evaluates the attention several times) nor what becomes of x_in itself are part of
-it, and over so few steps the QR's exponents depend on the order of the coordinates. `total_derivative` has all paths.
+followed here by the model's own steps: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of what step n adds to
+x_out with respect to x_in before that step. After each step Y = QR; the exponents are the sums over the steps
+of log |diag R|, over the whole depth (the paper's time is 1). They are 0 for a token without influence. They leave out
+what becomes of x_in itself, and paths through other tokens, except within a step of a solver that evaluates the
+attention several times. Over few steps they depend on the order of the coordinates. `total_derivative` has all paths.
 """
 
 import functools
@@ -121,13 +121,13 @@ def exponents(
 
     Args:
         num_steps: of depth; by default as trained.
-        published: take the derivative at each step as the authors' code does, for the weights at the step's start and the state at
-            its end, which never met.
+        published: take the derivative at each step as the authors' code does: with the weights at the step's start and
+            the state at its end.
         progress: told how many steps of how many are done.
 
     Raises:
-        UserError: if `published` is asked of a model whose weights aren't generated or whose solver isn't Euler's, or if the
-            model can't take that number of steps.
+        UserError: if the model can't take that number of steps, or if `published` and its weights aren't generated or
+            its solver isn't Euler's.
     """
     weights, solver = weights_at(model, num_steps), model.solver
     states = model.trajectory(tokens[None], weights)[:, 0]

@@ -1,4 +1,4 @@
-"""Is a trained model a differential equation? What `diffeqformer.ode` computes, and its report in Markdown and as a picture.
+"""Is a trained model a differential equation? What `diffeqformer.ode` computes, and its report.
 
 docs/ode.md explains the numbers.
 """
@@ -33,9 +33,9 @@ def trained_times(model: Transformer) -> np.ndarray:
 def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
 
-    Returns, as Frobenius norms relative to that mean's and averaged over the intervals: `gap`, of the kernel from the mean;
-    `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a smooth function
-    halves the ratio, and it is far below 1; for kernels that have nothing to do with one another it is sqrt(3).
+    Returns, as Frobenius norms relative to that mean's and averaged over the intervals: `gap`, of the kernel from the
+    mean; `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a
+    smooth function halves the ratio, and it is far below 1; for unrelated kernels it is sqrt(3).
     """
     times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
@@ -121,7 +121,10 @@ def _advance(graph, params, features, sizes, x):
 
 
 def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
-    """x(1) in fp32 by a multiple of the trained number of steps, whose weights exist for the trained number of steps at a time."""
+    """x(1) from x(0), both in fp32, by a multiple of the trained number of steps.
+
+    The weights of the trained number of steps exist at a time.
+    """
     grid, (graph, params) = model.grid(num_steps), split_model(model)
     features, chunks = model.depth.features(grid), num_steps // model.num_steps
     for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
@@ -132,8 +135,8 @@ def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
 def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict:
     """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
 
-    The error is the distance of x(1) from that of RK4 at twice the finest grid, as a share of x(1)'s length; `order` is the
-    slope of its logarithm over the three finest grids whose errors are above fp32's rounding. All in fp32.
+    The error is the distance of x(1) from that of RK4 at twice the finest grid, as a share of x(1)'s length. `order` is
+    the slope of its logarithm over the three finest grids whose errors are above fp32's rounding. All in fp32.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
     x = model.embed(tokens, Context()).astype(jnp.float32)
@@ -156,8 +159,8 @@ def table(results: dict) -> str:
     """The findings in Markdown."""
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps of {results['trained_solver']}, time "
-        f"frequency {results['time_frequency']:g}{times}",
+        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps "
+        f"of {results['trained_solver']}, time frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
         "|---|---|---|---|",
@@ -192,7 +195,8 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
     smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
     smooth.set(
-        title="between trained times: distance of kernels from their neighbours' mean,\nas a share of half the neighbours' difference"
+        title="between trained times: distance of kernels from their neighbours' mean,\n"
+        "as a share of half the neighbours' difference"
     )
     smooth.tick_params(axis="x", rotation=20)
     smooth.legend()

@@ -1,7 +1,8 @@
 """The analyses of a checkpoint, in the order of the report.
 
-Each has a file of its own with a function `section(opened, ids, *, num_steps, ...)`, without `ids` if it reads no text, that
-gives a `report.Section`. To add one, write such a file and add a row here. Its name is what `--parts` calls it.
+Each has a file of its own with a function `section(opened, ids, *, num_steps, ...)`, without `ids` if it reads no text,
+that gives a `report.Section`. To add one, write such a file and add a row here under the name that `--parts` takes.
+Options of the command are defined in `diffeqformer.analyze.define_flags`.
 """
 
 import dataclasses

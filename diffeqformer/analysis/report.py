@@ -11,10 +11,14 @@ import numpy as np
 from diffeqformer.console.results import write_text
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1250px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff; }
-img { max-width: 100%; } h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; border-top: 1px solid #ccc; padding-top: 1em; }
-table { border-collapse: collapse; margin: 1em 0; } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right; }
-td:first-child, th:first-child { text-align: left; } .text { font-family: monospace; white-space: pre-wrap; line-height: 2; margin: .5em 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
+body { max-width: 1250px; margin: 2em auto; padding: 0 1em; }
+img { max-width: 100%; } h1 { font-size: 1.5em; }
+h2 { font-size: 1.2em; margin-top: 2em; border-top: 1px solid #ccc; padding-top: 1em; }
+table { border-collapse: collapse; margin: 1em 0; }
+td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right; }
+td:first-child, th:first-child { text-align: left; }
+.text { font-family: monospace; white-space: pre-wrap; line-height: 2; margin: .5em 0 1em; }
 .text span { padding: .15em 0; } .text span:last-child { outline: 2px solid #0072b2; }
 """
 
@@ -52,7 +56,10 @@ def _line(cells: list, tag: str) -> str:
 
 
 def shares(values: np.ndarray) -> np.ndarray:
-    """Between 0, of the smallest finite value, and 1, of the largest; the last token, beside whose own the others would be pale, has 0."""
+    """Values scaled to 0 for the smallest finite one and 1 for the largest.
+
+    The last token is left out, since the others would be pale beside it; its share is 0.
+    """
     others = values[:-1]
     finite = others[np.isfinite(others)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)

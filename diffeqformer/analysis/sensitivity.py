@@ -28,7 +28,7 @@ def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def draw(labels: list[str], measures: dict[str, np.ndarray]):
-    """Each measure [S] of how the last token depends on the tokens before it, one panel below the other; what is infinite is left out."""
+    """Each measure [S] of how the last token depends on those before it, in its own panel, without infinite values."""
     labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
     for (name, values), [axis] in zip(measures.items(), axes, strict=True):
@@ -82,11 +82,12 @@ def section(
     exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
     shown = [
         paragraph(
-            f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is {predicted!r}. "
-            "Equation (7) treats each token and the last one as a system of their own: its exponents are 0 for a token without "
-            f"influence, and know neither of paths through other tokens nor of what becomes of the token itself{exception}; "
-            "from so few steps they also depend on the order of the coordinates. All paths are in the total derivative of the last state by the first. "
-            "Darker is larger, each line by itself and without the last token, which is framed."
+            f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
+            f"{predicted!r}. Equation (7) treats each token and the last one as a system of their own. Its exponents "
+            "are 0 for a token without influence. They know neither of paths through other tokens nor of what becomes "
+            f"of the token itself{exception}, and over few steps they also depend on the order of the coordinates. All "
+            "paths are in the total derivative of the last state by the first. Darker is larger, each line by itself "
+            "and without the last token, which is framed."
         )
     ]
     if published_pairing:

@@ -5,8 +5,8 @@
     up·down, gate·down: the products of the feed-forward's matrices, as if its activation were linear
 
 Biases and norms are left aside, and rotary positions are those of a token and itself, where they do nothing. Each
-product of a D x n and an n x D matrix has the nonzero eigenvalues of the n x n product the other way round, so those of a
-head come from K x K matrices. Eigenvalues stay complex.
+product of a D x n and an n x D matrix has the nonzero eigenvalues of the n x n product the other way round, so a head's
+come from K x K matrices. Eigenvalues stay complex.
 """
 
 import functools
@@ -95,7 +95,11 @@ def _singular_values(left, right):
 
 
 def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Array, Array]]:
-    """By name, the two matrices [T, H, D, n] and [T, H, n, D] of every product of a block, with those of its feed-forward or without."""
+    """By name, the two matrices [T, H, D, n] and [T, H, n, D] of every product of a block.
+
+    Args:
+        feed_forward: with the products of the feed-forward.
+    """
     query, key, value, out = field.head_matrices(layers)
     pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
     if feed_forward:
@@ -238,11 +242,13 @@ def section(
     seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
     shown = [
         paragraph(
-            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides who attends to whom: "
-            "along the direction of a positive real part, to those that are alike. OV is what is received: positive real parts copy "
-            "and attract along their direction, negative ones repel. The feed-forward's products leave its activation aside. "
-            "So are biases and norms; rotary positions are those of a token and itself. A product of a D x n and an n x D matrix has "
-            "D - n eigenvalues that are 0 whatever the weights: they are left out. Effective rank: the exponential of the entropy of the singular values."
+            "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "
+            "attend to which: along the direction of a positive real part, to those that are alike. OV is what is "
+            "received: positive real parts copy and attract along their direction, negative ones repel. The "
+            "feed-forward's products leave its activation aside. Biases and norms are left aside as well; rotary "
+            "positions are those of a token and itself. A product of a D x n and an n x D matrix has D - n eigenvalues "
+            "that are 0 whatever the weights: they are left out. Effective rank: the exponential of the "
+            "entropy of the singular values."
         )
     ]
     numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []

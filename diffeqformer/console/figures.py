@@ -12,7 +12,10 @@ SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle mea
 
 
 def new_figure(rows: int, columns: int, size: tuple, **options):
-    """A figure of that size in inches with its axes [rows, columns]; without pyplot, so that a notebook's own stay as they were."""
+    """A figure of that size in inches with its axes [rows, columns].
+
+    It is made without pyplot, so a notebook's own figures and settings stay unchanged.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -35,7 +38,7 @@ def as_html(figure, what: str) -> str:
 
 
 def log_if_wide(axis) -> None:
-    """A logarithmic vertical axis with numbers as one writes them, if what is drawn spans more than a factor of three."""
+    """A logarithmic vertical axis with plain numbers, if what is drawn spans more than a factor of three."""
     from matplotlib import ticker
 
     low, high = axis.dataLim.intervaly

@@ -1,7 +1,7 @@
 """A grid of depth that a tolerance chooses once, on calibration text.
 
-Never per prompt: the grid stays the same for every text, so that a token's probability depends on earlier tokens alone, and not
-on what else is in the batch.
+The grid stays the same for every text, so that a token's probability depends on earlier tokens alone, and not on what
+else is in the batch.
 """
 
 import functools
@@ -64,8 +64,8 @@ def _last_state(graph, params, tokens, weights):
 def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float) -> tuple[float, ...]:
     """The ends of the steps, of different lengths, with which Heun's method walks depth to a tolerance.
 
-    In each step the root mean square, over all tokens, of the distance of the embedded Euler step is at most the tolerance times
-    that of the last state on the trained grid. The next step's length follows from its square root.
+    In each step the distance of the embedded Euler step, as a root mean square over all tokens, is at most the
+    tolerance times that of the last state on the trained grid. The next step's length follows from its square root.
 
     @book{hairer1993solving,
       title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},
@@ -96,8 +96,8 @@ def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float
             ends.append(t)
         elif dt <= shortest:
             raise UserError(
-                f"--tolerance: {tolerance:g} can't be met with {MOST * model.num_steps} steps: at t = {t:.3f} steps of {dt:.2g} "
-                f"still have an error of {error:.1g}; take a larger one"
+                f"--tolerance: {tolerance:g} can't be met with {MOST * model.num_steps} steps: at t = {t:.3f} steps of "
+                f"{dt:.2g} still have an error of {error:.1g}; take a larger one"
             )
         growth = 0.9 * (tolerance / error) ** 0.5 if error else 5.0
         dt = max(shortest, dt * min(5.0, max(0.2, growth)))

@@ -22,7 +22,7 @@ GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k
 
 @register_model("diffeqformer")
 class HarnessModel(lm_eval.api.model.TemplateLM):
-    """One checkpoint at one number of steps. Its weights are generated once, and few shapes are compiled (see `Scorer`).
+    """One checkpoint at one number of steps. Its weights are made once, and few shapes are compiled (see `Scorer`).
 
     Args:
         opened: from `checkpoint.load`.
@@ -55,7 +55,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         lm-eval's `device` and `max_batch_size` have no meaning here: all devices that JAX finds are used.
 
         Raises:
-            UserError: for a missing workdir, an argument that there isn't, one that is no number, and whatever
+            UserError: for a missing workdir, an unknown argument, one that isn't a number, and what
                 `checkpoint.load` and the constructor refuse.
         """
         values = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
@@ -165,7 +165,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         """What the model writes after each context, up to the first of its stop strings, which is left out.
 
         One text after another, so that none depends on the others; everything is compiled once. The likeliest token is
-        taken unless the request asks for `do_sample` or a temperature. A context too long for the window loses its start.
+        taken unless the request asks for `do_sample` or a temperature. A context that is too long loses its start.
 
         Raises:
             UserError: if a request asks for something that there isn't, or for more tokens than the window holds.

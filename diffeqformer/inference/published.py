@@ -19,9 +19,9 @@ TASKS = {
 """Name of a task in lm-evaluation-harness -> its name in the paper, in the paper's order."""
 
 METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perplexity")
-"""The first of these that a task has is shown. The paper doesn't name its metric; `acc` is our reading of its values: on
-ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models and the length-normalised `acc_norm`
-isn't."""
+"""The first of these that a task has is shown. The paper doesn't name its metric; `acc` is our reading of its values.
+On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
+`acc_norm` isn't."""
 PERCENT = ("acc", "exact_match", "f1")
 
 # Tong et al., Neural ODE Transformers (ICLR 2025), appendix C.7: per cent, with the standard error.
@@ -91,7 +91,7 @@ PUBLISHED = {
 
 
 def shown_metric(results: dict) -> str:
-    """The key of the metric to show among a task's results, as lm-eval names them: "acc,none", "acc_stderr,none", ..."""
+    """The key of the metric to show among a task's results; lm-eval's keys are "acc,none", "acc_stderr,none", ..."""
     keys = [key for key, value in results.items() if "," in key and "_stderr," not in key and is_number(value)]
     rank = {name: place for place, name in enumerate(METRICS)}
     return min(keys, key=lambda key: rank.get(key.partition(",")[0], len(rank)))

@@ -53,8 +53,8 @@ def table(results: dict) -> str:
     first = results["rows"][0]
     lines = [
         heading(results),
-        f"{first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} words, {first['tokens']:,} tokens "
-        f"({results['tokenizer']})",
+        f"{first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} words, "
+        f"{first['tokens']:,} tokens ({results['tokenizer']})",
         "",
         "| " + " | ".join(COLUMNS.values()) + " |",
         "|" + "---|" * len(COLUMNS),

@@ -1,12 +1,8 @@
 """Tests run on eight virtual CPU devices, with the types and shapes of annotations checked."""
 
 import gc
-import json
 import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
 from flags import FAST_COMPILATION
 
@@ -15,6 +11,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST_COMPI
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
@@ -28,16 +25,6 @@ def forget_compiled():
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
         gc.collect()
-
-
-@pytest.fixture(scope="session")
-def stdlib_stores(tmp_path_factory) -> pathlib.Path:
-    """A folder with the token store of the standard library in bytes, which all workers share: one prepares, others wait."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "token_stores"
-    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", f"--config.data.dir={folder}"]
-    subprocess.run(command, check=True, capture_output=True, cwd=pathlib.Path(__file__).parent.parent)
-    return folder
 
 
 @pytest.fixture
@@ -60,21 +47,14 @@ def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def short_stores(stdlib_stores, tmp_path_factory) -> pathlib.Path:
-    """The standard library's store with a short validation split."""
-    from diffeqformer.data.store import open_store, sha256
+def short_stores(tmp_path_factory) -> pathlib.Path:
+    """A folder with a store that training takes for the standard library's: sentences that a model can learn."""
+    from helpers import make_store
 
-    folder = tmp_path_factory.mktemp("stores")
-    store = pathlib.Path(shutil.copytree(stdlib_stores / "python_stdlib-bytes", folder / "python_stdlib-bytes"))
-    about = json.loads((store / "store.json").read_text())
-    split = about["splits"]["validation"]
-    [shard] = split["shards"]
-    with open(store / shard["file"], "r+b") as file:
-        file.truncate(2 * 2000)
-    split["tokens"] = shard["tokens"] = 2000
-    split["sha256"] = shard["sha256"] = sha256(store / shard["file"])
-    (store / "store.json").write_text(json.dumps(about))
-    assert open_store(store, "bytes", 64)["validation"].size == 2000
+    folder, random = tmp_path_factory.mktemp("stores"), np.random.RandomState(0)
+    words = "def class return import for in while if not else try self print None True".split()
+    texts = [" ".join(random.choice(words, 60)) for _ in range(400)]
+    make_store(folder / "python_stdlib-bytes", {"train": [texts], "validation": [texts[:8]]})
     return folder
 
 

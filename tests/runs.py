@@ -1,10 +1,14 @@
 """Commands, and small runs of the training one, in processes of their own."""
 
+import functools
+import json
 import os
+import pathlib
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -66,14 +70,31 @@ def curves(workdir) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
 
 
-def command(module: str, *arguments, environment: dict | None = None, **options) -> subprocess.CompletedProcess:
-    """One of the project's commands, run to its end with more in its environment; `options` are those of `subprocess.run`."""
-    return subprocess.run(
-        [sys.executable, "-m", f"diffeqformer.{module}", *(a if isinstance(a, bytes) else str(a) for a in arguments)],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8", **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
+@functools.cache
+def forking() -> subprocess.Popen:
+    """The process that runs commands, which ends when its standard input does: with this one."""
+    environment = {**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8"}
+    script = ROOT / "tests" / "forking.py"
+    return subprocess.Popen(
+        [sys.executable, script], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
+    """One of the project's commands, run to its end with more in its environment, in a fork of a process with its imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+        for file, text in zip(files, (input, "", "")):
+            file.write_text(text, encoding="utf-8")
+        request = {
+            "module": module,
+            "arguments": [
+                os.fsdecode(argument) if isinstance(argument, bytes) else str(argument) for argument in arguments
+            ],
+            "environment": {**os.environ, "XLA_FLAGS": FAST_COMPILATION, **(environment or {})},
+            "files": [str(file) for file in files],
+        }
+        print(json.dumps(request), file=forking().stdin, flush=True)
+        status = int(forking().stdout.readline())
+        said = [file.read_bytes().decode() for file in files[1:]]
+    return subprocess.CompletedProcess(request["arguments"], status, *said)

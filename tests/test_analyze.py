@@ -1,9 +1,9 @@
 """The report on a checkpoint: all of its parts, and what is refused."""
 
 import json
-import re
 import shutil
 import types
+from html.parser import HTMLParser
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,16 +20,30 @@ from helpers import lively_model, toy_config
 from runs import command
 
 
-def without_images(page: str) -> str:
-    """A report without the data of its images, in which any few letters may occur."""
-    return re.sub(r'(?<=base64,)[^"]+', "", page)
+class Page(HTMLParser):
+    """The tags, the text, and all that a page takes from elsewhere: pictures, links, scripts, style sheets."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.sources, self.text = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "srcset", "href", "xlink:href", "data")]
+        self.sources += [value for name, value in attributes if name == "style" and "url" in value]
+
+    def handle_data(self, text):
+        self.text += text
 
 
 def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
-    page = without_images((tmp_path / "out" / "report.html").read_text())
-    assert page.count("data:image/png;base64,") == 10 and "http" not in page and "&lt;" in page and "<b>" not in page
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert len(page.sources) == 10 and all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert "a <b> & b a" in page.text and "b" not in page.tags
+    assert "url(" not in page.text and "@import" not in page.text  # in its style sheet
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
     model = checkpoint.load(run).model
     tokens = np.asarray(ByteTokenizer().encode("a <b> & b a"))
@@ -129,9 +143,9 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp
     parts = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))
     assert [section.name for section in done] == parts
-    page = without_images((tmp_path / "out" / "report.html").read_text())
-    assert page.count("<img") == 6 + (field == "llama") and ("layer" in page) == (kind == "gpt")
-    assert ("within a step of this solver" in page) == (kind == "shared")
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert page.tags.count("img") == 6 + (field == "llama") and ("layer" in page.text) == (kind == "gpt")
+    assert ("within a step of this solver" in page.text) == (kind == "shared")
     for section in done:
         assert all(np.isfinite(values).all() for values in section.arrays.values()), section.name
     inside = common.in_float32(lambda opened: (opened.model.dtype, opened.model.state_dtype))(opened)

@@ -1,8 +1,6 @@
 """Configs: every file is sound, every mistake stops the run with one sentence that names the field."""
 
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -23,7 +21,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model
-from helpers import CONFIGS, ROOT, load_config, toy_config
+from helpers import CONFIGS, load_config, toy_config
+from runs import command
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -305,8 +304,7 @@ def test_right_overrides_pass():
     ],
 )
 def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
-    command = [sys.executable, "-m", "diffeqformer.main", f"--workdir={tmp_path / 'run'}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,8 @@ from helpers import ONE_DEVICE, TEXTS, make_store
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "data"))
 from make_runs import HERE, KINDS, SAVED, STEPS, config_of, digest  # noqa: E402
 
+RESUMED = ("diffeqformer", "gpt", "lora")  # with generated weights, with a vanilla transformer's, with adapters
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> pathlib.Path:
@@ -26,6 +28,15 @@ def runs(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+def check_curves(name, expected) -> dict[str, dict[int, float]]:
+    """What a run has logged so far, as it was then; new steps may be rounded as another machine does it."""
+    curves = read_curves(name)
+    for tag, group in (("train/loss", "train"), ("validation/loss", "validation")):
+        for step, value in curves.get(tag, {}).items():
+            assert value == pytest.approx(expected[group][str(step)], rel=1e-5 if step > SAVED else 1e-12)
+    return curves
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(name, runs, monkeypatch):
     monkeypatch.chdir(runs)
@@ -33,10 +44,10 @@ def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(na
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
     expected = json.loads(pathlib.Path("expected.json").read_text())[name]
     assert digest(name) == expected["saved"]
-    loop.train(config_of(name), name)
-    curves = read_curves(name)
-    for tag, group in (("train/loss", "train"), ("validation/loss", "validation")):
-        assert {str(step) for step in curves[tag]} == set(expected[group])
-        for step, value in expected[group].items():  # new steps may be rounded as another machine does it
-            assert curves[tag][int(step)] == pytest.approx(value, rel=1e-5 if int(step) > SAVED else 1e-12)
-    assert max(curves["train/loss"]) == STEPS
+    assert max(check_curves(name, expected)["train/loss"]) == SAVED
+    if name in RESUMED:
+        loop.train(config_of(name), name)
+        curves = check_curves(name, expected)
+        assert {str(step) for step in curves["train/loss"]} == set(expected["train"])
+        assert {str(step) for step in curves["validation/loss"]} == set(expected["validation"])
+        assert max(curves["train/loss"]) == STEPS

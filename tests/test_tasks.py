@@ -5,6 +5,7 @@ import sys
 
 from diffeqformer.data.store import open_store
 from helpers import ROOT
+from runs import command
 
 
 def run(script: str) -> str:
@@ -13,7 +14,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def test_the_standard_library_task_agrees_with_its_files(stdlib_stores):
+def test_the_standard_library_task_agrees_with_its_files(tmp_path):
     """SeqIO's ids are the bytes of the files, tests left out, split by path."""
     output = run("""
 import numpy as np, seqio
@@ -31,7 +32,9 @@ assert bytes(first["targets"][:-1].astype(np.uint8)) == text == first["targets_p
 assert first["targets"][-1] == vocabulary.eos_id == 256
 print(sum(path.stat().st_size for path in validation))
 """)
-    splits = open_store(stdlib_stores / "python_stdlib-bytes", "bytes", 128)
+    done = command("prepare", "--config=configs/tiny.py", f"--config.data.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    splits = open_store(tmp_path / "python_stdlib-bytes", "bytes", 128)
     assert splits["validation"].text_bytes == int(output.splitlines()[-1])
     assert splits["train"].size > 5e6
 

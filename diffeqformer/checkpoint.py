@@ -67,11 +67,9 @@ class About:
         types = {"config": dict, "base": dict, "materialized_from": dict, "validation_due": bool}
         fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
         for name in ("config", "tokenizer", *fields):
-            expected = types.get(name, str)
-            if not isinstance(fields.get(name), expected):
-                raise ValueError(
-                    f"'{name}' in its 'about' must be a {expected.__name__}, but it is {type(fields.get(name)).__name__}"
-                )
+            expected, found = types.get(name, str), type(fields.get(name))
+            if not issubclass(found, expected):
+                raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
         return cls(**fields)
 
 
@@ -103,8 +101,9 @@ def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoint
 
 @contextlib.contextmanager
 def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.CheckpointManager]:
-    """The same for a `with` block, at whose end saves have ended; but not if one of several processes fails in it alone,
-    as Orbax would wait there for the others.
+    """The same for a `with` block, at whose end saves have ended.
+
+    If one of several processes fails alone, it doesn't wait for saves: Orbax would wait for the others.
     """
     manager = open_checkpoints(workdir, kept, name)
     try:
@@ -132,22 +131,25 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -
 
 @contextlib.contextmanager
 def written(manager: ocp.CheckpointManager) -> Iterator[None]:
-    """Turns what went wrong with a save, now or in the background, into a UserError; earlier checkpoints are untouched."""
+    """Turns what went wrong with a save, now or in the background, into a UserError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # of the file system, of TensorStore, or of another host
         raise UserError(
-            f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and the same "
-            "command goes on from the newest"
+            f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and "
+            "the same command goes on from the newest"
         ) from error
 
 
 def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
-    """Raise a UserError if a save in the background has failed; `wait` for one that goes on.
+    """Check that no save in the background has failed; `wait` until there is none.
 
-    Not by `manager.check_for_errors`: an error that it has told, Orbax itself no longer sees, and takes the save for complete.
+    `manager.check_for_errors` won't do: once it has raised an error, Orbax takes that save for complete.
+
+    Raises:
+        UserError: if one has failed.
     """
     with written(manager):
         if wait or not manager.is_saving_in_progress():
@@ -212,10 +214,10 @@ def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") ->
 def read_arrays(
     manager: ocp.CheckpointManager, step: int, remedy: str = "", bytes_at_once: int = 2**28
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """The parameters of a checkpoint with their paths, on the host; it needs no model, nor devices like those of the training.
+    """The parameters of a checkpoint with their paths, on the host. Needs no model, and no devices as in training.
 
     Args:
-        bytes_at_once: how much is read, and held, at a time, but always one whole array.
+        bytes_at_once: how much is read, and held, at a time; at least one whole array.
 
     Raises:
         UserError: if they can't be read.
@@ -234,7 +236,7 @@ def read_arrays(
             with readable(manager, step, remedy):
                 args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
                 arrays = traverse_util.flatten_dict(reader.restore(folder, args=args))
-            while arrays:  # nothing is kept of what was taken
+            while arrays:  # what the caller has taken isn't kept
                 yield arrays.popitem()
 
 
@@ -294,7 +296,7 @@ def load_config(workdir: epath.PathLike) -> ConfigDict:
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
-    """Save the parameters that no checkpoint of a new run will hold, in the place of what there was.
+    """Save the parameters that no checkpoint of a new run will hold. Replaces what was there.
 
     Args:
         base: what they come from, as `About.base` of the run's checkpoints says.
@@ -348,11 +350,18 @@ def _read_only(folder: epath.Path) -> ocp.CheckpointManager:
         logging.set_verbosity(verbosity)
 
 
-def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of a run (by default the newest), or a materialized model, on a mesh or else on the first device.
+def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=sharding)
 
-    Parameters have the type in which they were saved; the optimizer's state stays on disk. Only reads, so
-    the run may be going on.
+
+def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of a run, or a materialized model. Only reads, so the run may be going on.
+
+    Parameters have the type in which they were saved; the optimizer's state stays on disk.
+
+    Args:
+        mesh: devices that share the parameters; by default all are on the first device.
+        step: of which checkpoint; by default the newest.
 
     Raises:
         UserError: if there is none.
@@ -365,17 +374,16 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             places = jax.tree.map(lambda _: device, params)
         else:
             places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model)[0])
-        place = lambda leaf, saved, where: jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=where)  # noqa: E731
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
-        moved_on = (
-            "" if step == manager.latest_step() else "start again, with the newest checkpoint"
-        )  # which a run that goes on replaces
-        with readable(manager, step, moved_on):
+        replaced = "start again, with the newest checkpoint"  # a run that goes on removes old ones
+        with readable(manager, step, "" if step == manager.latest_step() else replaced):
             saved = manager.item_metadata(step)["params"].tree
-            target = jax.tree.map(place, trained, saved, select(places, model.trains))
+            target = jax.tree.map(_placed, trained, saved, select(places, model.trains))
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
     if frozen:
         rest = select(places, lambda path: not model.trains(path))
-        restored = merge_trees(restored, restore_frozen(workdir, jax.tree.map(place, frozen, frozen, rest), about.base))
+        restored = merge_trees(
+            restored, restore_frozen(workdir, jax.tree.map(_placed, frozen, frozen, rest), about.base)
+        )
     tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)

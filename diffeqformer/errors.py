@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
-    """Something the user can put right; the message is one sentence that names the field or file at fault.
+    """Something the user can put right. The message is one sentence that names the field or file at fault.
 
-    A ValueError, so that those who call the library without knowing of this class can treat it as one.
+    A ValueError, so that callers of the library can catch it as one.
     """
 
 
@@ -34,7 +34,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def leave(status: int, sentence: str) -> None:
-    """End the process at once: a normal exit can crash, or wait for ever, in threads of XLA or TensorFlow still at work."""
+    """End the process at once: a normal exit can crash, or wait for ever, in threads of XLA or TensorFlow."""
     sys.stdout.flush()
     sys.stderr.write(f"diffeqformer: {sentence}\n")  # at once: other threads may be writing, too
     sys.stderr.flush()
@@ -58,6 +58,6 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """The end of an error's first line, where TensorStore says what the system said before it shows the array's description."""
+    """The end of an error's first line without the array's description, before which TensorStore gives the reason."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
     return line if len(line) <= 200 else f"... {line[-200:]}"

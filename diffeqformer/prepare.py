@@ -1,4 +1,4 @@
-"""Prepare the token store of a config, as training would: `python -m diffeqformer.prepare --config=configs/small.py`."""
+"""Prepare a config's token store, as training would: `python -m diffeqformer.prepare --config=configs/small.py`."""
 
 from ml_collections import ConfigDict
 

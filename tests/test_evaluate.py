@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import subprocess
+import sys
 import types
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from lm_eval.api.instance import Instance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from diffeqformer import checkpoint, transformer
+from diffeqformer import checkpoint, data, transformer
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
@@ -26,7 +27,7 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import Transformer, new_model
-from helpers import ONE_DEVICE, ROOT, lively_model, make_store, toy_config
+from helpers import ONE_DEVICE, lively_model, make_store, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -261,20 +262,27 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
 
 
-def test_a_checkpoint_cannot_choose_a_module_to_import(tmp_path):
-    """It would run code from a folder that somebody else made; the user's own option does."""
-    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
+    """A module runs code. Only the user's own option names one."""
+    imported, fake = [], types.SimpleNamespace(CORPORA={"python_stdlib": ...}, Evaluation=lambda *arguments: arguments)
+    fake.configure = lambda module, _: imported.append(module)
+    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)
+    for name in ("diffeqformer.data.tasks", "diffeqformer.inference.perplexity"):  # which import TensorFlow
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(data, "tasks", fake, raising=False)
     config = toy_config(data__task="mine", data__module="planted")
-    save_checkpoint(tmp_path / "run", lively_model("diffeqformer", vocab_size=257), config)
-    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = command("evaluate", f"--workdir={tmp_path / 'run'}", environment=environment)
-    sentence = (
-        "--module: in training, the corpus 'mine' came from the module 'planted'; to import it, give --module=NAME"
-    )
-    assert (done.returncode, done.stderr) == (1, f"diffeqformer: {sentence}\n")
-    assert not (tmp_path / "imported").exists()
-    done = command("evaluate", f"--workdir={tmp_path / 'run'}", "--module=planted", environment=environment)
-    assert done.returncode == 1 and (tmp_path / "imported").exists()  # which adds no corpus
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
+
+    def open_text(task, module):
+        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation")
+        evaluation_command.open_text(options, opened, task, None, 8, 8)
+        return imported.pop()
+
+    with pytest.raises(
+        UserError, match="^--module: .* 'mine' came from the module 'planted'; to import it, give --module="
+    ):
+        open_text("mine", None)
+    assert not imported and open_text("python_stdlib", None) == "" and open_text("mine", "planted") == "planted"
 
 
 def test_repeated_numbers_count_once():

@@ -28,7 +28,7 @@ BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
 
 def saved(workdir, config, params_by_step: dict, **about) -> None:
     """Write checkpoints of some parameters."""
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash", **about)
+    about = checkpoint.About(**{"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about})
     with checkpoint.open_checkpoints(workdir, kept=9) as manager:
         for step, params in params_by_step.items():
             checkpoint.save(manager, step, {"params": params}, about)

@@ -59,7 +59,7 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
 
 
 def _but_for_late_news(unraisable) -> None:
-    """Report what no one could catch, but not TensorStore's news of writes, after a save has failed, to those who are gone."""
+    """Report errors that nothing could catch, except TensorStore's about writes that end after a failed save."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -71,11 +71,13 @@ def run(
     interrupted: str = "interrupted",
     verbosity: int = logging.WARNING,
 ) -> None:
-    """Parse the flags, run the command, and exit with one sentence after a UserError, too little memory (both 1), Ctrl-C (130)
-    and SIGTERM (143).
+    """Parse the flags and run the command.
+
+    Ends with one sentence, and a status, after a UserError or too little memory (1), Ctrl-C (130) and SIGTERM (143).
 
     Args:
-        check: of the arguments of a command that takes --config (`diffeqformer.config.check_overrides`); may raise UserError.
+        check: of a command that takes --config: checks its arguments and may raise a UserError
+            (`diffeqformer.config.check_overrides`).
         interrupted: what to say after Ctrl-C.
         verbosity: of the libraries' log.
     """

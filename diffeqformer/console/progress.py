@@ -57,8 +57,8 @@ def open_writer(folder: str, first_step: int) -> EventsWriter:
 def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
     """What TensorBoard shows of a run: the values of every scalar by step; empty if nothing was written.
 
-    Without TensorFlow, which TensorBoard's own reader takes seconds to import. Of a file to which a run is just writing,
-    or that is damaged, what comes before that is read.
+    Needs no TensorFlow, which TensorBoard's own reader takes seconds to import. A file that is damaged, or to which a
+    run is just writing, is read up to there.
 
     Raises:
         UserError: if the folder can't be reached.
@@ -115,7 +115,10 @@ class Progress:
         self.last_step = self.timed_from = first_step
 
     def first(self, step: int, loss: float, seconds: float) -> None:
-        """The first step of this process, `seconds` after it began; most of that is compilation, so rates count from here."""
+        """The first step of this process, `seconds` after it began; most of that is compilation.
+
+        Rates count from here.
+        """
         self.start = self.last_time = time.monotonic()
         self.timed_from = self.last_step = step
         print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)

@@ -295,7 +295,7 @@ class ShardProgress:
             self.done.add(key)
 
     def part(self) -> float:
-        """The part of the work that is done: of documents if their number is known, else of files' bytes; 0 if neither is."""
+        """The part of the work that is done: of documents if their number is known, else of files' bytes, else 0."""
         if self.documents:
             return sum(told["documents"] for told in list(self.told.values())) / self.documents
         read = 0

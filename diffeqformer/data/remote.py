@@ -1,4 +1,4 @@
-"""Token stores behind a URL, such as gs://bucket/stores: copied there once, and to the local disk of each host that trains.
+"""Token stores behind a URL, such as gs://bucket/stores: copied there once, and from there to each training host.
 
 Anything that fsspec opens will do; gs:// needs the package gcsfs.
 """
@@ -34,9 +34,9 @@ def open_remote(remote: str, name: str) -> tuple[fsspec.AbstractFileSystem, str]
 
 
 def upload(folder: pathlib.Path, remote: str) -> None:
-    """Copy a whole local store to a URL; `store.json` comes last, so that nobody takes what isn't whole.
+    """Copy a whole local store to a URL. `store.json` comes last, so that no host takes an unfinished one.
 
-    `uploading.json` says which store is on its way, so that an interrupted copy of it goes on.
+    `uploading.json` says which store is being copied, so that an interrupted copy of it goes on.
 
     Raises:
         UserError: if the URL can't be written.
@@ -73,7 +73,7 @@ def upload(folder: pathlib.Path, remote: str) -> None:
 
 
 def stage(remote: str, folder: pathlib.Path) -> None:
-    """Copy the store at a URL to `folder`, verifying every shard's SHA-256; what an earlier call copied stays if it is right.
+    """Copy the store at a URL to `folder`, verifying every shard's SHA-256. What an earlier call copied right stays.
 
     Raises:
         UserError: if there is none, it can't be read, a shard isn't what was written, or the local disk is full.

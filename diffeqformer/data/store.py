@@ -113,7 +113,7 @@ def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
         place: of that file, for the message.
 
     Raises:
-        UserError: if a shard's `file` isn't a plain file name: that of a foreign store could be any file of this machine.
+        UserError: if a `file` isn't a plain file name; a foreign store could name any file of this machine.
         KeyError, TypeError: if there is no such list.
     """
     shards = [shard for split in about["splits"].values() for shard in split["shards"]]
@@ -150,7 +150,8 @@ def read_about(folder: pathlib.Path) -> dict:
         size = (folder / file).stat().st_size if (folder / file).exists() else 0
         if size != tokens * width:
             raise UserError(
-                f"{folder / file}: this file of the token store has {size:,} bytes instead of {tokens * width:,}; {REMEDY}"
+                f"{folder / file}: this file of the token store has {size:,} bytes instead of {tokens * width:,}; "
+                f"{REMEDY}"
             )
     return about
 
@@ -168,7 +169,7 @@ def sha256(*paths: pathlib.Path) -> str:
 def verify(folder: pathlib.Path, about: dict) -> None:
     """Read a store's shards again and compare them with what `about` says: SHA-256 of each, and of each split's ids.
 
-    The latter says which text it is, however it was cut into shards; if `about` hasn't got it yet, it is put in.
+    The latter says which text it is, however it was cut into shards; it is put into `about` if it is missing there.
 
     Raises:
         UserError: for the first file that differs.
@@ -185,7 +186,7 @@ def verify(folder: pathlib.Path, about: dict) -> None:
 def open_store(
     folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = "", task: str | None = None
 ) -> dict[str, Split]:
-    """The training and validation splits of the store in `folder`, after checking that it is whole and the one that is meant.
+    """The training and validation splits of the store in `folder`, after checking that it is whole and the right one.
 
     Args:
         tokenizer: name of the tokenizer.
@@ -200,7 +201,8 @@ def open_store(
     about = read_about(folder)
     if about["tokenizer"] != tokenizer:
         raise UserError(
-            f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; {REMEDY}"
+            f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; "
+            f"{REMEDY}"
         )
     other_files = not about["files"] if files is None else about["files"] != files
     if other_files or task not in (None, about["task"]):
@@ -213,8 +215,8 @@ def open_store(
         entry, dtype = about["splits"][name], np.dtype(about["dtype"])
         if entry["tokens"] < sequence_length:
             raise UserError(
-                f"config.sequence_length: {sequence_length} is longer than the {entry['tokens']:,} tokens of the {name} "
-                f"split in {folder}; choose a shorter one"
+                f"config.sequence_length: {sequence_length} is longer than the {entry['tokens']:,} tokens of the "
+                f"{name} split in {folder}; choose a shorter one"
             )
         shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in entry["shards"] if shard["tokens"]]
         splits[name] = Split(tuple(shards), entry["bytes"], entry["sha256"])

@@ -1,10 +1,9 @@
-"""The process that reads text for `diffeqformer.data.preparation`, since only such a one imports TensorFlow.
+"""A process that reads text for `diffeqformer.data.preparation`, which itself imports no TensorFlow.
 
-It reads requests, one a line, from its standard input and answers in lines of JSON on what was its standard
-output; whatever else it prints goes to standard error.
-The first says which task; `plan` fetches the corpus if need be and asks what there is to do; a `shard` is
-to be written. Shard i of n holds the documents of the i-th of the source's n files, so the same shards come out, however
-many processes there are.
+Requests come as lines of JSON on standard input. Answers go as lines of JSON to what was standard output;
+anything else that is printed goes to standard error. The first request says which task, `plan` has the corpus fetched
+and asks what there is to do, and `shard` has one written. Shard i of n holds the documents of the i-th of the
+source's n files, so the shards don't depend on the number of processes.
 """
 
 import hashlib

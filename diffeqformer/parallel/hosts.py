@@ -1,4 +1,4 @@
-"""One run on many hosts: joining them, what only one of them does, and stopping together."""
+"""One run on many hosts: connecting them, what only one of them does, and stopping together."""
 
 import contextlib
 import os
@@ -33,10 +33,10 @@ def define_flags() -> None:
 
 
 def connect(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Join the other processes of the run, if there are any, before anything asks for devices.
+    """Connect to the other processes of the run, if there are any, before anything asks for devices.
 
-    Without a coordinator, the environment of Cloud TPU, GKE, Slurm or Open MPI tells who they are. Only process 0
-    goes on printing; what is wrong, every process says.
+    Without a coordinator, the environment of Cloud TPU, GKE, Slurm or Open MPI tells who they are. From here on only
+    process 0 prints, but every process says what is wrong.
 
     Raises:
         UserError: if the options don't fit together, or a process doesn't arrive in time.
@@ -52,8 +52,8 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
         )
     many = f"{num_processes} processes" if num_processes else "processes of the run"
     late = (
-        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did says "
-        "this, so start the one that says nothing, and see that it can reach process 0"
+        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did "
+        "says this, so start the one that says nothing, and see that it can reach process 0"
     )
     # JAX's own notice counts steps from 0, also in a resumed run; `Notice` takes its place
     jax.config.update("jax_enable_preemption_service", False)
@@ -75,9 +75,9 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Let processes that stop leave when all do, and one that fails at once: JAX would wait minutes for the others.
+    """Let processes that stop leave together, and one that fails leave at once: JAX would wait minutes for the others.
 
-    What one leaves alone, JAX takes for a failure, and aborts the others after at most 100 s.
+    If one leaves alone, JAX aborts the others after at most 100 s.
     """
     try:
         yield
@@ -119,17 +119,20 @@ def check_shared(workdir: epath.Path) -> None:
     if not seen.all():
         blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
         raise UserErrorEverywhere(
-            f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one on a "
-            "disk that all hosts share"
+            f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one "
+            "on a disk that all hosts share"
         )
 
 
 @contextlib.contextmanager
 def all_succeed(what: str) -> Iterator[None]:
-    """Do what can take each process hours, or fail on one alone; go on when all have done it. `what`: its name.
+    """Wait at the end of the `with` block until all processes are there. It can take hours, or fail on one alone.
+
+    Args:
+        what: name of what is done in it, for the message.
 
     Raises:
-        UserError: on every process, if it was raised on one; the others say which.
+        UserErrorEverywhere: on every process, if one raised a UserError; the others say which.
     """
     error = None
     try:
@@ -146,10 +149,15 @@ def all_succeed(what: str) -> Iterator[None]:
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:
-    """Check that every process has the same, by its hash in hexadecimal digits; the `remedy` is what to do if not.
+    """Check that every process has the same.
+
+    Args:
+        what: its name, for the message.
+        digest: its hash in hexadecimal digits.
+        remedy: what to do if it differs.
 
     Raises:
-        UserError: on every process, if one hasn't.
+        UserErrorEverywhere: on every process, if one has another.
     """
     if jax.process_count() == 1:
         return
@@ -177,7 +185,7 @@ class Notice(contextlib.AbstractContextManager):
     def now(self) -> bool:
         """Whether to stop after this step; the same on all hosts, whichever of them was told.
 
-        Several agree by a reduction on their devices, read one call late: so the host never waits for the step in flight.
+        They agree by a reduction on their devices, read one call late, so that no host waits for the step in flight.
         """
         if jax.process_count() == 1:
             return self.told

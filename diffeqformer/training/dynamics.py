@@ -1,13 +1,11 @@
-"""What is recorded of a model's dynamics while it trains: spectral radii and the clustering measure (docs/analysis.md)."""
-
-from collections.abc import Callable
+"""A model's dynamics while it trains: spectral radii and the clustering measure (docs/analysis.md)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances
@@ -24,36 +22,44 @@ def radius(products: Float[np.ndarray, "*T K K"]) -> float:
     return float(np.abs(np.linalg.eigvals(products)).max()) if np.isfinite(products).all() else np.nan
 
 
-def recorder(program: Program, split: Split, sequence_length: int) -> Callable[[dict], dict[str, float]]:
-    """A function of the parameters, that every process has to call, which gives
+def product(a: Float[Array, "... M K"], b: Float[Array, "... K N"]) -> Float[Array, "... M N"]:
+    """A product of matrices in full precision."""
+    return jnp.matmul(a, b, precision="highest")
 
-    qk_radius, ov_radius: the largest modulus of an eigenvalue of any head at any time;
-    closest, median_distance: the lowest and the middle one of the clustering measure's quantiles, of the directions of tokens' last states;
-    spread: by how much the root mean square of the distances between states has grown from the first to the last one.
 
-    Other processes than the first get an empty dictionary.
+class Recorder:
+    """Measures the dynamics of parameters on a few windows of a split.
+
+    Args:
+        program: of the run.
+        split: the validation split.
+        sequence_length: tokens of a window.
     """
-    replicated = NamedSharding(program.batch_sharding.mesh, PartitionSpec())
-    count = min(WINDOWS, split.size // sequence_length)
-    tokens = split.evaluation_batch(0, count, sequence_length)[0]
-    chosen = np.linspace(0, sequence_length - 1, min(TOKENS, sequence_length)).astype(int)
 
-    def measure(params, weights, tokens):
-        model = nnx.merge(program.graph, params)
+    def __init__(self, program: Program, split: Split, sequence_length: int):
+        self.program, self.replicated = program, NamedSharding(program.batch_sharding.mesh, PartitionSpec())
+        self.tokens = split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)[0]
+        self.chosen = np.linspace(0, sequence_length - 1, min(TOKENS, sequence_length)).astype(int)
+        self.measure = jax.jit(self._measure, out_shardings=self.replicated)
+
+    def _measure(self, params, weights, tokens):
+        """Every head's query-key and output-value products, and the first and last states of the chosen tokens."""
+        model = nnx.merge(self.program.graph, params)
         layers = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.layers)
         query, key, value, out = model.field.head_matrices(layers)
-        states = [model.embed(tokens, Context()), model.last_state(tokens, weights, Context())]
-        exact = lambda a, b: jnp.matmul(a, b, precision="highest")  # noqa: E731
-        return (
-            exact(key.swapaxes(-1, -2), query),
-            exact(out, value),
-            jnp.stack(states).astype(jnp.float32)[:, :, chosen],
-        )
+        states = jnp.stack([model.embed(tokens, Context()), model.last_state(tokens, weights, Context())])
+        qk, ov = product(key.swapaxes(-1, -2), query), product(out, value)
+        return qk, ov, states.astype(jnp.float32)[:, :, self.chosen]
 
-    measure = jax.jit(measure, out_shardings=replicated)
+    def __call__(self, params: dict) -> dict[str, float]:
+        """To be called by every process. Only the first gets results, the others an empty dictionary:
 
-    def record(params: dict) -> dict[str, float]:
-        found = measure(params, program.weights(params, None), jax.device_put(tokens, replicated))
+        qk_radius, ov_radius: the largest modulus of an eigenvalue of any head at any time
+        closest, median_distance: the lowest and the middle quantile of the clustering measure, for tokens' last states
+        spread: the root mean square distance between last states, relative to that between first ones
+        """
+        tokens = jax.device_put(self.tokens, self.replicated)
+        found = self.measure(params, self.program.weights(params, None), tokens)
         if not is_first():
             return {}
         qk, ov, states = (np.asarray(leaf.addressable_data(0)) for leaf in found)
@@ -68,5 +74,3 @@ def recorder(program: Program, split: Split, sequence_length: int) -> Callable[[
             "median_distance": float(quantiles[:, len(QUANTILES) // 2].mean()),
             "spread": float((last / np.maximum(first, 1e-30)).mean()),
         }
-
-    return record

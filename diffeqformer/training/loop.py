@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable
 
 import jax
 from clu import metrics, parameter_overview
@@ -26,7 +25,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
 from diffeqformer.training import finetune
-from diffeqformer.training.dynamics import recorder
+from diffeqformer.training.dynamics import Recorder
 from diffeqformer.training.run import Run, agree, open_run, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, random_key
@@ -108,9 +107,8 @@ def describe(run: Run, params: dict) -> None:
     fixed_depth = MODELS[config.model.kind].weights.fixed_depth
     depth = f"{config.model.num_steps} {'layers' if fixed_depth else 'steps of depth'}"
     some = f" ({trained:,} train)" if trained < count else ""
-    print(
-        f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {len(devices)} x {devices[0].device_kind}"
-    )
+    devices = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
@@ -120,7 +118,7 @@ def describe(run: Run, params: dict) -> None:
 
 
 def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> dict:
-    """The loop: from the state's step to the last one, or to a notice to stop.
+    """Take the steps that remain, or those until a notice to stop.
 
     Scalars are read one step late, so dispatch never waits.
 
@@ -134,9 +132,9 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
     config, first = run.config, int(state["step"])
     progress = Progress(run.folder, first, config.steps, config.batch_size * config.sequence_length, hosts.is_first())
     dynamics = (
-        recorder(run.program, run.splits["validation"], config.sequence_length) if config.dynamics_every else None
+        Recorder(run.program, run.splits["validation"], config.sequence_length) if config.dynamics_every else None
     )
-    if run.about.validation_due:  # of what the base can do, or because the run was told to stop and left that to us
+    if run.about.validation_due:  # what the base can do, or what a run that was told to stop left to this process
         show_validation(run, first, state["params"], progress, dynamics)
     pending = collections.deque()
     for step in range(first + 1, config.steps + 1):
@@ -179,8 +177,8 @@ def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progr
         progress.train(step, scalars)
 
 
-def show_validation(run: Run, step: int, params: dict, progress: Progress, dynamics: Callable | None) -> None:
-    """Validate the parameters after `step` steps, and now and then measure their dynamics."""
+def show_validation(run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None) -> None:
+    """Print and write the validation after `step` steps, and the dynamics each `config.dynamics_every`-th time."""
     config = run.config
     progress.validation(step, validate(run.program, params, run.splits["validation"], config))
     if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
@@ -188,7 +186,7 @@ def show_validation(run: Run, step: int, params: dict, progress: Progress, dynam
 
 
 def save(run: Run, step: int, state: dict, validation_due: bool) -> None:
-    """Start saving what trains of the state after `step` steps."""
+    """Start saving the state after `step` steps, without frozen parameters."""
     trained = {**state, "params": run.program.trained(state["params"])}
     checkpoint.save(run.checkpoints, step, trained, dataclasses.replace(run.about, validation_due=validation_due))
 
@@ -198,8 +196,8 @@ def validate(
 ) -> dict[str, float]:
     """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
 
-    Windows are disjoint, as in training; each window's first token isn't scored, nor is the text's end that
-    fills no window. Bits per byte are the loss in bits times the split's tokens per byte of text.
+    Windows are disjoint, as in training. Not scored are each window's first token and the end of the text that fills
+    no window. Bits per byte are the loss in bits times the split's tokens per byte of text.
     """
     weights = program.weights(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0

@@ -43,8 +43,8 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     needed = bytes_of_program(program.train_step.lower(state, tokens).compile())
     if needed > free:
         raise UserError(
-            f"config.batch_size: a train step needs {gigabytes(needed)} on each device, but {gigabytes(free)} are free; "
-            "take a smaller batch, more config.microbatches, config.model.remat=step, more devices "
+            f"config.batch_size: a train step needs {gigabytes(needed)} on each device, but {gigabytes(free)} are "
+            "free; take a smaller batch, more config.microbatches, config.model.remat=step, more devices "
             "(config.mesh.fsdp) or a smaller model"
         )
 
@@ -72,7 +72,7 @@ def free_bytes(devices: list) -> int | None:
 
 
 def free_on_host() -> int:
-    """Bytes that this machine, or the container around this process, can still give; where it doesn't say, all it has."""
+    """Free bytes of this machine, or of the container around this process; all it has if it doesn't say."""
     limit, table = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/proc/meminfo")
     if not table.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

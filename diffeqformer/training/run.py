@@ -59,7 +59,7 @@ class Run:
 
 
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
-    """The token store's splits and what checkpoints will say of themselves, the same on all processes.
+    """The token store's splits, and what checkpoints will say of themselves: the same on all processes.
 
     Raises:
         UserError: on every process, if one can't go on or found something else than the others.
@@ -189,9 +189,7 @@ def first_state(run: Run) -> dict:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
     if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
-        print(
-            f"it was trained with {theirs}, whose weights of several times in a step no layer has; this run walks by Euler"
-        )
+        print(f"it was trained with {theirs}, which takes weights at several times in a step; this run walks by Euler")
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):
         checkpoint.save_frozen(run.folder, frozen, base)

@@ -25,7 +25,7 @@ from diffeqformer import checkpoint  # noqa: E402
 from diffeqformer.config import base_config  # noqa: E402
 from diffeqformer.console.progress import read_curves  # noqa: E402
 from diffeqformer.errors import Stopped  # noqa: E402
-from diffeqformer.training import loop  # noqa: E402
+from diffeqformer.training import loop, run  # noqa: E402
 from helpers import ONE_DEVICE, TEXTS, change, make_store, toy_config  # noqa: E402
 
 SHAPE = dict(  # as small as it gets: seven runs in 300 kB
@@ -65,7 +65,7 @@ def digest(workdir) -> str:
 
 
 def main() -> None:
-    loop.make_mesh = lambda *_: ONE_DEVICE
+    run.make_mesh = lambda *_: ONE_DEVICE
     target, expected, calls = HERE / "runs.tar.xz", {}, []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

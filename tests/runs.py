@@ -88,7 +88,9 @@ def command(module: str, *arguments, environment: dict | None = None, input: str
             file.write_text(text, encoding="utf-8")
         request = {
             "module": module,
-            "arguments": [os.fsdecode(argument) if isinstance(argument, bytes) else str(argument) for argument in arguments],
+            "arguments": [
+                os.fsdecode(argument) if isinstance(argument, bytes) else str(argument) for argument in arguments
+            ],
             "environment": {**os.environ, "XLA_FLAGS": FAST_COMPILATION, **(environment or {})},
             "files": [str(file) for file in files],
         }

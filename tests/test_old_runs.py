@@ -15,7 +15,6 @@ from helpers import ONE_DEVICE, TEXTS, make_store
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "data"))
 from make_runs import HERE, KINDS, SAVED, STEPS, config_of, digest  # noqa: E402
 
-
 RESUMED = ("diffeqformer", "gpt", "lora")  # with generated weights, with a vanilla transformer's, with adapters
 
 

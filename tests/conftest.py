@@ -37,6 +37,13 @@ def forget_compiled():
 
 
 @pytest.fixture
+def compilations(caplog):
+    """How often a function of a name has been compiled in this test."""
+    with jax.log_compiles():
+        yield lambda name: sum(r.getMessage().startswith(f"Compiling jit({name})") for r in caplog.records)
+
+
+@pytest.fixture
 def small_store(tmp_path) -> pathlib.Path:
     """A store of three shards, one of them empty."""
     from helpers import TEXTS, make_store

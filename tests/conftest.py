@@ -17,6 +17,15 @@ import pytest  # noqa: E402
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The first case of every test is fast, unless it is known to be long."""
+    for item in items:
+        first = not hasattr(item, "callspec") or not any(item.callspec.indices.values())
+        if first and not any(item.get_closest_marker(name) for name in ("long", "slow", "kill", "tpu")):
+            item.add_marker("fast")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled():
     """Compiled functions go when they are many: all of them take gigabytes, and more mappings than Linux allows (65,530)."""
@@ -25,6 +34,13 @@ def forget_compiled():
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def compilations(caplog):
+    """How often a function of a name has been compiled in this test."""
+    with jax.log_compiles():
+        yield lambda name: sum(r.getMessage().startswith(f"Compiling jit({name})") for r in caplog.records)
 
 
 @pytest.fixture

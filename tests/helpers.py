@@ -19,7 +19,7 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import FIELDS, MODELS, Transformer
+from diffeqformer.transformer import FIELDS, MODELS, Transformer, new_model, split_model
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
@@ -48,10 +48,9 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
 
 @functools.cache
 def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters, made in one compiled function."""
+    """Graph and parameters, not made in one compiled function: arrays of the same shape share the small ones of JAX."""
     config = authors.model_config(kind, field, **changes)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
-    params = jax.jit(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param))()
+    graph, params = nnx.split(Transformer(config, nnx.Rngs(0)), nnx.Param)
     if lively:
         random = np.random.RandomState(7)
         params = jax.tree.map(
@@ -126,9 +125,12 @@ def tokens_of(step: int, config) -> np.ndarray:
 
 
 def run_steps(config, mesh, steps: int):
-    """A program, its state after so many steps on two batches in turn, and the loss and gradient norm [steps, 2] of each."""
+    """A program, its state after so many steps on two batches in turn, and the loss and gradient norm [steps, 2] of each.
+
+    The parameters start as `program.init()` has them, without its compilation.
+    """
     program = Program(config, mesh)
-    state, scalars = program.init(), []
+    state, scalars = program.init(split_model(new_model(config))[1]), []
     for step in range(steps):
         state, new = program.train_step(state, tokens_of(step % 2, config))
         scalars.append((float(new["loss"]), float(new["gradient_norm"])))

@@ -304,7 +304,8 @@ def test_right_overrides_pass():
     ],
 )
 def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
-    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments)
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments, environment=devices)
     assert done.returncode == 1 and done.stdout == ""
     assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

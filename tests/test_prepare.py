@@ -18,6 +18,7 @@ from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from helpers import ROOT, toy_config
+from runs import command
 
 TOKENIZER = ByteTokenizer()
 
@@ -43,7 +44,7 @@ def options(corpus, stores, *more) -> list[str]:
 
 
 def run(corpus, stores, *more) -> subprocess.CompletedProcess:
-    return subprocess.run(options(corpus, stores, *more), cwd=ROOT, capture_output=True, text=True)
+    return command("prepare", *options(corpus, stores, *more)[3:])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,8 @@ def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
     (tmp_path / "broken.jsonl").write_bytes(content)
-    done = run(corpus, tmp_path / "stores", f"--config.data.train_files={tmp_path / 'broken.jsonl'}")
+    broken = [f"--config.data.train_files={tmp_path / 'broken.jsonl'}", "--config.data.processes=1"]
+    done = run(corpus, tmp_path / "stores", *broken)
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "stores" / "python_stdlib-bytes").exists()
 

@@ -103,14 +103,14 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
         assert float(jnp.abs(large).sum()) == pytest.approx(float(jnp.abs(inner).sum()), rel=1e-6)
 
 
-def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch):
+def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations):
     made = []
     monkeypatch.setattr(scoring, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))
     model = build_model("diffeqformer", max_length=200)
-    scorer, before = Scorer(model, batch_size=2, mesh=ONE_DEVICE), scoring.score._cache_size()
+    scorer = Scorer(model, batch_size=2, mesh=ONE_DEVICE)
     for lengths in (range(2, 201), range(200, 1, -1)):
         scorer([Stretch([1] * n, 1) for n in lengths])
-    assert scoring.score._cache_size() - before == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
+    assert compilations("score") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
 
 
 def test_what_cannot_be_scored_is_refused():

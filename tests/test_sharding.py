@@ -11,6 +11,7 @@ from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.step import Program
+from diffeqformer.transformer import new_model, split_model
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
 
 
@@ -45,6 +46,17 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
         np.testing.assert_allclose(losses, expected, rtol=3e-6)
         for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=3e-5)
+
+
+def test_every_mesh_starts_as_one_device_does():
+    config = sharded_config()
+    alone, expected = (Program(config, mesh).init() for mesh in (ONE_DEVICE, make_mesh((2, 2, 2))))
+    jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6), alone, expected)
+    jax.tree.map(
+        lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6),
+        split_model(new_model(config))[1],
+        alone["params"],
+    )
 
 
 def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
@@ -87,11 +99,17 @@ def test_the_state_is_shared_and_stays_in_place():
     sizes = {}
     for shape in [(8, 1, 1), (2, 4, 1), (2, 2, 2)]:
         program = Program(config, make_mesh(shape))
-        shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 16), "int32")
-        memory = program.train_step.lower(*shapes).compile().memory_analysis()
-        sizes[shape] = memory.argument_size_in_bytes
-        assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
+        state = jax.eval_shape(program.init)
+        elements = jax.tree.map(
+            lambda leaf, place: math.prod(place.shard_shape(leaf.shape)), state, program.state_shardings
+        )
+        sizes[shape] = 4 * sum(jax.tree.leaves(elements))
     assert sizes[2, 4, 1] < 0.27 * sizes[8, 1, 1] and sizes[2, 2, 2] < 0.27 * sizes[8, 1, 1]
+    memory = program.train_step.lower(state, jax.ShapeDtypeStruct((16, 16), "int32")).compile().memory_analysis()
+    assert (
+        sizes[2, 2, 2] <= memory.argument_size_in_bytes < 1.01 * sizes[2, 2, 2] + 1000
+    )  # and what it returns is in its place
+    assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
 
 
 def test_rows_are_cut_into_whole_tiles_on_tpus():

@@ -26,7 +26,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training import loop, memory, optimizer, run
 from diffeqformer.training.step import Program, dropout_keys
-from diffeqformer.transformer import abstract_model, new_model
+from diffeqformer.transformer import abstract_model, new_model, split_model
 from flags import FAST_COMPILATION
 from helpers import FAMILY, ONE_DEVICE, ROOT, load_config, run_steps, tokens_of, toy_config
 from runs import curves
@@ -39,28 +39,27 @@ def one_device_loop(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)
-def test_every_model_learns_with_one_compilation(kind, field):
+def test_every_model_learns_with_one_compilation(kind, field, compilations):
     config = toy_config(kind, field, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
-    program, state, losses = run_steps(config, make_mesh(), 40)
+    _, state, losses = run_steps(config, ONE_DEVICE, 40)
     assert losses[-1, 0] < losses[0, 0] - 1 and int(state["step"]) == 40
-    assert program.train_step._cache_size() == 1
+    assert compilations("train_step") == 1
 
 
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
     program = Program(config, make_mesh())
-    params, tokens = program.init()["params"], jnp.asarray(tokens_of(0, config))
+    params, tokens = jax.tree.map(np.asarray, split_model(new_model(config))[1]), jnp.asarray(tokens_of(0, config))
 
-    @jax.jit
     def loss_of(params, keys):
         model = nnx.merge(program.graph, params)
         logits = jax.nn.log_softmax(model(tokens, model.weights(), keys)[:, :-1])
         return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1).mean()
 
-    losses = [float(loss_of(params, None))]
+    losses, loss_and_gradient = [float(jax.jit(loss_of)(params, None))], jax.jit(jax.value_and_grad(loss_of))
     for step in (0, 5):
-        loss, gradient = jax.jit(jax.value_and_grad(loss_of))(params, dropout_keys(config.seed, jnp.int32(step), 8))
-        _, scalars = program.train_step({**program.init(), "step": jnp.int32(step)}, tokens)
+        loss, gradient = loss_and_gradient(params, dropout_keys(config.seed, jnp.int32(step), 8))
+        _, scalars = program.train_step({**program.init(params), "step": jnp.int32(step)}, tokens)
         assert scalars["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert scalars["gradient_norm"] == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
         assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)
@@ -69,9 +68,8 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
 
 
 def test_the_state_is_donated():
-    config = toy_config()
-    program = Program(config, make_mesh())
-    state = program.init()
+    config = toy_config("gpt")
+    program, state, _ = run_steps(config, ONE_DEVICE, 0)
     before = jax.tree.leaves(state)
     program.train_step(state, tokens_of(0, config))
     assert all(leaf.is_deleted() for leaf in before)
@@ -127,7 +125,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     """A model that says nothing scores log V on each target, whatever fills up the last batch."""
     config = toy_config(batch_size=8, sequence_length=16)
     program = Program(config, ONE_DEVICE)
-    params = jax.tree.map(np.zeros_like, program.init()["params"])
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init)["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
     scores = loop.validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
@@ -189,7 +187,7 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
 def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config(steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
+    config = toy_config("gpt", steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
     seen = []
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
@@ -217,8 +215,8 @@ def test_the_sample_comes_from_parameters_on_all_devices():
     config = toy_config()
     samples = []
     for mesh in (ONE_DEVICE, make_mesh()):
-        program = Program(config, mesh)
-        model = nnx.merge(program.graph, program.init()["params"])
+        program, state, _ = run_steps(config, mesh, 0)
+        model = nnx.merge(program.graph, state["params"])
         samples.append(loop.sample(config, model, ByteTokenizer()))
     assert samples[0] == samples[1] and len(samples[0]) > 4
 
@@ -227,7 +225,7 @@ def test_the_sample_comes_from_parameters_on_all_devices():
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     poison, tmp_path, short_stores, monkeypatch, one_device_loop
 ):
-    config = toy_config(steps=6, checkpoint_every=2, data__dir=str(short_stores))
+    config = toy_config("gpt", steps=6, checkpoint_every=2, data__dir=str(short_stores))
     real, read, seen = Program, Split.batch, []
     monkeypatch.setattr(Split, "batch", lambda *args, **rows: seen.append(args[1]) or read(*args, **rows))
 
@@ -260,9 +258,9 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     with pytest.raises(UserError, match="another data_sha256"):
         run.check_unchanged("data_sha256", dataclasses.replace(about, data_sha256="other"), about, tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 0, now 1\)"):
-        loop.train(toy_config(steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
+        loop.train(toy_config("gpt", steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours
-        loop.train(toy_config(steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
+        loop.train(toy_config("gpt", steps=6, data__task="openwebtext", data__dir=str(tmp_path / "stores")), tmp_path)
     assert not (tmp_path / "stores").exists()
 
 
@@ -343,7 +341,7 @@ sys.path.insert(0, "tests")
 import diffeqformer.generate, diffeqformer.materialize, diffeqformer.reference
 from helpers import toy_config
 from diffeqformer.training.loop import train
-train(toy_config(steps=1, data__dir={str(short_stores)!r}), {str(tmp_path)!r})
+train(toy_config("gpt", steps=1, data__dir={str(short_stores)!r}), {str(tmp_path)!r})
 """
     subprocess.run(
         [sys.executable, "-c", script],

@@ -4,8 +4,8 @@
 
 Both compute the loss and gradient of the same batch. `once` is
 `diffeqformer.training.loss.ShardedLoss.mean_and_gradient`; `each` differentiates the whole model for every microbatch
-and adds up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from taking
-the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
+and adds up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
+taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
 """
 
 import jax

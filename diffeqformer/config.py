@@ -1,6 +1,5 @@
 """The fields of a config, declared once, and the rules that every config must satisfy."""
 
-import difflib
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
@@ -281,15 +280,10 @@ def check_fields(config: ConfigDict) -> None:
         if name not in theirs:
             raise UserError(f"config.{name}: this field is missing; begin a config with base_config")
         if name not in ours:
-            raise UserError(f"config.{name}: there is no such field{_hint(name, ours)}")
+            raise UserError(f"config.{name}: there is no such field{did_you_mean(name, ours)}")
         needed, value = type(get_field(base, name)), get_field(config, name)
         if not (type(value) is needed or (needed is float and type(value) is int)):
             raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
@@ -345,7 +339,7 @@ def check_overrides(arguments: list[str]) -> None:
         if name in ("config.model", "config.model.kind"):  # its name and learning rate would stay the other's
             raise UserError(f"{name}: choose the model in the config's name, for example --config=configs/tiny.py:gpt")
         if name not in known:
-            raise UserError(f"{name}: there is no such field{_hint(name, list(known))}")
+            raise UserError(f"{name}: there is no such field{did_you_mean(name, known)}")
         kind = type(known[name])
         if not equals:  # --config.FIELD VALUE, or a boolean by itself
             text = "true" if kind is bool else following

@@ -1,4 +1,4 @@
-"""Tests of the TFDS builders, which `test_builders.py` runs in a process of its own. A small server stands for the hub."""
+"""Tests of the TFDS builders, which `test_builders.py` runs in a separate process. A small server plays the hub."""
 
 import functools
 import hashlib

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled():
-    """Compiled functions go when they are many: all of them take gigabytes, and more mappings than Linux allows (65,530)."""
+    """Drop compiled functions when they are many. All of them take gigabytes, and more mappings than Linux allows."""
     yield
     mappings = pathlib.Path("/proc/self/maps")
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:

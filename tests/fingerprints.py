@@ -3,7 +3,7 @@
     python tests/fingerprints.py > before.txt            # lowered programs, in about two minutes
     python tests/fingerprints.py --steps=20 > before.txt # the state after training, to the last bit of this machine
 
-Run it before and after a change, on one machine, and compare the two files. Names of functions in the programs are left out.
+Run it before and after a change, on one machine, and compare the two files. Names of functions are left out.
 """
 
 import argparse

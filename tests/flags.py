@@ -1,4 +1,4 @@
-"""What XLA is told in tests, whose time is mostly compilation: optimize nothing, and generate code the older, quicker way.
+"""Flags of XLA for tests, whose time is mostly compilation: optimize nothing, and use the older, quicker emitters.
 
 A module's code is not split for threads that would compile its parts: that costs more than it gains.
 """

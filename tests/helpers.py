@@ -125,7 +125,7 @@ def tokens_of(step: int, config) -> np.ndarray:
 
 
 def run_steps(config, mesh, steps: int):
-    """A program, its state after so many steps on two batches in turn, and the loss and gradient norm [steps, 2] of each.
+    """A program, its state after some steps on two batches in turn, and the loss and gradient norm [steps, 2] of each.
 
     The parameters start as `program.init()` has them, without its compilation.
     """

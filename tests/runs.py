@@ -54,7 +54,7 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
 
 
 def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:
-    """What each process printed, but for the library that connects them, and complained of; all must end with `status`."""
+    """What each process printed on both streams, without the lines of Gloo. All must end with `status`."""
     said = [process.communicate(timeout=300) for process in running]
     said = [(re.sub(r"(?m)^.*(Gloo|peer ranks).*\n", "", output), errors) for output, errors in said]
     for process, (output, errors) in zip(running, said):
@@ -81,7 +81,7 @@ def forking() -> subprocess.Popen:
 
 
 def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
-    """One of the project's commands, run to its end with more in its environment, in a fork of a process with its imports."""
+    """Run a command to its end, in a fork of a process that has its imports; `environment` is added to this one's."""
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):

@@ -147,7 +147,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
 
 
 def test_the_builders():
-    """Their tests are in builders_process.py: TensorFlow stays out of this process, and its import hook out of theirs."""
+    """Run the tests of builders_process.py. TensorFlow stays out of this process, the import hook out of that."""
     command = [
         sys.executable,
         "-m",

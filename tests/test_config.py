@@ -183,7 +183,8 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every",
+    "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip
@@ -276,7 +277,8 @@ def test_right_overrides_pass():
     [
         (
             ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, alternative, discretized, shared, gpt, llama, but it is 'bert'",
+            "config.model.kind: must be one of diffeqformer, alternative, discretized, shared, gpt, llama, "
+            "but it is 'bert'",
         ),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
         (

@@ -67,7 +67,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch):
-    """Bit for bit as if it had not been interrupted; with adapters, these and the embeddings alone are saved at each step."""
+    """Bit for bit as if it had not been interrupted. With adapters, each save holds them and the embeddings."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)

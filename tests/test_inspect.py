@@ -132,7 +132,8 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     assert (found["step"], found["steps"]) == (5, [5, 10]) and "finite" not in inspect.text(found).lower()
     rows = [{name: row[name] for name in ("mean", "zeros", "dtype", "bytes")} for row in found["parameters"]]
     assert rows == [
-        {"mean": 2, "zeros": 0, "dtype": "bfloat16", "bytes": 24}, {"mean": 0, "zeros": 1, "dtype": "float32", "bytes": 16}
+        {"mean": 2, "zeros": 0, "dtype": "bfloat16", "bytes": 24},
+        {"mean": 0, "zeros": 1, "dtype": "float32", "bytes": 16},
     ]  # fmt: skip
     assert "gpt2, its data inside (1,234 characters)" in inspect.text(found)
     assert "seed" in found["changed"] and not {"name", "model.kind", "model.solver", "base"} & {*found["changed"]}

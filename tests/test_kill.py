@@ -27,7 +27,7 @@ def newest(workdir: pathlib.Path) -> int:
 
 
 def kill_one(workdir, stores, when) -> int:
-    """Start, or go on; kill at a moment that `when(process)` waits for, giving what it read; the step from which it went on."""
+    """Start or resume a run and kill it when `when(process)` returns; gives the step from which it went on."""
     before = newest(workdir)
     [running] = start(1, 1, [workdir], stores, *KILLING)
     read = when(running) or ""

@@ -26,6 +26,7 @@ from diffeqformer.inference.sampling import (
     read_token,
     write_tokens,
 )
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, random_key, split_model, weights_at
 from helpers import FAMILY, ROOT, build_model, lively_model
 from runs import command
@@ -38,7 +39,7 @@ def padded(ids, length=3 * CHUNK):
     return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
 
 
-OTHER_SOLVERS = [("diffeqformer", "gpt", "heun"), ("diffeqformer", "gpt", "strang")]  # weights, branches several times
+OTHER_SOLVERS = [("diffeqformer", "gpt", name) for name in SOLVERS if name != MODELS["diffeqformer"].solver]
 
 
 @pytest.mark.parametrize("kind, field, solver", [(*row, MODELS[row[0]].solver) for row in FAMILY] + OTHER_SOLVERS)

@@ -18,7 +18,8 @@ from diffeqformer.errors import UserError
 from helpers import train_sentencepiece
 
 TEXTS = [
-    "The theory of the other thing, in the end.", " the\n\n  there's\tno\r\nend   ", "naïve 🙂 \0 中文 é", "x" * 300, "",
+    "The theory of the other thing, in the end.", " the\n\n  there's\tno\r\nend   ", "naïve 🙂 \0 中文 é", "x" * 300,
+    "",
     "a text that spells <|endoftext|> and </s> and <s> is text", "12345 67 they'll we've I'd can't",
 ]  # fmt: skip
 MERGES = [

@@ -123,7 +123,8 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
     except requests.RequestException as error:
         url = error.request.url if error.request else HUB
         raise UserError(
-            f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir (docs/data.md)"
+            f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir "
+            "(docs/data.md)"
         ) from None
     except ValueError as error:  # TFDS compares with what it has in its cache
         raise UserError(
@@ -141,7 +142,8 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
         for expected, source in ((stated[url], "the hub states"), (before, f"{record} records")):
             if expected not in (None, sha256):
                 raise UserError(
-                    f"{url}: SHA-256 {sha256} in {path}, but {source} {expected}; delete whichever is wrong and try again"
+                    f"{url}: SHA-256 {sha256} in {path}, but {source} {expected}; delete the one that is wrong and try "
+                    "again"
                 )
         known[url] = {"bytes": pathlib.Path(path).stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated[url])}
         print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated[url] else 'none stated by the hub'}")

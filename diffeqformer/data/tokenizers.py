@@ -62,7 +62,7 @@ class GPT2Tokenizer:
 
     @classmethod
     def open(cls, folder: str = "") -> "GPT2Tokenizer":
-        """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, else from tiktoken's cache, else by download.
+        """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, tiktoken's cache, or by download.
 
         Raises:
             UserError: if they can't be had, or aren't GPT-2's by their SHA-256.

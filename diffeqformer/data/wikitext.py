@@ -48,10 +48,10 @@ MONTHS = set(
 def detokenize(text: str) -> str:
     """Undo WikiText's tokenisation, line by line: `the 1 @,@ 000 dogs ' ( or so )` becomes `the 1,000 dogs' (or so)`.
 
-    Only white space and the `@` of `@-@`, `@,@` and `@.@` change, and `<unk>` stays as it is: the words that it
-    stands for are lost. Where the tokens don't tell, the commoner reading is taken: quotation marks open and close in
-    turn within a line, a lone `'` after an s is a possessive unless another one can close it, en dashes lose their spaces
-    only between numbers, and slashes do except before a capital that follows a small letter, as in verse.
+    Only white space and the `@` of `@-@`, `@,@` and `@.@` change. `<unk>` stays, because the words behind it are lost.
+    Where the tokens are ambiguous, the more common reading is taken. Quotation marks open and close in turn within a
+    line. A lone `'` after an s is a possessive unless another one can close it. En dashes lose their spaces only between
+    numbers. Slashes lose them except before a capital that follows a small letter, as in verse.
     """
     return "\n".join(_detokenize_line(line.split()) for line in text.split("\n"))
 

@@ -15,9 +15,9 @@ from diffeqformer.transformer import MODELS, Transformer, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
-    """The config of a model of `num_steps` steps, computed in `dtype`, with weights of their own if they were generated.
+    """The config of a model of `num_steps` steps, computed in `dtype`, whose generated weights become stored ones.
 
-    Its solver is that of the training or, if that one takes weights at several times of a step, Euler's.
+    It keeps the solver of training, unless that solver takes weights at several times in a step. Then it is Euler.
     """
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)

@@ -35,7 +35,8 @@ def save(name: str, model: torch.nn.Module) -> None:
     file = pathlib.Path(__file__).parent / f"huggingface_{name}.npz"
     np.savez_compressed(file, tokens=tokens.numpy().astype(np.int32), logits=logits.numpy(), **parameters)
     print(
-        f"{file.name}: transformers {transformers.__version__}, torch {torch.__version__}, logits of scale {logits.std():.2f}"
+        f"{file.name}: transformers {transformers.__version__}, torch {torch.__version__}, logits of scale "
+        f"{logits.std():.2f}"
     )
 
 

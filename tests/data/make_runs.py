@@ -2,7 +2,7 @@
 
     python tests/data/make_runs.py
 
-Made on 2026-11-22 with the code of that day (commit 1455846). To be made again only if a change that breaks old runs is meant.
+Made on 2026-11-22 with the code of commit 1455846. Make them again only for a change that is meant to break old runs.
 """
 
 import contextlib

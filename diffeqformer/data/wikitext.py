@@ -50,8 +50,8 @@ def detokenize(text: str) -> str:
 
     Only white space and the `@` of `@-@`, `@,@` and `@.@` change. `<unk>` stays, because the words behind it are lost.
     Where the tokens are ambiguous, the more common reading is taken. Quotation marks open and close in turn within a
-    line. A lone `'` after an s is a possessive unless another one can close it. En dashes lose their spaces only between
-    numbers. Slashes lose them except before a capital that follows a small letter, as in verse.
+    line. A lone `'` after an s is a possessive unless another one can close it. En dashes lose their spaces only
+    between numbers. Slashes lose them except before a capital that follows a small letter, as in verse.
     """
     return "\n".join(_detokenize_line(line.split()) for line in text.split("\n"))
 

@@ -63,7 +63,10 @@ def test_the_gradient_of_adapters_is_that_of_their_kernels():
     merged_loss, whole = loss_and_gradient(*split_model(discretize(model, config, 6, "float32")), TOKENS, None)
     np.testing.assert_allclose(loss, merged_loss, rtol=1e-6)
     assert set(gradient) == {"token_embedding", "position_embedding", "depth"}
-    close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())  # noqa: E731
+
+    def close(ours, theirs):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
     close(gradient["token_embedding"], whole["token_embedding"])
     assert set(gradient["depth"]["layers"]) == {"qkv", "mlp_down"}
     for name, found in gradient["depth"]["layers"].items():
@@ -78,7 +81,10 @@ def test_training_changes_adapters_and_embeddings_alone():
     start = split_model(new_model(config))[1]
     assert scalars[-1, 0] < scalars[0, 0]
     changed = jax.tree.map(lambda before, after: bool(np.any(before != np.asarray(after))), start, state["params"])
-    trains = lambda path: is_factor(path) or path[0] in ("token_embedding", "position_embedding")  # noqa: E731
+
+    def trains(path):
+        return is_factor(path) or path[0] in ("token_embedding", "position_embedding")
+
     for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
         assert leaf == trains(tuple(key.key for key in path)), path
     moments = sum(leaf.size for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim)

@@ -108,7 +108,10 @@ def test_projection_and_its_gradients_equal_the_plain_sum():
     keys = jax.random.split(jax.random.key(0), 4)
     h, projection, constant = (jax.random.normal(key, shape) for key, shape in zip(keys, [(5, 3), (7, 3, 4), (7, 4)]))
     cotangent = jax.random.normal(keys[3], (5, 7, 4))
-    plain = lambda h, p, b: sum(h[:, e, None, None] * p[None, :, e] for e in range(3)) + b  # noqa: E731
+
+    def plain(h, p, b):
+        return sum(h[:, e, None, None] * p[None, :, e] for e in range(3)) + b
+
     ours, pull_ours = jax.vjp(project, h, projection, constant)
     theirs, pull_theirs = jax.vjp(plain, h, projection, constant)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
@@ -161,7 +164,10 @@ def test_dropout_drops_the_share_that_it_names_at_every_site():
 def test_llama_positions_matter_only_by_their_distance():
     field = build_model("llama").field
     query, key = (jax.random.normal(k, (1, 1, 4, 8)) for k in jax.random.split(jax.random.key(0)))
-    product = lambda i, j: jnp.sum(field.rotate(query, jnp.int32(i)) * field.rotate(key, jnp.int32(j)), -1)  # noqa: E731
+
+    def product(i, j):
+        return jnp.sum(field.rotate(query, jnp.int32(i)) * field.rotate(key, jnp.int32(j)), -1)
+
     np.testing.assert_allclose(product(3, 1), product(12, 10), atol=1e-5)
     assert not np.allclose(product(3, 1), product(3, 2), atol=1e-2)
     sine = np.sin(4095 * 10_000.0 ** (-2 / 8))  # off by 1e-4 if the angle were fp32

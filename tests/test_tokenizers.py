@@ -119,7 +119,10 @@ def test_two_models_have_two_names(sentencepiece_file, tmp_path):
 def test_gpt2_comes_from_its_files_and_no_others(tmp_path, monkeypatch):
     """Small files in the published format, whose hashes stand for GPT-2's."""
     to_text = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(byte_order())}
-    write = lambda piece: "".join(to_text[b] for b in piece)  # noqa: E731
+
+    def write(piece):
+        return "".join(to_text[b] for b in piece)
+
     pieces = [bytes([b]) for b in byte_order()] + [a + b for a, b in MERGES]
     lines = ["#version", *(f"{write(a)} {write(b)}" for a, b in MERGES), ""]
     files = {

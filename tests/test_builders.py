@@ -146,6 +146,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_the_builders():
     """Their tests are in builders_process.py: TensorFlow stays out of this process, and its import hook out of theirs."""
     command = [

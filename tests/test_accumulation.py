@@ -56,6 +56,7 @@ def test_weights_are_generated_and_pulled_back_once(kind, field, layers):
     assert contractions(jaxpr.jaxpr, sizes) == 3 * layers  # forward, dP and dh of each kernel
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["diffeqformer", "discretized"])
 def test_cotangents_add_up_in_float32(kind):
     """With bf16 compute, and with bf16 parameters as well: many small parts lose no more than the whole batch does."""

@@ -146,6 +146,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_the_builders():
     """Run the tests of builders_process.py. TensorFlow stays out of this process, the import hook out of that."""
     command = [

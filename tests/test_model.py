@@ -253,6 +253,7 @@ def lowered_gradient(num_steps: int, remat: str):
     return jax.jit(jax.grad(loss)).lower(params)
 
 
+@pytest.mark.long
 def test_the_program_does_not_grow_with_depth_and_remat_saves_memory():
     programs = {(steps, remat): lowered_gradient(steps, remat) for steps in (6, 36) for remat in REMAT}
     for remat in REMAT:

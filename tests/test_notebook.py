@@ -3,6 +3,7 @@
 import shutil
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from diffeqformer.console.progress import Progress
@@ -10,6 +11,7 @@ from flags import FAST_COMPILATION
 from helpers import ROOT
 
 
+@pytest.mark.long
 def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     progress = Progress(tmp_path, 0, steps=12, tokens_per_step=8)

@@ -130,7 +130,8 @@ def run_steps(config, mesh, steps: int):
     The parameters start as `program.init()` has them, without its compilation.
     """
     program = Program(config, mesh)
-    state, scalars = program.init(split_model(new_model(config))[1]), []
+    params = jax.device_put(split_model(new_model(config))[1], program.state_shardings["params"])
+    state, scalars = program.init(params), []
     for step in range(steps):
         state, new = program.train_step(state, tokens_of(step % 2, config))
         scalars.append((float(new["loss"]), float(new["gradient_norm"])))

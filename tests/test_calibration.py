@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.inference import calibration
@@ -33,7 +34,10 @@ def test_each_step_meets_the_tolerance_and_is_not_much_shorter_than_it_must_be()
     x, start = model.embed(TOKENS, Context()), 0.0
     for end in times:
         before, after = (
-            {name: {k: v[i] for k, v in layer.items()} for name, layer in model.depth(np.array([start, end])).items()}
+            {
+                name: {k: v[i] for k, v in layer.items()}
+                for name, layer in model.depth(Grid.of(np.array([start, end]))).items()
+            }
             for i in (0, 1)
         )
         k_1 = model.field(before, x, Context())

@@ -30,7 +30,7 @@ def pretend(command, **_):  # a run of 1,234 parameters, whose first step takes 
         writer.validation(step, {"loss": 2.0, "perplexity": 9.5 - step, "bits_per_byte": 2.0})
     writer.close()
     config = ablations.config_of(options["--config"].partition(":")[2])
-    about = {"config": {**config.to_dict(), "steps": steps}, "tokenizer": "bytes", "data_sha256": "hash"}
+    about = checkpoint.About({**config.to_dict(), "steps": steps}, "bytes", data_sha256="hash")
     params = {"token_embedding": np.zeros((100, 12), np.float32), "lm_head": np.zeros(34, np.float32)}
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:
         checkpoint.save(manager, steps, {"params": params}, about)

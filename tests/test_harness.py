@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from diffeqformer import checkpoint, transformer
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import scoring
+from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.sampling import Choice, generate, write_tokens
 from helpers import ONE_DEVICE, build_model, lively_model, toy_config
@@ -39,7 +39,9 @@ def small_model(**changes):
 
 
 def harness_model(model=None, tokenizer=BYTES, **options):
-    opened = checkpoint.Checkpoint(3, toy_config(sequence_length=16), model or small_model(), tokenizer, {})
+    opened = checkpoint.Checkpoint(
+        3, toy_config(sequence_length=16), model or small_model(), tokenizer, checkpoint.About({}, "bytes")
+    )
     return HarnessModel(opened, **{"window": WINDOW, "mesh": ONE_DEVICE, **options})
 
 
@@ -122,7 +124,7 @@ def test_nothing_depends_on_batch_padding_or_devices():
 def test_few_shapes_are_compiled_and_weights_are_made_once(monkeypatch, compilations):
     made = []
     real = transformer.weights_at
-    monkeypatch.setattr(scoring, "weights_at", lambda *arguments: made.append(arguments) or real(*arguments))
+    monkeypatch.setattr(reader, "weights_at", lambda *arguments: made.append(arguments) or real(*arguments))
     model = harness_model(small_model(max_length=48), num_steps=3, batch_size=4)
     for _ in range(2):
         log_likelihoods(model), rolling(model), write(model, ("a", {"max_gen_toks": 2}))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from diffeqformer import transformer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import scoring
+from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.sharding import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
@@ -105,7 +105,7 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
 
 def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations):
     made = []
-    monkeypatch.setattr(scoring, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))
+    monkeypatch.setattr(reader, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))
     model = build_model("diffeqformer", max_length=200)
     scorer = Scorer(model, batch_size=2, mesh=ONE_DEVICE)
     for lengths in (range(2, 201), range(200, 1, -1)):

@@ -43,7 +43,7 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
     config = toy_config(kind, field, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
     _, state, losses = run_steps(config, ONE_DEVICE, 40)
     assert losses[-1, 0] < losses[0, 0] - 1 and int(state["step"]) == 40
-    assert compilations("train_step") == 1
+    assert compilations("_train_step") == 1
 
 
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():

@@ -14,7 +14,7 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
 
     Args:
         pretraining, task: the two corpora.
-        mode: pretrain, full or lora; of the GPT baseline of 24 layers, with -gpt behind it.
+        mode: pretrain, full or lora. With the suffix -gpt: the same for the GPT baseline of 24 layers.
 
     Raises:
         UserError: if there is no such mode.

@@ -130,7 +130,7 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
             {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
             "--output: .*: Not a directory; choose a folder that can be written",
         ),
-        ({"include": "nowhere"}, "--include: nowhere is no folder"),
+        ({"include": "nowhere"}, "--include: nowhere isn't a folder"),
         ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
         ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
         ({"tasks": ["last_wort"]}, "--tasks: there is no task last_wort; did you mean last_word?"),

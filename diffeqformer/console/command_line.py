@@ -1,4 +1,4 @@
-"""What the commands share: whatever the user can put right ends them with one sentence."""
+"""What the commands share: whatever the user can fix ends them with one sentence."""
 
 import pathlib
 import re

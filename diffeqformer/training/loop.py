@@ -43,7 +43,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         The trained model.
 
     Raises:
-        UserError: for anything the user can put right; the message says how.
+        UserError: for anything the user can fix; the message says how.
         Stopped: after SIGTERM, when the run has saved itself.
     """
     started = time.monotonic() if started is None else started

@@ -132,7 +132,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "ours",
             {"data__tokenizer": "gpt2"},
-            "config.data.tokenizer: must be that of config.base, bytes, but it is gpt2",
+            "config.data.tokenizer: must be the tokenizer of config.base, bytes, but it is gpt2",
         ),
         ("ours", {"model__num_steps": 0}, "config.model.num_steps: must be at least 1, but it is 0"),
         ("ours", {"model__lora_rank": 33}, "config.model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),
@@ -146,7 +146,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
             loop.train(new_config(tmp_path / base, **changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(
-        UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"
+        UserError, match="^config.data.tokenizer: must be the tokenizer of config.base, bytes, .* gives other ids"
     ):
         finetune.base_of(new_config(tmp_path / "ours"), checkpoint.About({}, "bytes", "more"))
 

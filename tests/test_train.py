@@ -207,7 +207,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
         manager.wait_until_finished()
-        with pytest.raises(UserError, match="holds a materialized model, which has no optimizer to go on with"):
+        with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
 
 
@@ -245,7 +245,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     monkeypatch.setattr(run, "Program", poisoned)
     with pytest.raises(
         UserError,
-        match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
+        match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; start again in another ",
     ):
         loop.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2

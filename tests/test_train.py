@@ -376,7 +376,7 @@ def test_a_second_run_waits_for_the_first_one(tmp_path, capsys):
     with only_run(workdir):
         thread = threading.Thread(target=second)
         thread.start()
-        while "another run is going on here; waiting for its end" not in capsys.readouterr().out:
+        while "another run is using this folder; waiting for it to end" not in capsys.readouterr().out:
             assert thread.is_alive()
         order.append("first")
     thread.join()

@@ -112,7 +112,7 @@ def test_nothing_of_the_size_of_all_kernels_is_made(remat, dtype, layers):
         (
             "discretized",
             {"lora_rank": 1, "lora_layers": "("},
-            r"config.model.lora_layers: '\(' is no regular expression",
+            r"config.model.lora_layers: '\(' isn't a regular expression",
         ),
         ("discretized", {"lora_rank": -1}, "config.model.lora_rank: must not be negative, but it is -1"),
         (

@@ -1,4 +1,4 @@
-"""Configs: every file is sound, every mistake stops the run with one sentence that names the field."""
+"""Configs: every file is valid, and every mistake stops the run with one sentence that names the field."""
 
 import pathlib
 

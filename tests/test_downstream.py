@@ -1,4 +1,4 @@
-"""Downstream tasks: the command, its tables, and lm-eval's own way to the model."""
+"""Downstream tasks: the command, its tables, and lm-eval's own command with our model."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from runs import command
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs with a checkpoint: a DiffEqFormer and a GPT, untrained models of bytes."""
+    """Two runs with a checkpoint: a DiffEqFormer and a GPT, both untrained byte-level models."""
     folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
     for folder in folders:
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
@@ -65,7 +65,7 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
 
 @pytest.fixture
 def local_tasks(tmp_path, monkeypatch):
-    """Task files name their data from the repository's folder; what `datasets` makes of it goes with the test."""
+    """Task files name data relative to the repository; the cache of `datasets` is deleted with the test's folder."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")

@@ -1,4 +1,4 @@
-"""The experiments' scripts, with runs that only pretend."""
+"""The experiments' scripts, with fake runs."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ ablations.app.run(ablations.main)
 
 
 def study(folder, steps, name="design", *options) -> tuple[str, dict]:
-    """What is printed, and what is kept."""
+    """What is printed, and what is saved."""
     command = [sys.executable, "-c", STUDY, f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

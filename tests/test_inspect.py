@@ -1,4 +1,4 @@
-"""The inspection of checkpoints, whose arrays are known beforehand."""
+"""The inspection of checkpoints with known arrays."""
 
 import json
 import os

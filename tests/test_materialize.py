@@ -1,4 +1,4 @@
-"""Weights sampled once and written as a model of their own."""
+"""Weights sampled once and written as a separate model."""
 
 import jax
 import jax.numpy as jnp

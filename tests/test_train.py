@@ -122,7 +122,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
 
 
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
-    """A model that says nothing scores log V on each target, whatever fills up the last batch."""
+    """A model with uniform predictions scores log V on each target, regardless of padding in the last batch."""
     config = toy_config(batch_size=8, sequence_length=16)
     program = Program(config, ONE_DEVICE)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init)["params"])

@@ -299,7 +299,7 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
     """Save a new run's frozen parameters, which its checkpoints won't hold. Earlier ones are replaced.
 
     Args:
-        base: what they come from, as `About.base` of the run's checkpoints says.
+        base: their origin, the same as `About.base` of the run's checkpoints.
     """
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():

@@ -53,7 +53,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     try:
         tolerances = [float(text) for text in options.tolerance]
     except ValueError:
-        raise UserError(f"--tolerance: must be numbers with commas between, but it is {options.tolerance}") from None
+        raise UserError(f"--tolerance: must be comma-separated numbers, but it is {options.tolerance}") from None
     for tolerance in tolerances:
         if not 0 < tolerance < float("inf"):
             raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")

@@ -1,6 +1,6 @@
 """The paper's recipe for fine-tuning at another depth (section 6.2), as configs.
 
-`config.base` explains what such a run does; `diffeqformer.training.finetune` does it.
+docs/finetuning.md describes such runs; `diffeqformer.training.finetune` implements them.
 """
 
 from ml_collections import ConfigDict

@@ -40,7 +40,7 @@ def prompt_text(options) -> str:
     if options.prompt is not None:
         return options.prompt
     if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise UserError("--prompt: a text to go on from is needed, or --prompt_file, or text on standard input")
+        raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     try:
         if options.prompt_file in (None, "-"):
             return sys.stdin.buffer.read().decode("utf-8")

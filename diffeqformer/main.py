@@ -26,5 +26,5 @@ if __name__ == "__main__":
         command,
         check_overrides,
         verbosity=logging.FATAL,  # an error in a background save is raised, so it need not be logged as well
-        interrupted="interrupted; the same command goes on from the newest checkpoint, if any",
+        interrupted="interrupted; the same command resumes from the newest checkpoint, if any",
     )

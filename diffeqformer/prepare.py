@@ -37,5 +37,5 @@ if __name__ == "__main__":
     command_line.run(
         lambda: run(config.value),
         check_overrides,
-        interrupted="interrupted; finished shards stay, and the same command goes on from them",
+        interrupted="interrupted; finished shards stay, and the same command continues from them",
     )

@@ -180,7 +180,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
         (
             {"num_steps": ["6", "x"]},
-            "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
+            "--num_steps: must be comma-separated whole numbers of at least 1, but it has 'x'",
         ),
         (
             {"solver": ["euler", "rk3"]},
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ),
         ({"tolerance": ["0.1"]}, "--calibration_files: must name the text on which --tolerance chooses a grid"),
         ({"tolerance": ["1", "0"], "calibration_files": "a"}, "--tolerance: must be positive numbers, but it has 0"),
-        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be numbers with commas between, .*'x'"),
+        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be comma-separated numbers, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
     ],
 )

@@ -86,7 +86,7 @@ def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
     os.truncate(damaged / "python_stdlib-bytes" / "validation-00000.bin", 100)
     last = [f"--config.data.dir={damaged}"]
     (_, first), (_, second) = finish(start(2, 1, [tmp_path / "run"] * 2, short_stores, last=last), 1)
-    assert first == "diffeqformer: the token store: process 1 failed, and says why\n"
+    assert first == "diffeqformer: the token store: process 1 failed; see its message\n"
     assert second.startswith(f"diffeqformer: {damaged}") and second.count("\n") == 1
 
 

@@ -215,5 +215,5 @@ def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
         ({"base": "runs/base"}, "'base' in its 'about' must be a dict, but it is str"),
     ):
         file.write_text(json.dumps(older | change))
-        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; put"):
+        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; restore"):
             checkpoint.load_config(tmp_path)

@@ -105,7 +105,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.search(
-        r"File too large \(\d of 9 shards were finished now and stay; the same command goes on", done.stderr
+        r"File too large \(\d of 9 shards were finished now and stay; the same command continues", done.stderr
     )
     left = {path.name for path in (tmp_path / "python_stdlib-bytes.partial").iterdir()}
     assert "train-00000.bin.json" in left and not [name for name in left if "train-00004" in name or "partial" in name]

@@ -257,7 +257,7 @@ def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
         read()
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="^--prompt: a text to go on from is needed"):
+    with pytest.raises(UserError, match="^--prompt: a text to continue is needed"):
         read()
 
 

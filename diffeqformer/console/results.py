@@ -75,7 +75,5 @@ def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
     """
     for text in texts:
         if not text.strip().isdecimal() or int(text) < least:
-            raise UserError(
-                f"{option}: must be whole numbers from {least} on, with commas between, but it has {text!r}"
-            )
+            raise UserError(f"{option}: must be comma-separated whole numbers of at least {least}, but it has {text!r}")
     return list(dict.fromkeys(map(int, texts)))

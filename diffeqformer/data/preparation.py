@@ -268,7 +268,9 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
         failures = [worker.failure for worker in workers if worker.failure]
         if failures:
             done = len(progress.done)
-            goes_on = f" ({done} of {len(todo)} shards were finished now and stay; the same command goes on from them)"
+            goes_on = (
+                f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them)"
+            )
             raise UserError(failures[0] + goes_on * (done > 0))
     progress.show(last=True)
 

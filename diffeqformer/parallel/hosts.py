@@ -143,7 +143,7 @@ def all_succeed(what: str) -> Iterator[None]:
         )  # a wait on the devices would time out after minutes
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
         if error is None and len(failed):
-            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed, and says why")
+            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed; see its message")
     if error is not None:
         raise error
 

@@ -76,7 +76,7 @@ def report_end(run: Run, step: int, finished_before: bool) -> None:
     """
     steps, folder = run.config.steps, run.folder
     if step < steps:
-        raise Stopped(f"told to stop, and saved at step {step:,} in {folder}; the same command goes on from it")
+        raise Stopped(f"told to stop, and saved at step {step:,} in {folder}; the same command resumes from it")
     if finished_before:
         print(f"{folder}: this run has already finished its {steps:,} steps; here is its sample again")
         return

@@ -25,7 +25,7 @@ def define_flags() -> None:
     flags.DEFINE_list("parts", list(ANALYSES), f"Parts of the report: {', '.join(ANALYSES)}.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
     flags.DEFINE_string("text_file", None, "A file with that text; a final newline is ignored.")
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as trained.")
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     flags.DEFINE_integer("times", None, "Number of times at which spectra are computed; by default the solver's own.")
     flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
     flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")

@@ -136,7 +136,7 @@ def written(manager: ocp.CheckpointManager) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # of the file system, of TensorStore, or of another host
+    except Exception as error:  # from the file system, TensorStore or another host
         raise UserError(
             f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and "
             "the same command resumes from the newest"
@@ -176,7 +176,7 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
     remedy = remedy or "restore its files, or delete the folder to resume from the previous checkpoint"
     try:
         yield
-    except Exception as error:  # of the file system, of TensorStore, or of a file's content
+    except Exception as error:  # from the file system, TensorStore or a file's content
         if out_of_memory(error):
             raise
         raise UserError(

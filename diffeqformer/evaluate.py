@@ -27,7 +27,7 @@ from diffeqformer.transformer import MODELS
 def define_flags() -> None:
     """The options of the command."""
     define_text_flags("evaluation")
-    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
+    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
     flags.DEFINE_list("tolerance", [], "Tolerances; each chooses a grid for Heun's method on calibration text.")
     flags.DEFINE_string("calibration_files", None, "Local files with that text (.txt, .jsonl, .parquet; patterns).")

@@ -26,7 +26,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
 
 
 def prompt_text(options) -> str:

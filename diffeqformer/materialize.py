@@ -81,7 +81,7 @@ def size_of(path: epath.Path) -> int:
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
-    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
+    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     dtype = flags.DEFINE_enum(
         "dtype", None, ["float32", "bfloat16"], "Type of weights and computation; by default as in training."
     )

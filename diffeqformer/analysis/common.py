@@ -14,7 +14,7 @@ from diffeqformer.transformer import Transformer, split_model
 
 
 def in_float32(section: Callable) -> Callable:
-    """Compute a section in fp32 throughout, whatever the checkpoint's types and the backend's usual precision."""
+    """Compute a section in fp32 throughout, regardless of the checkpoint's types and the backend's usual precision."""
 
     @functools.wraps(section)
     def run(opened: Checkpoint, *arguments, **options):

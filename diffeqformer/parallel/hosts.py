@@ -50,8 +50,8 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
         )
     many = f"{num_processes} processes" if num_processes else "processes of the run"
     late = (
-        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did "
-        "says this, so start the one that says nothing, and see that it can reach process 0"
+        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each one that "
+        "did prints this message, so start the one that prints nothing, and check that it can reach process 0"
     )
     # JAX's own preemption notice counts steps from 0 even in a resumed run; `Notice` replaces it
     jax.config.update("jax_enable_preemption_service", False)

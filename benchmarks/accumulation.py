@@ -1,11 +1,11 @@
-"""Gradient accumulation: weights generated once per optimizer step, against once per microbatch.
+"""Gradient accumulation: weights generated once per optimizer step, compared with once per microbatch.
 
     python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
 Both compute the loss and gradient of the same batch. `once` is
 `diffeqformer.training.loss.ShardedLoss.mean_and_gradient`; `each` differentiates the whole model for every microbatch
-and adds up the parameters' gradients, as accumulation around a train step does (a barrier keeps the compiler from
-taking the generation out of its loop). Memory is XLA's account of temporaries, the gradient included.
+and sums the parameters' gradients, like accumulation around a train step (a barrier keeps the compiler from moving the
+generation out of its loop). Memory is XLA's figure for temporaries, including the gradient.
 """
 
 import jax
@@ -30,7 +30,7 @@ def generated_once(losses: ShardedLoss, params, tokens, keys, microbatches: int)
 
 
 def generated_for_each(losses: ShardedLoss, params, tokens, keys, microbatches: int):
-    """The usual way: a sum over microbatches of whole gradients."""
+    """The usual way: the sum over microbatches of whole gradients."""
 
     def add(total, part):
         own_params, part = jax.lax.optimization_barrier((params, part))
@@ -59,7 +59,7 @@ def measure(name: str, counts: list[int]) -> None:
     graph, params = split_model(new_model(config))
     losses = ShardedLoss(graph, params, make_mesh())
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None
-    compiled = {}  # programs that are compared stand side by side
+    compiled = {}  # programs that are compared are next to each other
     for count in counts:
         for way, function in (("once", generated_once), ("each", generated_for_each)):
             jitted = jax.jit(function, static_argnums=(0, 4))

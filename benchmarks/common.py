@@ -1,8 +1,8 @@
-"""What the benchmarks share: the model's shape as flags, alternating rounds, a table.
+"""What the benchmarks share: flags for the model's shape, alternating rounds, a table.
 
-Rounds of calls alternate between what is compared, so that whatever else the machine is doing falls on
-all alike. A time is the median over all timed calls, a ratio of times the median over pairs of calls that
-were made in the same round.
+Rounds of calls alternate between the subjects that are compared, so that other load on the machine affects all of them
+equally. A time is the median over all timed calls. A ratio of times is the median over pairs of calls from the same
+round.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from diffeqformer.transformer import FIELDS, MODELS
 MODEL_NAMES = flags.DEFINE_list(
     "models",
     ["gpt:diffeqformer", "gpt:alternative", "gpt:shared", "gpt:gpt", "llama:diffeqformer", "llama:llama"],
-    "Models to measure, as FIELD:KIND, or FIELD:KIND:REMAT to choose what the backward pass computes again.",
+    "Models to measure, as FIELD:KIND, or FIELD:KIND:REMAT to choose what the backward pass recomputes.",
 )
 WIDTH = flags.DEFINE_integer("width", 256, "Model width; the feed-forward is four times as wide.")
 HEADS = flags.DEFINE_integer("heads", 8, "Attention heads.")
@@ -34,13 +34,13 @@ SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per seque
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step (training).")
 DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate (training).")
 DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
-FSDP = flags.DEFINE_integer("fsdp", 1, "Devices that share the parameters (training).")
+FSDP = flags.DEFINE_integer("fsdp", 1, "Devices over which the parameters are sharded (training).")
 SHAPE = flags.DEFINE_string(
     "shape",
     None,
-    "A config of configs/, such as large: its model, sequence length and types, whatever the other flags say.",
+    "A config of configs/, such as large: its model, sequence length and types override the other flags.",
 )
-REMAT = flags.DEFINE_enum("remat", "step", list(REMAT_KINDS), "What the backward pass computes again (training).")
+REMAT = flags.DEFINE_enum("remat", "step", list(REMAT_KINDS), "What the backward pass recomputes (training).")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternating rounds.")
 CALLS = flags.DEFINE_integer("calls", 3, "Timed calls in each round.")
 
@@ -49,7 +49,7 @@ def make_config(name: str):
     """The benchmark's config of one model, FIELD:KIND or FIELD:KIND:REMAT, from the flags.
 
     Raises:
-        UserError: if there is no such model or no such shape.
+        UserError: if the model or the shape is unknown.
     """
     field, kind, remat = [*name.split(":"), REMAT.value, REMAT.value][:3]
     if remat not in REMAT_KINDS or field not in FIELDS or kind not in MODELS or MODELS[kind].field not in (None, field):
@@ -72,7 +72,7 @@ def make_config(name: str):
 
 
 def shape_of_a_run(name: str, kind: str, remat: str):
-    """The config of `configs/<name>.py`, but for batch, mesh and rematerialisation, which the flags tell."""
+    """The config of `configs/<name>.py`, except for batch, mesh and rematerialisation, which the flags set."""
     path = pathlib.Path(__file__).parent.parent / "configs" / f"{name}.py"
     if not path.is_file():
         raise UserError(f"--shape: there is no file {path}")
@@ -84,7 +84,7 @@ def shape_of_a_run(name: str, kind: str, remat: str):
 
 
 def ratio(values: dict[str, np.ndarray], name: str) -> float | str:
-    """A model's values over those of the vanilla model of its flavour, call by call; "-" if that one isn't there."""
+    """A model's values divided by those of its field's vanilla model, call by call; "-" without a vanilla model."""
     field = name.partition(":")[0]
     vanilla = values.get(f"{field}:{field}")
     return "-" if vanilla is None else float(np.median(values[name] / vanilla))
@@ -96,14 +96,14 @@ def random_tokens(config) -> np.ndarray:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes until its result is there."""
+    """The seconds that a call takes until its result is ready."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 def alternate(measure: Callable[[object], object], subjects: dict) -> dict[str, np.ndarray]:
-    """What `measure` says of each subject, call by call, after one call that doesn't count."""
+    """The results of `measure` for each subject, call by call, after a first call that isn't counted."""
     results = {name: [] for name in subjects}
     for round in range(ROUNDS.value + 1):
         for name, subject in subjects.items():
@@ -115,13 +115,13 @@ def alternate(measure: Callable[[object], object], subjects: dict) -> dict[str, 
 
 
 def mebibytes(compiled) -> tuple[float, float]:
-    """XLA's own account of a compiled program: arguments, and temporaries."""
+    """XLA's figures for a compiled program: arguments and temporaries."""
     memory = compiled.memory_analysis()
     return memory.argument_size_in_bytes / 2**20, memory.temp_size_in_bytes / 2**20
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
-    """A Markdown table below a line that says on what it was measured; numbers get the digits that they need."""
+    """Print a Markdown table below a line that names the devices. Numbers get the digits that they need."""
 
     def show(cell) -> str:
         if isinstance(cell, float):

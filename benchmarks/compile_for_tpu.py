@@ -1,12 +1,12 @@
-"""Compile the train step of a config with the TPU compiler, without a TPU: does it fit, and how much is free?
+"""Compile the train step of a config with the TPU compiler, without a TPU, to see whether it fits and what is left.
 
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_for_tpu.py --config=configs/large.py --topology=v5e:8x8
 
-Prints, per chip, the GiB of the state and the batch (arguments; the new state takes their place), of what the step
-needs beside them (temporaries), and how long lowering and compilation took. A step that doesn't fit ends with the
-compiler's own account. Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16; --slices=2
-joins two of them by the data centre's network. --plain_attention shows what splash attention saves.
+Prints the GiB per chip for the state and the batch (arguments; the new state reuses their memory) and for everything
+else (temporaries), and the time for lowering and compilation. If a step doesn't fit, the compiler's own error is shown.
+Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16. --slices=2 joins two slices by the data
+centre's network. --plain_attention shows what splash attention saves.
 """
 
 import os
@@ -32,15 +32,15 @@ from diffeqformer.training.step import Program  # noqa: E402
 
 CONFIG = command_line.define_config()
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:8x8", "Kind and shape of the slice.")
-PLAIN = flags.DEFINE_bool("plain_attention", False, "Take XLA's own attention, to compare.")
+PLAIN = flags.DEFINE_bool("plain_attention", False, "Use XLA's own attention, for comparison.")
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape.", lower_bound=1)
 
 
 def tpu_devices(topology: str, slices: int) -> list:
-    """The devices of a slice, or several, that isn't there.
+    """The devices of one or more slices, which need not exist.
 
     Raises:
-        UserError: if the compiler knows no such topology.
+        UserError: if the compiler doesn't know the topology.
     """
     more = {"num_slices": slices} if slices > 1 else {}
     try:
@@ -48,14 +48,14 @@ def tpu_devices(topology: str, slices: int) -> list:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"--topology: {topology} can't be had ({reason}); libtpu comes with pip install -e '.[tpu]'"
+            f"--topology: {topology} isn't available ({reason}); libtpu comes with pip install -e '.[tpu]'"
         ) from None
 
 
 def main() -> None:
     config, devices, start = CONFIG.value, tpu_devices(TOPOLOGY.value, SLICES.value), time.perf_counter()
     if config.base:
-        raise UserError("config.base: its model's shape isn't known here; take the config of the pretraining")
+        raise UserError("config.base: its model's shape isn't known here; use the config of the pretraining")
     check_config(config, len(devices), "tpu")
     shape = mesh_shape(config.mesh, len(devices))
     program = Program(config, make_mesh(shape, devices), (attention.plain, "plain") if PLAIN.value else None)

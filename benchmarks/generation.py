@@ -1,11 +1,11 @@
-"""Writing speed: tokens per second after the first, with the key-value cache, of several models side by side.
+"""Generation speed: tokens per second after the first, with the key-value cache, for several models side by side.
 
     python benchmarks/generation.py                            # every model against the vanilla one of its flavour
     python benchmarks/generation.py --samples=8 --width=768 --heads=12 --sequence_length=1024 --vocab_size=50304
 
-`first` is the time to the first token of a compiled program: weights generated for all depths, then the
-prompt read. `uncached` is what a token costs if the whole window is computed anew. The ratio is that of times
-per token to those of the vanilla model of the same flavour: above 1 is slower.
+`first` is the time to the first token of a compiled program: it generates the weights for all depths, then reads the
+prompt. `uncached` is the time per token if the whole window is recomputed. The ratio compares the time per token with
+the vanilla model of the same field: above 1 is slower.
 """
 
 import time
@@ -20,13 +20,13 @@ from diffeqformer.console import command_line
 from diffeqformer.inference.sampling import Choice, write_tokens
 from diffeqformer.transformer import new_model, split_model, weights_at
 
-SAMPLES = flags.DEFINE_integer("samples", 1, "Texts written at once.")
+SAMPLES = flags.DEFINE_integer("samples", 1, "Texts generated at once.")
 PROMPT = flags.DEFINE_integer("prompt_length", 32, "Tokens of the prompt.")
-TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens to write.", lower_bound=2)
+TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens to generate.", lower_bound=2)
 
 
 def write(model) -> tuple[float, float]:
-    """Seconds to the first token, and for each later one."""
+    """Seconds to the first token, and seconds for each later one."""
     prompt = np.arange(PROMPT.value) % VOCAB_SIZE.value
     start = time.perf_counter()
     steps = write_tokens(

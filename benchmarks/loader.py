@@ -1,9 +1,9 @@
-"""Reading speed: tokens per second of one process, in batches of windows in shuffled order, from a token store on disk.
+"""Reading speed: tokens per second of one process that reads batches of shuffled windows from a token store on disk.
 
     python benchmarks/loader.py --gigabytes=4 --folder=/local/disk
 
-The store is made of random ids for the occasion. What the operating system still holds in memory is faster
-than the disk; more gigabytes than the machine has memory show the disk.
+The store is temporary and has random ids. Data that the operating system still caches in memory is read faster than
+from the disk. To measure the disk, use more gigabytes than the machine has memory.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from diffeqformer.console import command_line
 from diffeqformer.data.store import Split
 
 GIGABYTES = flags.DEFINE_float("gigabytes", 1.0, "Size of the store.")
-FOLDER = flags.DEFINE_string("folder", None, "Where to put it; by default the folder for temporary files.")
+FOLDER = flags.DEFINE_string("folder", None, "Folder of the store; by default the folder for temporary files.")
 SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 1024, "Tokens of a window.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "Windows of a batch.")
 BATCHES = flags.DEFINE_integer("batches", 100, "Batches in each of the two passes.")
@@ -25,7 +25,7 @@ SHARDS = 8
 
 
 def measure() -> None:
-    """Make the store, read two passes of different batches, print their rates."""
+    """Make the store, read two passes of different batches, and print their rates."""
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=FOLDER.value) as folder:
         shards = []
@@ -34,7 +34,7 @@ def measure() -> None:
             random.integers(0, 50_257, int(GIGABYTES.value * 1e9) // 2 // SHARDS, np.uint16).tofile(path)
             shards.append(np.memmap(path, np.uint16, "r"))
         split = Split(tuple(shards), text_bytes=1, sha256="")
-        split.batch(0, 1, SEQUENCE_LENGTH.value, seed=0)  # the epoch's order is made once
+        split.batch(0, 1, SEQUENCE_LENGTH.value, seed=0)  # this computes the epoch's order, once
         for first in (1, 1 + BATCHES.value):
             start, tokens = time.perf_counter(), 0
             for step in range(first, first + BATCHES.value):

@@ -1,8 +1,8 @@
-"""Time and memory of the Lyapunov sensitivity: a token's exponents for all tokens before it, and the total derivative.
+"""Time and memory of the Lyapunov sensitivity: a token's exponents for all earlier tokens, and the total derivative.
 
     python benchmarks/sensitivity.py            # GPT-small's shape as a DiffEqFormer, 256 tokens
 
-The weights are random. Memory is the peak of the whole process, the model included.
+The weights are random. Memory is the peak of the whole process, including the model.
 """
 
 import resource
@@ -20,11 +20,11 @@ from diffeqformer.transformer import Transformer
 
 TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of the text.")
 STEPS = flags.DEFINE_integer("steps", None, "Steps of depth; by default GPT-small's 12.")
-TOTAL = flags.DEFINE_bool("total", True, "The total derivative as well.")
+TOTAL = flags.DEFINE_bool("total", True, "Also compute the total derivative.")
 
 
 def peak() -> float:
-    """The most memory that this process has held, in GiB."""
+    """The peak memory of this process, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

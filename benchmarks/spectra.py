@@ -1,9 +1,9 @@
-"""Eigenvalues and singular values of all heads from the small side of each product, against the dense D x D product.
+"""Eigenvalues and singular values of all heads from each product's small side, compared with the dense D x D product.
 
     python benchmarks/spectra.py --config=configs/large.py          # 36 times, 20 heads of 64; :gpt has them in layers
 
-Parameters are random. The time of all heads includes generating the weights at all times, and compiling that. The dense
-way is timed on a few heads, since all would take far too long. Both have one thread of the BLAS.
+Parameters are random. The time for all heads includes generating the weights at all times, and compiling this. The
+dense method is timed on a few heads, since all of them would take far too long. Both use one BLAS thread.
 """
 
 import time
@@ -21,7 +21,7 @@ from diffeqformer.console import command_line
 from diffeqformer.transformer import Transformer
 
 CONFIG = command_line.define_config()
-DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense way takes.")
+DENSE = flags.DEFINE_integer("dense", 4, "Heads that the dense method is timed on.")
 
 
 def main() -> None:

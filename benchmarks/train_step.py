@@ -4,12 +4,12 @@
     python benchmarks/train_step.py --models=gpt:shared,gpt:gpt --width=768 --heads=12 --batch_size=2
     python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16  # a GPU with 141 GB
 
-A forward pass is the loss of one batch, weight generation included. Memory is XLA's own account of the
-compiled train step: arguments (parameters, Adam moments, tokens; donated, so that the new state takes
-their place) and temporaries. Utilisation is the FLOPs of a vanilla transformer of that shape (six for each weight of a
-matrix product and token, and those of the causal half of attention; not those of what is computed again,
-nor of the generator), over the dense bfloat16 peak of the chip, if that is known here. Ratios are to the vanilla model
-of the same flavour, if it is among those timed.
+A forward pass is the loss of one batch, including weight generation. Memory is XLA's figure for the compiled train
+step: arguments (parameters, Adam moments and tokens; donated, so that the new state reuses their memory) and
+temporaries. Utilisation is the FLOPs of a vanilla transformer of that shape, divided by the dense bfloat16 peak of the
+chip if that is known here. The FLOPs are six for each weight of a matrix product and token, plus the causal half of
+attention. Recomputation and the generator aren't counted. Ratios are to the vanilla model of the same field, if it is
+among those timed.
 """
 
 import time
@@ -28,7 +28,7 @@ from diffeqformer.transformer import vector_field
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
 
-PEAKS = {  # dense bfloat16 TFLOPs/s by the vendors' data sheets, of the first name with which a kind of device begins
+PEAKS = {  # dense bfloat16 TFLOP/s from data sheets; the first name that is a prefix of the device kind counts
     "NVIDIA A100": 312, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H100": 989,
     "NVIDIA H200 NVL": 835, "NVIDIA H200": 989,
     "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5": 459, "TPU v6": 918,

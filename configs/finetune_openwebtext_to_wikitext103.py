@@ -5,13 +5,13 @@
         --config.model.num_steps=9 --workdir=runs/openwebtext_to_wikitext103-lora-9
 
 :full trains all weights. :lora trains adapters of rank 200 and the embeddings. :pretrain-gpt, :full-gpt and :lora-gpt
-are the baseline of 24 layers. --config.base=FOLDER fine-tunes any other run, which then gives the model's shape.
+use the baseline of 24 layers. --config.base=FOLDER fine-tunes any other run, which then sets the model's shape.
 
 Shape: GPT-medium's, with E = 100 (1.33 B parameters; 0.28 B as 18 layers).
 Hardware: 8 GPUs or TPU chips. On one device: --config.mesh.fsdp=1.
 Hyperparameters: as published.
 What to expect: not run. The authors report validation perplexities of about 21.4 with LoRA at 18 and 24 steps, 22.4 at
-12, 23.5 at 9, and 22.1 for GPT; 19.5 to 20.5 when all weights train.
+12, 23.5 at 9, and 22.1 for GPT; 19.5 to 20.5 when all weights are trained.
 """
 
 from diffeqformer.finetune import finetuning

@@ -2,9 +2,9 @@
 
     python -m diffeqformer.main --config=configs/large.py            # :gpt and :shared are the baselines
 
-Hardware: 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Groups of eight
-devices share parameters and Adam moments, 3 GB on each. Each device also holds the activations of its part of the
-batch.
+Hardware: 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Parameters and Adam
+moments are sharded over groups of eight devices, 3 GB on each. Each device also holds the activations of its part of
+the batch.
 Hyperparameters: the paper's; C.4 lowers beta2 to 0.95 for this size. D.1 found E = 144 best:
 --config.model.time_embed_dim=144.
 What to expect: not run.

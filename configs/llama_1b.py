@@ -3,11 +3,11 @@
     python -m diffeqformer.main --config=configs/llama_1b.py \\
         --config.data.tokenizer_file=tokenizer.model                 # :llama is the baseline
 
-The vocabulary of 32,000 entries is that of a SentencePiece model, which you provide.
+You provide a SentencePiece model with a vocabulary of 32,000 entries.
 
-Hardware: 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Groups of four devices
-share parameters and Adam moments, 19 GB on each. Each device also holds the activations of its part of the batch;
---config.microbatches=8 makes them smaller.
+Hardware: 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Parameters and Adam
+moments are sharded over groups of four devices, 19 GB on each. Each device also holds the activations of its part of
+the batch; --config.microbatches=8 makes them smaller.
 Hyperparameters: the paper's.
 What to expect: not run. The authors report a validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 

@@ -2,7 +2,7 @@
 
     python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
 
-Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). They share parameters and Adam moments, 2 GB on
+Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Parameters and Adam moments are sharded, 2 GB on
 each. Each device also holds the activations of its part of the batch. On one device: --config.mesh.fsdp=1.
 Hyperparameters: the authors' published configuration.
 What to expect: not run.

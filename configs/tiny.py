@@ -1,4 +1,4 @@
-"""A small model of Python source code, byte by byte: nothing to download, five minutes on two CPU cores.
+"""A small byte-level model of Python source code: nothing to download, five minutes on two CPU cores.
 
     python -m diffeqformer.main --config=configs/tiny.py             # :gpt and :shared are the baselines
 
@@ -6,8 +6,8 @@ The text is Python's own standard library. The shape, the schedule and the learn
 the lowest validation loss in that time.
 
 What to expect, measured with the command above on two cores of an AMD EPYC, Python 3.11.7, one seed: 1.98 bits/byte on
-the validation split after 5,000 steps, 4.2 minutes in all. :gpt reaches 1.99 in as many steps of the same length.
-:shared reaches 2.17 in as many steps that are a sixth shorter, and 2.10 after 6,000.
+the validation split after 5,000 steps, 4.2 minutes in all. :gpt reaches 1.99 after the same number of steps, which take
+as long. :shared reaches 2.17 after the same number of steps, which take a sixth less time, and 2.10 after 6,000.
 """
 
 from diffeqformer.config import base_config

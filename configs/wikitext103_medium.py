@@ -2,7 +2,7 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_medium.py    # :gpt and :shared are the baselines
 
-Hardware: 8 GPUs or TPU chips. They share parameters and Adam moments, 1 GB on each. Each device also holds the
+Hardware: 8 GPUs or TPU chips. Parameters and Adam moments are sharded, 1 GB on each. Each device also holds the
 activations of its part of the batch. On one device: --config.mesh.fsdp=1.
 Hyperparameters: the authors' published configuration.
 What to expect: not run; the authors saw GPT overfit at this size.

@@ -12,5 +12,5 @@ import os
 
 __version__ = "0.1.0"
 
-# gs:// by gcsfs, as token stores are: importing TensorFlow takes seconds
+# read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")

@@ -1,6 +1,6 @@
-"""Look inside a checkpoint: `python -m diffeqformer.analyze --workdir=runs/tiny [--parts=spectra] [--text="..."]`.
+"""Analyze a checkpoint: `python -m diffeqformer.analyze --workdir=runs/tiny [--parts=spectra] [--text="..."]`.
 
-Writes one HTML report with figures, and the numbers behind them; docs/analysis.md explains them.
+Writes one HTML report with figures, together with the numbers behind them. docs/analysis.md explains both.
 """
 
 from absl import flags
@@ -21,15 +21,15 @@ TEXT = "The committee met on Tuesday because the committee had not met on Monday
 def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
+    flags.DEFINE_integer("step", None, "Training step of the checkpoint; by default the newest.")
     flags.DEFINE_list("parts", list(ANALYSES), f"Parts of the report: {', '.join(ANALYSES)}.")
-    flags.DEFINE_string("text", None, f"Text whose last token is explained by those before it; by default {TEXT!r}.")
-    flags.DEFINE_string("text_file", None, "A file with that text; an end of line after it is left out.")
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as trained.")
-    flags.DEFINE_integer("times", None, "Times at which spectra are taken; by default those of the steps.")
-    flags.DEFINE_bool("feed_forward", True, "Spectra of the feed-forward's products as well, which take longest.")
-    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four of the largest.")
-    flags.DEFINE_integer("flow", 32, "How many exponents of the whole flow.", lower_bound=1)
+    flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
+    flags.DEFINE_string("text_file", None, "A file with that text; a final newline is ignored.")
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
+    flags.DEFINE_integer("times", None, "Number of times at which spectra are computed; by default the solver's own.")
+    flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
+    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")
+    flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
     flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
     flags.DEFINE_string(
         "output", None, "Folder of the results; by default <workdir>/analysis, or within runs/ for one on gs://."
@@ -37,10 +37,10 @@ def define_flags() -> None:
 
 
 def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
-    """The ids of the text that is looked at.
+    """The ids of the text to analyze.
 
     Raises:
-        UserError: if there is none, or more than the model has positions for.
+        UserError: if it can't be read, is too short, or is longer than the model's positions.
     """
     name, text = "--text", TEXT if options.text is None else options.text
     if options.text_file is not None:
@@ -61,7 +61,7 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
 
 
 def check(options, opened: checkpoint.Checkpoint) -> None:
-    """Refuse what can't be done, before anything is computed.
+    """Reject invalid options before anything is computed.
 
     Raises:
         UserError: for an option that doesn't fit the model.
@@ -93,10 +93,10 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
 
 
 def analyze(options) -> list[Section]:
-    """Analyze a checkpoint as the options say; write the report after each part.
+    """Analyze a checkpoint according to the options; the report is written after each part.
 
     Raises:
-        UserError: for whatever the user can put right.
+        UserError: for anything the user can fix.
     """
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config

@@ -1,11 +1,11 @@
-"""Checkpoints: parameters, optimizer state, config and tokenizer of a run, together, by Orbax.
+"""Checkpoints, by Orbax: parameters, optimizer state, config and tokenizer of a run in one place.
 
     <workdir>/checkpoints/<step>/{params, optimizer, about}
-    <workdir>/frozen/0/params, if some parameters don't train: these, saved once
+    <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
-A checkpoint appears under its step only when it is complete (on gs://, when `commit_success.txt` is in it).
-`about` (see `About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint opens by
-itself, on any machine. A materialized model (`diffeqformer.materialize`) has no optimizer.
+A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
+`about` (see `About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
+on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from diffeqformer.transformer import Transformer, abstract_model, merge_trees, p
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself.
+    """The metadata stored in a checkpoint.
 
     Args:
         config: the run's config as a plain dictionary.
         tokenizer: name of the tokenizer.
-        tokenizer_data: what `Tokenizer.save` returned; empty if the name says it all.
-        base: where the weights began: `workdir`, `step` and `data_sha256` of another run; None: at random.
+        tokenizer_data: the result of `Tokenizer.save`; empty if the name is enough.
+        base: the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run; None: random.
         data_sha256: hash of the training split's ids.
-        validation_due: whether this state still has to be validated, which the next process does first.
-        materialized_from: `workdir`, `step` and `model` (a config) of the run it was made from; None for a run.
+        validation_due: whether this state has not been validated yet. If so, the next process does this first.
+        materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
     """
 
     config: dict
@@ -59,7 +59,7 @@ class About:
 
     @classmethod
     def from_json(cls, saved: dict) -> "About":
-        """The reverse; fields that an earlier version didn't write have their defaults.
+        """The reverse. Fields that an earlier version didn't write get their defaults.
 
         Raises:
             ValueError: if config or tokenizer is missing, or a field has another type.
@@ -74,7 +74,7 @@ class About:
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
-    """What reads and writes each item."""
+    """The Orbax handler of each item."""
     return {
         "params": ocp.StandardCheckpointHandler(),
         "optimizer": ocp.StandardCheckpointHandler(),
@@ -83,15 +83,15 @@ def handlers() -> dict[str, ocp.CheckpointHandler]:
 
 
 def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
-    """Where the checkpoints of a work folder are, which can be on gs:// as well."""
+    """The folder of a work folder's checkpoints, which can be on gs://."""
     folder = epath.Path(workdir) / name
     return folder if "://" in str(folder) else folder.absolute()
 
 
 def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> ocp.CheckpointManager:
-    """The checkpoints of a run, for the one process that writes them; the newest `kept` stay.
+    """The manager of a run's checkpoints, for writing. The newest `kept` are kept.
 
-    Saves go on in the background. What an interrupted save left behind is removed.
+    Saves run in the background. The remains of an interrupted save are removed.
     """
     options = ocp.CheckpointManagerOptions(
         max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
@@ -101,9 +101,9 @@ def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoint
 
 @contextlib.contextmanager
 def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.CheckpointManager]:
-    """The same for a `with` block, at whose end saves have ended.
+    """The same for a `with` block. Saves are complete when the block ends.
 
-    If one of several processes fails alone, it doesn't wait for saves: Orbax would wait for the others.
+    If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
     """
     manager = open_checkpoints(workdir, kept, name)
     try:
@@ -119,7 +119,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
     Args:
-        state: see `diffeqformer.training.step`; the parameters alone if the model won't be trained further.
+        state: see `diffeqformer.training.step`; only the parameters if the model won't be trained further.
     """
     items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
     rest = {name: value for name, value in state.items() if name != "params"}
@@ -131,22 +131,22 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -
 
 @contextlib.contextmanager
 def written(manager: ocp.CheckpointManager) -> Iterator[None]:
-    """Turns what went wrong with a save, now or in the background, into a UserError."""
+    """Turn an error of a save, in the foreground or background, into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of the file system, of TensorStore, or of another host
+    except Exception as error:  # from the file system, TensorStore or another host
         raise UserError(
             f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and "
-            "the same command goes on from the newest"
+            "the same command resumes from the newest"
         ) from error
 
 
 def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
-    """Check that no save in the background has failed; `wait` until there is none.
+    """Check that no save in the background has failed. With `wait`, first wait for saves to finish.
 
-    `manager.check_for_errors` won't do: once it has raised an error, Orbax takes that save for complete.
+    `manager.check_for_errors` isn't enough: once it has raised an error, Orbax considers that save complete.
 
     Raises:
         UserError: if one has failed.
@@ -157,7 +157,7 @@ def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
 
 
 def read_about(manager: ocp.CheckpointManager, step: int) -> About:
-    """What a checkpoint says of itself.
+    """The metadata stored in a checkpoint.
 
     Raises:
         UserError: if it can't be read.
@@ -172,11 +172,11 @@ def _read_json(manager: ocp.CheckpointManager, step: int) -> dict:
 
 @contextlib.contextmanager
 def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
-    """Turns what went wrong with reading a checkpoint's files into a UserError that ends with a remedy."""
-    remedy = remedy or "put its files back, or delete the folder to go on from the checkpoint before it"
+    """Turn an error in reading a checkpoint's files into a UserError that ends with a remedy."""
+    remedy = remedy or "restore its files, or delete the folder to resume from the previous checkpoint"
     try:
         yield
-    except Exception as error:  # of the file system, of TensorStore, or of a file's content
+    except Exception as error:  # from the file system, TensorStore or a file's content
         if out_of_memory(error):
             raise
         raise UserError(
@@ -185,7 +185,7 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
 
 
 def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
-    """The state saved at `step`, placed as `abstract_state` says (`jax.ShapeDtypeStruct`s with shardings).
+    """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
 
     Raises:
         UserError: if it can't be read.
@@ -202,7 +202,7 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
 
 
 def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[tuple[str, ...], Any]:
-    """Shape and dtype of the parameters of a checkpoint by their paths; none is read.
+    """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters.
 
     Raises:
         UserError: if they can't be read.
@@ -214,10 +214,10 @@ def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") ->
 def read_arrays(
     manager: ocp.CheckpointManager, step: int, remedy: str = "", bytes_at_once: int = 2**28
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """The parameters of a checkpoint with their paths, on the host. Needs no model, and no devices as in training.
+    """The parameters of a checkpoint with their paths, on the host. Needs neither a model nor the devices of training.
 
     Args:
-        bytes_at_once: how much is read, and held, at a time; at least one whole array.
+        bytes_at_once: limit of what is read and held at a time; at least one whole array is.
 
     Raises:
         UserError: if they can't be read.
@@ -230,19 +230,19 @@ def read_arrays(
         groups[-1].append(path)
         size += nbytes
     folder, as_numpy = manager.directory / str(step) / "params", ocp.RestoreArgs(restore_type=np.ndarray)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:  # the standard one takes whole trees alone
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:  # the standard handler reads only whole trees
         for group in groups:
             wanted = traverse_util.unflatten_dict(dict.fromkeys(group, as_numpy))
             with readable(manager, step, remedy):
                 args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
                 arrays = traverse_util.flatten_dict(reader.restore(folder, args=args))
-            while arrays:  # what the caller has taken isn't kept
+            while arrays:  # arrays that the caller has taken aren't kept
                 yield arrays.popitem()
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, ready to be used."""
+    """An opened checkpoint, ready for use."""
 
     step: int
     config: ConfigDict
@@ -259,15 +259,15 @@ class NoCheckpoint(UserError):
 def open_to_read(
     workdir: epath.PathLike, option: str = "--workdir", step: int | None = None
 ) -> Iterator[tuple[ocp.CheckpointManager, int, About, ConfigDict]]:
-    """The checkpoints of a folder, and of one its step, what it says of itself, and its config. Writes nothing.
+    """The checkpoints of a folder, opened for reading, and the step, metadata and config of one of them.
 
     Args:
-        option: by which the user gave the folder.
-        step: of which checkpoint; by default the newest.
+        option: the option that gave the folder.
+        step: training step of the checkpoint; by default the newest.
 
     Raises:
         NoCheckpoint: if there is none.
-        UserError: if there is none of that step, or it can't be read.
+        UserError: if there is none for that step, or it can't be read.
     """
     with reachable(option, workdir):
         there = folder_of(workdir).is_dir()
@@ -280,13 +280,13 @@ def open_to_read(
         step = steps[-1] if step is None else step
         if step not in steps:
             there = " or ".join(map(str, steps))
-            raise UserError(f"--step: must be that of a checkpoint in {workdir}, {there}, but it is {step}")
+            raise UserError(f"--step: must be the step of a checkpoint in {workdir}, {there}, but it is {step}")
         about = read_about(manager, step)
         yield manager, step, about, saved_config(about.config)
 
 
 def load_config(workdir: epath.PathLike) -> ConfigDict:
-    """The config of a folder's newest checkpoint, whose parameters aren't read.
+    """The config of a folder's newest checkpoint. Its parameters aren't read.
 
     Raises:
         UserError: if there is none.
@@ -296,10 +296,10 @@ def load_config(workdir: epath.PathLike) -> ConfigDict:
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
-    """Save the parameters that no checkpoint of a new run will hold. Replaces what was there.
+    """Save a new run's frozen parameters, which its checkpoints won't hold. Earlier ones are replaced.
 
     Args:
-        base: what they come from, as `About.base` of the run's checkpoints says.
+        base: their origin, the same as `About.base` of the run's checkpoints.
     """
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
@@ -312,12 +312,12 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
 
 @contextlib.contextmanager
 def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.CheckpointManager, str]]:
-    """The checkpoint of `save_frozen`, whose step is 0, and what to do if it can't be read.
+    """The checkpoint of `save_frozen`, whose step is 0, and the remedy if it can't be read.
 
     Raises:
-        UserError: if it isn't there, is of another base, or can't be read.
+        UserError: if it is missing, has another base, or can't be read.
     """
-    folder, remedy = folder_of(workdir, "frozen"), "put back the folder that the run made"
+    folder, remedy = folder_of(workdir, "frozen"), "restore the folder that the run made"
     with reachable("--workdir", workdir):
         there = (folder / "0").is_dir()
     if not there:
@@ -331,10 +331,10 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.Check
 
 
 def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
-    """The parameters of `save_frozen`, placed as `abstract` says.
+    """The parameters of `save_frozen`, placed according to `abstract`.
 
     Raises:
-        UserError: if they aren't there, come from another base, or can't be read.
+        UserError: if they are missing, come from another base, or can't be read.
     """
     with open_frozen(workdir, base) as (manager, remedy), readable(manager, 0, remedy):
         return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
@@ -343,7 +343,7 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
 def _read_only(folder: epath.Path) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # Orbax would warn of what is meant: that it only reads
+    logging.set_verbosity(logging.ERROR)  # Orbax would warn that it only reads, which is intended
     try:
         return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
     finally:
@@ -355,13 +355,13 @@ def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Shard
 
 
 def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of a run, or a materialized model. Only reads, so the run may be going on.
+    """Open a checkpoint of a run, or a materialized model. Nothing is written, so the run may still be training.
 
-    Parameters have the type in which they were saved; the optimizer's state stays on disk.
+    Parameters have the type in which they were saved. The optimizer's state isn't read.
 
     Args:
-        mesh: devices that share the parameters; by default all are on the first device.
-        step: of which checkpoint; by default the newest.
+        mesh: devices over which the parameters are sharded; by default all are on the first device.
+        step: training step of the checkpoint; by default the newest.
 
     Raises:
         UserError: if there is none.
@@ -375,7 +375,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
         else:
             places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model)[0])
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
-        replaced = "start again, with the newest checkpoint"  # a run that goes on removes old ones
+        replaced = "start again, with the newest checkpoint"  # a running training removes old ones
         with readable(manager, step, "" if step == manager.latest_step() else replaced):
             saved = manager.item_metadata(step)["params"].tree
             target = jax.tree.map(_placed, trained, saved, select(places, model.trains))

@@ -1,4 +1,4 @@
-"""The fields of a config, declared once, and the rules that every config must satisfy."""
+"""The fields of a config, each declared once, and the rules that every config must satisfy."""
 
 import math
 import os
@@ -22,105 +22,107 @@ from diffeqformer.transformer import FIELDS, MODELS, padded_vocabulary, vector_f
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
-    """Every field with its default, GPT-small's shape, to be changed by the files in `configs/`; none can be added.
+    """A config with every field at its default (GPT-small's shape). Files in `configs/` change fields but add none.
 
     Args:
-        name: the config's name, by which its runs are called.
+        name: the config's name, which is also the default name of its runs.
         model: the kind of model, a key of `diffeqformer.transformer.MODELS`.
-        field: the vector field, gpt or llama, for a kind that has no field of its own.
+        field: the vector field, gpt or llama, for a kind that doesn't determine its field.
     """
     config = ConfigDict()
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
-    config.base = ""  # folder of a run to begin with, which also gives the model's shape; empty: begin at random
+    config.base = ""  # folder of a run to start from, which also sets the model's shape; empty: random weights
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices
-    config.microbatches = 1  # parts of the batch taken one after the other: less memory for activations
+    config.microbatches = 1  # parts of the batch, processed one after the other to save memory for activations
     config.sequence_length = 1024  # tokens in one sequence
 
     config.model = ConfigDict()
     config.model.kind = model  # diffeqformer, alternative, discretized, shared, gpt or llama
-    config.model.field = model if model in FIELDS else field  # what one block does: gpt or llama
-    # The second norm reads the first one's output, as published; no effect but in a llama field of another kind.
+    config.model.field = model if model in FIELDS else field  # the type of block: gpt or llama
+    # The second norm reads the first one's output, as published. Applies to a llama field, except in the kind llama.
     config.model.norm_of_norm = True
-    config.model.width = 768  # D, of the residual stream
+    config.model.width = 768  # D, width of the residual stream
     config.model.heads = 12  # attention heads; must divide the width
-    config.model.mlp = 3072  # F, of the feed-forward's hidden layer
+    config.model.mlp = 3072  # F, width of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
-    # How depth is walked: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
+    # The solver through depth: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
     config.model.solver = MODELS[model].solver if model in MODELS else "euler"
-    config.model.vocab_size = 50_257  # at least that of the tokenizer
+    config.model.vocab_size = 50_257  # at least the tokenizer's
     config.model.vocab_multiple = (
-        1  # embeddings have rows up to a multiple of this, for sharding; they never get probability
+        1  # rows of embeddings are padded to a multiple of this, for sharding; padding gets probability 0
     )
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
-    # At which times the weights are trained: fixed, jittered or shifted (see diffeqformer.depth.grid and docs/ode.md).
+    # Times at which weights are trained: fixed, jittered or shifted (see diffeqformer.depth.grid and docs/ode.md).
     config.model.training_times = "fixed"
-    config.model.generator_start = "published"  # how the hypernetwork starts: published, constant or varying
-    config.model.lora_rank = 0  # of adapters to frozen weights per layer; 0: none, everything trains
+    config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
+    config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
     config.model.lora_layers = ".*"  # a regular expression: the linear layers that get adapters
-    config.model.lora_start = "zero"  # how adapters start: zero or published (see diffeqformer.depth.low_rank)
+    config.model.lora_start = "zero"  # initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)
     config.model.dropout = 0.1  # on the embedding and on each branch's output
-    config.model.dtype = "bfloat16"  # of matrix products; parameters, state between steps and times are float32
-    config.model.state_dtype = "float32"  # of the state between steps: float32 or bfloat16
-    config.model.weights_dtype = "float32"  # in which weights of all steps are kept, and their gradient: or bfloat16
-    # What the backward pass computes again: none; each step (least memory, a third more compute); or each step but
-    # its products with weights and its attention (products).
+    config.model.dtype = "bfloat16"  # type of matrix products; parameters and times are float32
+    config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
+    config.model.weights_dtype = (
+        "float32"  # type of the weights of all steps and of their gradient: float32 or bfloat16
+    )
+    # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
+    # products: every step except for its products with weights and its attention.
     config.model.remat = "step"
 
     config.optimizer = ConfigDict()
-    config.optimizer.learning_rate = 6e-4  # at the peak, after the warm-up
+    config.optimizer.learning_rate = 6e-4  # peak rate, after the warm-up
     config.optimizer.weight_decay = 0.1  # decoupled; see diffeqformer.training.optimizer.decay_mask
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.999
     config.optimizer.epsilon = 1e-8
-    config.optimizer.moment_dtype = "float32"  # of Adam's first moment: float32 or bfloat16
-    config.optimizer.clip_norm = 1.0  # of the gradient's global norm; 0 turns clipping off
-    config.optimizer.warmup_fraction = 0.01  # of the steps, linear from 0
-    config.optimizer.final_fraction = 0.1  # of the peak rate, where the cosine ends
+    config.optimizer.moment_dtype = "float32"  # type of Adam's first moment: float32 or bfloat16
+    config.optimizer.clip_norm = 1.0  # limit of the gradient's global norm; 0 disables clipping
+    config.optimizer.warmup_fraction = 0.01  # part of the steps; linear from 0
+    config.optimizer.final_fraction = 0.1  # part of the peak rate at which the cosine ends
 
-    config.mesh = ConfigDict()  # how many devices on each axis; -1: the rest
-    config.mesh.data = -1  # have parameters of their own
-    config.mesh.fsdp = 1  # share the parameters, and gather them step by step
-    config.mesh.tensor = 1  # share heads, hidden units and vocabulary
+    config.mesh = ConfigDict()  # number of devices on each axis; -1: the rest
+    config.mesh.data = -1  # replicates the parameters
+    config.mesh.fsdp = 1  # shards the parameters, which are gathered step by step
+    config.mesh.tensor = 1  # shards heads, hidden units and the vocabulary
 
     config.data = ConfigDict()
-    config.data.task = "openwebtext"  # a corpus of diffeqformer.data.CORPUS_NAMES; of data.module; or a name for files
-    config.data.module = ""  # a Python module of yours that calls diffeqformer.data.tasks.add_corpus
-    # Local files in the task's place: patterns of .txt, .jsonl or .parquet files, with commas between them.
+    config.data.task = "openwebtext"  # a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files
+    config.data.module = ""  # your own Python module that calls diffeqformer.data.tasks.add_corpus
+    # Local files to use instead of a corpus: comma-separated patterns of .txt, .jsonl or .parquet files.
     config.data.train_files = ""
     config.data.validation_files = ""
     config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
-    config.data.tokenizer_file = ""  # the SentencePiece model; or a folder with GPT-2's files, if not to be downloaded
+    config.data.tokenizer_file = ""  # a SentencePiece model; or a folder with GPT-2's files, to avoid the download
     config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer
     config.data.remote = (
         ""  # URL of a folder of token stores, such as gs://bucket/stores, copied to data.dir before use
     )
-    config.data.tfds_dir = ""  # where corpora are downloaded to; by default TensorFlow Datasets' own folder
-    config.data.processes = 0  # that prepare a store; 0 takes one for each core
+    config.data.tfds_dir = ""  # download folder for corpora; by default TensorFlow Datasets' own
+    config.data.processes = 0  # number of processes that prepare a store; 0: one per core
 
     config.log_every = 20  # steps between progress lines
     config.eval_every = 500  # steps between evaluations over the whole validation split
-    config.dynamics_every = 0  # evaluations between records of spectral radii and clustering; 0: none
+    config.dynamics_every = 0  # evaluations between measurements of spectral radii and clustering; 0: none
     config.checkpoint_every = 1000  # steps between checkpoints
-    config.checkpoints_kept = 2  # the newest ones
+    config.checkpoints_kept = 2  # number of newest checkpoints to keep
 
-    config.sample = ConfigDict()  # the text that is written at the end
+    config.sample = ConfigDict()  # the text that is generated at the end of training
     config.sample.prompt = "\n"
-    config.sample.length = 256  # tokens, the prompt's included; at most max_length
+    config.sample.length = 256  # tokens, including the prompt; at most max_length
     config.sample.temperature = 0.8  # 0 takes the likeliest token
     return config.lock()
 
 
 def saved_config(fields: dict) -> ConfigDict:
-    """The config of a checkpoint. A field that is newer than the checkpoint gets the value that has the old meaning."""
+    """The config of a checkpoint. A field newer than the checkpoint gets the value that keeps the old behaviour."""
     config = base_config(fields["name"], fields["model"]["kind"])
-    config.data.tokenizer = "bytes"  # there was no other
-    if isinstance(fields["model"]["remat"], bool):  # as it was at first
+    config.data.tokenizer = "bytes"  # once the only one
+    if isinstance(fields["model"]["remat"], bool):  # its first type
         remat = "step" if fields["model"]["remat"] else "none"
         fields = {**fields, "model": {**fields["model"], "remat": remat}}
     with config.unlocked():
@@ -129,7 +131,7 @@ def saved_config(fields: dict) -> ConfigDict:
 
 
 class Rule(NamedTuple):
-    """One requirement: of a field's value, given the whole config.
+    """One requirement on a field's value, given the whole config.
 
     `says` may hold {}-fields, filled from the config `c`.
     """
@@ -179,7 +181,7 @@ RULES = [
     Rule(
         "model.field",
         lambda v, c: v == (MODELS[c.model.kind].field or v),
-        "must be that of model.kind, {c.model.kind}",
+        "must be the same as model.kind, {c.model.kind}",
     ),
     _one_of("model.solver", SOLVERS),
     Rule(
@@ -278,7 +280,7 @@ def check_fields(config: ConfigDict) -> None:
     ours, theirs = field_names(base), field_names(config)
     for name in sorted({*ours, *theirs}):
         if name not in theirs:
-            raise UserError(f"config.{name}: this field is missing; begin a config with base_config")
+            raise UserError(f"config.{name}: this field is missing; start a config from base_config")
         if name not in ours:
             raise UserError(f"config.{name}: there is no such field{did_you_mean(name, ours)}")
         needed, value = type(get_field(base, name)), get_field(config, name)
@@ -290,7 +292,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     """Check that a config has the right fields, that every rule holds, and that its mesh fits the devices, if any.
 
     Raises:
-        UserError: for the first thing that is wrong, with its field, the value found and what is needed.
+        UserError: for the first error, with its field, the value found and the requirement.
     """
     check_fields(config)
     for rule in RULES:
@@ -306,7 +308,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
 
 
 def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Check what can be checked only once the config's tokenizer has been opened.
+    """Check the requirements that depend on the config's opened tokenizer.
 
     Raises:
         UserError: if the model's vocabulary is too small for it, or the sample's prompt too long or empty.
@@ -327,7 +329,7 @@ def check_overrides(arguments: list[str]) -> None:
     """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type.
 
     Raises:
-        UserError: for one that doesn't, with the field that was probably meant or the type that is needed.
+        UserError: for one that doesn't, with a suggested field or the required type.
     """
     base = base_config("", "diffeqformer")
     known = {f"config.{name}": get_field(base, name) for name in field_names(base)}
@@ -336,12 +338,15 @@ def check_overrides(arguments: list[str]) -> None:
         name, equals, text = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             continue
-        if name in ("config.model", "config.model.kind"):  # its name and learning rate would stay the other's
+        if name in (
+            "config.model",
+            "config.model.kind",
+        ):  # the config's name and learning rate would belong to another model
             raise UserError(f"{name}: choose the model in the config's name, for example --config=configs/tiny.py:gpt")
         if name not in known:
             raise UserError(f"{name}: there is no such field{did_you_mean(name, known)}")
         kind = type(known[name])
-        if not equals:  # --config.FIELD VALUE, or a boolean by itself
+        if not equals:  # --config.FIELD VALUE, or a boolean without a value
             text = "true" if kind is bool else following
         try:
             parsers[kind](text)
@@ -369,8 +374,8 @@ CHANGEABLE = (
     "data.processes",
     "sample.",
 )
-"""Fields (or their beginnings) that may differ when a run is resumed: they change what is learnt by rounding at most.
-The text itself is known by the SHA-256 of its ids."""
+"""Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
+The text is identified by the SHA-256 of its ids instead."""
 
 
 def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:

@@ -1,6 +1,6 @@
-"""Downstream tasks by lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
+"""Downstream tasks with lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
 
-By default the eleven tasks of the paper's Tables 4 and 5, printed in their layout beside the published figures.
+By default: the eleven tasks of the paper's Tables 4 and 5, printed in the same layout beside the published figures.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from diffeqformer.inference.published import TASKS, describe
 from diffeqformer.inference.scoring import window_size
 from diffeqformer.transformer import abstract_model, split_model
 
-SEED = 1234  # of the few-shot examples, as in lm-eval
+SEED = 1234  # for drawing the few-shot examples, as in lm-eval
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
 
 
 def define_flags() -> None:
     """The options of the command."""
-    flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, with commas between.", required=True)
+    flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, comma-separated.", required=True)
     flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
-    flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, else the paper's eleven (also: paper).")
+    flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
-    flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as many as trained.")
+    flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
     flags.DEFINE_integer("batch_size", 32, "Sequences scored at once, over all devices.", lower_bound=1)
-    flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as many as in training.")
-    flags.DEFINE_integer("limit", None, "Examples of each task at most, for a trial.", lower_bound=1)
+    flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
+    flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
     flags.DEFINE_string(
         "output",
         None,
@@ -52,10 +52,10 @@ def define_flags() -> None:
 
 
 def check_model(workdir: str, num_steps: list[int | None], window: int | None) -> None:
-    """Check before any work that a checkpoint is there and can be used as asked.
+    """Check, before any work, that a checkpoint exists and fits the options.
 
     Raises:
-        UserError: if not.
+        UserError: if it doesn't.
     """
     config = checkpoint.load_config(workdir)
     model = abstract_model(config)
@@ -74,14 +74,14 @@ def load_tasks(names: list[str], include: str | None):
     Your own task files come before lm-eval's tasks of the same name. If no others are needed, lm-eval's aren't read.
 
     Raises:
-        UserError: for a folder without task files, a task that there isn't, or whose data can't be had.
+        UserError: for a folder without task files, an unknown task, or a task whose data can't be loaded.
     """
     from lm_eval.tasks import TaskManager
 
     manager = None
     if include is not None:
         if not pathlib.Path(include).is_dir():
-            raise UserError(f"--include: {include} is no folder; give one with lm-eval task files (.yaml)")
+            raise UserError(f"--include: {include} isn't a folder; give one with lm-eval task files (.yaml)")
         manager = TaskManager(include_path=include, include_defaults=False)
         if not manager.all_subtasks:
             raise UserError(f"--include: {include} has no lm-eval task file (.yaml with task: and dataset_path:)")
@@ -102,7 +102,7 @@ def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
         print(f"loading {name}", file=sys.stderr, flush=True)
         try:
             loaded = manager.load([name])
-        except Exception as error:  # whatever a task file, its templates or a download raise
+        except Exception as error:  # a task file, its templates or a download can raise anything
             reason = (str(error).strip().splitlines() or [""])[0]
             raise UserError(
                 f"--tasks: {name} can't be loaded, {type(error).__name__}: {reason[:300]}; without a network take "
@@ -118,14 +118,14 @@ def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
 
 
 def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
-    """Put `shots` examples in front of every question, drawn with a fixed seed. A task file that says 0 keeps its 0."""
+    """Put `shots` examples, drawn with a fixed seed, before every question. A task file that sets 0 keeps its 0."""
     for name, task in tasks["tasks"].items():
         task.set_config(key="num_fewshot", value=0 if own[name] == 0 else shots)
         task.set_fewshot_seed(seed=SEED)
 
 
 def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) -> None:
-    """Make one example of every task at every number of shots, so that what is wrong shows before any work.
+    """Build one example of every task at every number of shots, so that errors appear before any work is done.
 
     Raises:
         UserError: if one can't be made.
@@ -135,7 +135,7 @@ def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) ->
         for name, task in tasks["tasks"].items():
             try:
                 task.build_all_requests(limit=1)
-            except Exception as error:  # of templates, or too few examples to draw from
+            except Exception as error:  # an error in a template, or too few examples to draw from
                 reason = (str(error).strip().splitlines() or [""])[0]
                 raise UserError(
                     f"--tasks: an example of {name} with {number} shots can't be made, {type(error).__name__}: {reason}"
@@ -143,7 +143,7 @@ def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) ->
 
 
 def run_harness(model, tasks: dict, limit: int | None) -> dict:
-    """lm-eval's results of one model, without what it prints."""
+    """Run lm-eval on one model, without its printed output, and return the results."""
     from lm_eval import evaluator
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -153,9 +153,9 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
 
 
 def summary(results: dict, names: list[str]) -> dict[str, dict]:
-    """Of each task that was asked for its metrics (as lm-eval names them), its number of examples and its version.
+    """The metrics (under lm-eval's names), number of examples and version of each requested task.
 
-    A group without a value of its own is represented by its tasks.
+    A group without a value of its own is replaced by its tasks.
     """
     rows, names = {}, list(names)
     while names:
@@ -174,15 +174,15 @@ def summary(results: dict, names: list[str]) -> dict[str, dict]:
 
 
 def write(folder: pathlib.Path, report: dict) -> None:
-    """results.json and results.md, after each run, so that an interruption loses little."""
+    """Write results.json and results.md. This is done after each run, so that an interruption loses little."""
     write_text(folder / "results.json", json.dumps(report, indent=1, default=str) + "\n")
     write_text(folder / "results.md", describe(report["runs"]))
 
 
 def write_curves(folder: pathlib.Path, run: dict) -> None:
-    """The metrics of one run for TensorBoard, at the step of its checkpoint."""
+    """Write the metrics of one run for TensorBoard, at the step of its checkpoint."""
     where = folder / "tensorboard" / run["label"].replace("/", "_")
-    suffix = f".{run['shots']}"  # files of one second would have one name
+    suffix = f".{run['shots']}"  # without it, files written within one second share a name
     with tensorboardX.SummaryWriter(str(where), filename_suffix=suffix) as writer:
         for task, results in run["tasks"].items():
             for key, value in results.items():
@@ -242,13 +242,13 @@ def run_all(options) -> None:
 
 
 def prepare_lm_eval() -> None:
-    """Import lm-eval in a way that suits this command.
+    """Import lm-eval with the settings that this command needs.
 
     Raises:
         UserError: if it isn't installed.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork, which JAX's threads don't survive
-    if not sys.stderr.isatty():  # a file gets a line of progress every 15 s, and none for what takes less
+    os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise it forks, which JAX's threads don't survive
+    if not sys.stderr.isatty():  # in a log file: one line every 15 s, and none for shorter work
         os.environ.setdefault("TQDM_DELAY", "15")
         os.environ.setdefault("TQDM_MININTERVAL", "15")
     try:
@@ -259,7 +259,7 @@ def prepare_lm_eval() -> None:
         ) from None
     for library in ("lm_eval", "datasets", "huggingface_hub", "httpx"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    # It compiles a template again for each question and each example in front of it, which takes longer than scoring.
+    # lm-eval recompiles a template for every question and every example, which takes longer than scoring.
     utils.env.from_string = functools.lru_cache(256)(utils.env.from_string)
 
 

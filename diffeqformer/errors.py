@@ -1,4 +1,4 @@
-"""What is said to the user: exceptions whose message is meant for them, and a way to end with a sentence."""
+"""Exceptions whose message is written for the user, and a way to end the process with such a message."""
 
 import contextlib
 import difflib
@@ -8,42 +8,42 @@ from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
-    """Something the user can put right. The message is one sentence that names the field or file at fault.
+    """Something the user can fix. The message is one sentence that names the field or file at fault.
 
     A ValueError, so that callers of the library can catch it as one.
     """
 
 
 class UserErrorEverywhere(UserError):
-    """One that every process of a run raises at the same place."""
+    """A UserError that every process of a run raises at the same point."""
 
 
 class Stopped(Exception):
-    """A run was told to stop (SIGTERM), and has saved itself."""
+    """A run received SIGTERM and has saved a checkpoint."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence on an unknown name: the known name that is most like it, if any is."""
+    """The end of a message about an unknown name: the most similar known name, if there is one."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had not enough memory, as JAX says it."""
+    """Whether JAX's error means that a device or the host ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
 def leave(status: int, sentence: str) -> None:
-    """End the process at once: a normal exit can crash, or wait for ever, in threads of XLA or TensorFlow."""
+    """End the process immediately. A normal exit can crash or hang in threads of XLA or TensorFlow."""
     sys.stdout.flush()
-    sys.stderr.write(f"diffeqformer: {sentence}\n")  # at once: other threads may be writing, too
+    sys.stderr.write(f"diffeqformer: {sentence}\n")  # one write: other threads may be writing, too
     sys.stderr.flush()
     os._exit(status)
 
 
 @contextlib.contextmanager
 def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
-    """Turns what went wrong with a file system, a cloud's or this machine's, into a UserError that names the option."""
+    """Turn errors of a local or cloud file system into a UserError that names the option."""
     try:
         yield
     except ImportError:
@@ -51,13 +51,13 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{option}: {reason}; choose a folder that can be written") from None
-    except Exception as error:  # a cloud's client has many of its own
+    except Exception as error:  # cloud clients have many exceptions of their own
         if "://" not in str(folder):
             raise
         raise UserError(f"{option}: {folder} can't be reached: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """The end of an error's first line without the array's description, before which TensorStore gives the reason."""
+    """The end of an error's first line. TensorStore gives the reason first, then the array's spec, which is cut off."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
     return line if len(line) <= 200 else f"... {line[-200:]}"

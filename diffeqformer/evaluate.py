@@ -27,14 +27,12 @@ from diffeqformer.transformer import MODELS
 def define_flags() -> None:
     """The options of the command."""
     define_text_flags("evaluation")
-    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as many as trained.")
+    flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
-    flags.DEFINE_list(
-        "tolerance", [], "Tolerances, each of which chooses a grid for Heun's method, on calibration text."
-    )
+    flags.DEFINE_list("tolerance", [], "Tolerances; each chooses a grid for Heun's method on calibration text.")
     flags.DEFINE_string("calibration_files", None, "Local files with that text (.txt, .jsonl, .parquet; patterns).")
     flags.DEFINE_integer(
-        "stride", None, "Tokens by which the full perplexity's windows move on; by default half of one."
+        "stride", None, "Tokens between the starts of the full perplexity's windows; by default half a window."
     )
 
 
@@ -55,7 +53,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     try:
         tolerances = [float(text) for text in options.tolerance]
     except ValueError:
-        raise UserError(f"--tolerance: must be numbers with commas between, but it is {options.tolerance}") from None
+        raise UserError(f"--tolerance: must be comma-separated numbers, but it is {options.tolerance}") from None
     for tolerance in tolerances:
         if not 0 < tolerance < float("inf"):
             raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")
@@ -64,14 +62,14 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
 
 
 def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tuple[dict, Scorer]]:
-    """What each row of the table is about, and its scorer.
+    """The description and the scorer of each row of the table.
 
     Raises:
-        UserError: if the model can't have one of them, or there are none of a name.
+        UserError: if a solver or a number of steps is unknown, or doesn't fit the model.
     """
     config, solvers, steps = opened.config.model, options.solver, whole_numbers("--num_steps", options.num_steps, 1)
     possible = MODELS[config.kind].solvers()
-    if opened.model.depth.fixed_depth:  # whose weights are those of one time in each step
+    if opened.model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
         possible = [name for name in possible if SOLVERS[name].nodes == SOLVERS[config.solver].nodes]
     for name in solvers:
         if name not in possible:
@@ -96,17 +94,17 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
 
 
 def evaluate(options) -> dict:
-    """Score a checkpoint as the options say, and write and print the results.
+    """Score a checkpoint according to the options, then write and print the results.
 
     Raises:
-        UserError: for whatever the user can put right.
+        UserError: for anything the user can fix.
     """
     opened = checkpoint.load(options.workdir)
     window = window_of(options, opened)
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
-    scorers = make_scorers(opened, options, window)  # what can't be is said now
+    scorers = make_scorers(opened, options, window)  # invalid options fail here, before any text is read
     task, files = text_of(options, opened)
     evaluation = open_text(options, opened, task, files, window, stride)
     folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")

@@ -1,6 +1,6 @@
 """The paper's recipe for fine-tuning at another depth (section 6.2), as configs.
 
-`config.base` explains what such a run does; `diffeqformer.training.finetune` does it.
+docs/finetuning.md describes such runs; `diffeqformer.training.finetune` implements them.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
 
     Args:
         pretraining, task: the two corpora.
-        mode: pretrain, full or lora; of the GPT baseline of 24 layers, with -gpt behind it.
+        mode: pretrain, full or lora. With the suffix -gpt: the same for the GPT baseline of 24 layers.
 
     Raises:
         UserError: if there is no such mode.

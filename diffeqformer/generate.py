@@ -1,4 +1,4 @@
-"""Let a trained model write: `python -m diffeqformer.generate --workdir=runs/tiny --prompt="def main("`."""
+"""Generate text from a trained model: `python -m diffeqformer.generate --workdir=runs/tiny --prompt="def main("`."""
 
 import os
 import pathlib
@@ -18,15 +18,15 @@ from diffeqformer.transformer import random_key
 def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    flags.DEFINE_string("prompt", None, "The text to go on from; may be empty.")
-    flags.DEFINE_string("prompt_file", None, "A file with the text to go on from; -: standard input.")
-    flags.DEFINE_integer("tokens", None, "Tokens to write at most; by default what there is room for, up to 256.")
-    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it comes.")
+    flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")
+    flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
+    flags.DEFINE_integer("tokens", None, "Maximum number of tokens to write; by default as many as fit, up to 256.")
+    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it is generated.")
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
-    flags.DEFINE_integer("top_k", 0, "Choose among that many of the likeliest tokens; 0: among all.")
+    flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
-    flags.DEFINE_integer("seed", 0, "Of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
-    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
+    flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
+    flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
 
 
 def prompt_text(options) -> str:
@@ -40,7 +40,7 @@ def prompt_text(options) -> str:
     if options.prompt is not None:
         return options.prompt
     if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise UserError("--prompt: a text to go on from is needed, or --prompt_file, or text on standard input")
+        raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     try:
         if options.prompt_file in (None, "-"):
             return sys.stdin.buffer.read().decode("utf-8")
@@ -77,7 +77,7 @@ def write(options) -> None:
     for tokens in tokens_of_samples:
         first = first or time.monotonic()
         samples.add(tokens)
-        text = prompt + samples.text(0).rstrip("\ufffd")  # perhaps the beginning of a character
+        text = prompt + samples.text(0).rstrip("\ufffd")  # may be an incomplete character
         print(show(text[len(shown) :]), end="", flush=True)
         shown = max(shown, text, key=len)
         if samples.finished():
@@ -99,7 +99,7 @@ def main() -> None:
 
     def command() -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows another
+            sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
         try:
             write(flags.FLAGS)
         except BrokenPipeError:  # the reader has closed its end

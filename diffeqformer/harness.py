@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness, which knows the models of this project.
+"""The command line of lm-evaluation-harness, with this project's models registered.
 
     python -m diffeqformer.harness run --model diffeqformer --model_args workdir=runs/tiny,num_steps=8 --tasks piqa
 

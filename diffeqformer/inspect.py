@@ -1,6 +1,6 @@
-"""Look inside a run: `python -m diffeqformer.inspect --workdir=runs/tiny [--step=1000] [--all] [--nostatistics]`.
+"""Print what a run holds: `python -m diffeqformer.inspect --workdir=runs/tiny [--step=1000] [--all] [--nostatistics]`.
 
-Builds no model and takes no accelerator, so it works on any machine, also while the run goes on.
+Builds no model and uses no accelerator, so it works on any machine, even while the run is training.
 """
 
 import math
@@ -21,14 +21,14 @@ BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
 
-REPLACED = "put its files back or, if the run goes on and has replaced it, start again"
+REPLACED = "restore its files or, if a running training has replaced it, start again"
 
 
 def statistics(array: np.ndarray) -> dict:
     """Mean, standard deviation and largest absolute value of an array's finite elements, the share of exact zeros, and
     the number of elements that aren't finite.
 
-    The first three are computed in float64, and None if no element is finite.
+    The first three are computed in float64. They are None if no element is finite.
     """
     flat, count, mean, squares, largest, zeros = array.reshape(-1), 0, 0.0, 0.0, 0.0, 0
     for start in range(0, flat.size, BLOCK):
@@ -55,9 +55,9 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
     """One row for each parameter of a checkpoint, in the order of the model.
 
     Args:
-        manager: of the checkpoint.
-        trains: whether these parameters do.
-        with_statistics: or shapes alone, for which no array is read.
+        manager: the manager of the checkpoint.
+        trains: whether these parameters are trained.
+        with_statistics: whether to compute statistics. Without them no array is read.
         remedy: what to do if they can't be read.
     """
     saved = checkpoint.saved_arrays(manager, step, remedy)
@@ -65,7 +65,7 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
     if with_statistics:
         for path, array in checkpoint.read_arrays(manager, step, remedy):
             found[path] = statistics(array)
-            del array  # before the next is read
+            del array  # free it before the next is read
     rows = []
     for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
         leaf = saved[path]
@@ -77,7 +77,7 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
 
 
 def changed_fields(config: ConfigDict) -> list[str]:
-    """The dotted names of the fields that haven't the default of a model of this kind, or that exist no longer."""
+    """The dotted names of fields that differ from the default for a model of this kind, or that no longer exist."""
     default = base_config("", config.model.kind)
     known = field_names(default)
     return [
@@ -95,21 +95,21 @@ def history(curves: dict[str, dict[int, float]], group: str) -> list[dict]:
 
 
 def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: bool = True) -> dict:
-    """What can be known of a run, or of a materialized model, without building it, as plain data.
+    """Describe a run or a materialized model as plain data, without building the model.
 
     Args:
         workdir: its folder, which can be on gs://.
-        step: of which checkpoint; by default the newest.
-        with_statistics: those of parameters, for which all of them are read, in parts.
+        step: training step of the checkpoint; by default the newest.
+        with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
 
     Returns:
         workdir, step, steps (of all checkpoints), name, kind, field, solver, num_steps
         data_sha256: of the training split
-        base, materialized_from: where its weights come from, as `checkpoint.save` was told, or None
-        tokenizer: its name and saved_characters, the length of what the checkpoint keeps of it
-        config: every field's value by its dotted name; changed: names of those that aren't the default
-        parameters: rows of name, shape, dtype, count, bytes, trains, and those of `statistics`
-        validation, train, dynamics: rows of step and the scalars that were written then
+        base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
+        tokenizer: its name, and saved_characters: the length of its data in the checkpoint
+        config: every field's value by its dotted name; changed: the names of fields that differ from the default
+        parameters: rows of name, shape, dtype, count, bytes, trains, and the fields of `statistics`
+        validation, train, dynamics: rows of step and the scalars that were written at that step
 
     Raises:
         UserError: if there is no such checkpoint, or it can't be read.
@@ -141,7 +141,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
 
 
 def columns(rows: Iterable[Iterable[str]]) -> list[str]:
-    """Lines with the first of their cells aligned on the left and others on the right."""
+    """Format rows as lines. The first cell of each is aligned on the left, the others on the right."""
     rows = [list(row) for row in rows]
     width, *widths = (max(map(len, cells)) for cells in zip(*rows))
     return [
@@ -151,7 +151,7 @@ def columns(rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def heading(found: dict) -> list[str]:
-    """Lines on the model, its checkpoints, and where it comes from."""
+    """Lines that describe the model, its checkpoints and its origin."""
     tokenizer, total = found["tokenizer"], found["config"]["steps"]
     name, saved = tokenizer["name"], tokenizer["saved_characters"]
     inside = f"its data inside ({saved:,} characters)" if saved else "without data"
@@ -169,7 +169,7 @@ def heading(found: dict) -> list[str]:
 
 
 def parameter_table(rows: list[dict]) -> list[str]:
-    """Lines on parameters, each part of the model before what it consists of."""
+    """Lines that list parameters. Each part of the model comes before its own parameters."""
     there = [name for name in COLUMNS if name in rows[0]]
     cells, last = [["", "shape", "count", *(COLUMNS[name] for name in there), ""]], None
     for row in rows:
@@ -188,7 +188,7 @@ def parameter_table(rows: list[dict]) -> list[str]:
 
 
 def parameter_lines(found: dict) -> list[str]:
-    """The tables of what trains and of what is frozen, with totals, and a warning of what isn't finite."""
+    """The tables of trained and of frozen parameters, with totals, and a warning if any are not finite."""
     rows, lines = found["parameters"], []
     total = sum(row["count"] for row in rows)
     lines = [f"parameters: {total:,}, {sum(row['bytes'] for row in rows) / 1e6:,.1f} MB in memory"]
@@ -205,7 +205,7 @@ def parameter_lines(found: dict) -> list[str]:
 
 
 def history_lines(found: dict) -> list[str]:
-    """The results of every validation, and the scalars of the last training step that were written."""
+    """The results of every validation, and the last training scalars that were written."""
     lines, names = ["history"], {"step": "{:,}", "loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
     if not found["validation"] and not found["train"]:
         return ["history: none, there are no curves in this folder"]
@@ -224,7 +224,7 @@ def history_lines(found: dict) -> list[str]:
 
 
 def text(found: dict, all_fields: bool = False) -> str:
-    """What `inspect_run` found, to be read; of the config only what isn't the default, or all fields."""
+    """The result of `inspect_run` as readable text, with all fields of the config or only the changed ones."""
     names = list(found["config"]) if all_fields else found["changed"]
     title = "config" if all_fields else "config, where it isn't the default (--all shows every field)"
     fields = [f"  {name} = {found['config'][name]!r}" for name in names]
@@ -234,12 +234,12 @@ def text(found: dict, all_fields: bool = False) -> str:
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    step = flags.DEFINE_integer("step", None, "Of which checkpoint; by default the newest.")
+    step = flags.DEFINE_integer("step", None, "Training step of the checkpoint; by default the newest.")
     everything = flags.DEFINE_boolean("all", False, "Show every field of the config.")
-    with_statistics = flags.DEFINE_boolean("statistics", True, "Of parameters, which are all read for it.")
+    with_statistics = flags.DEFINE_boolean("statistics", True, "Statistics of parameters; reads all of them.")
 
     def command() -> None:
-        jax.config.update("jax_platforms", "cpu")  # a training may hold the accelerator
+        jax.config.update("jax_platforms", "cpu")  # a running training may hold the accelerator
         print(text(inspect_run(workdir.value, step.value, with_statistics.value), everything.value))
 
     command_line.run(command, verbosity=logging.FATAL)

@@ -2,7 +2,7 @@
 
 import time
 
-START = time.monotonic()  # before the heavy imports, so that the time to the first step is the user's
+START = time.monotonic()  # before the heavy imports, so that the time to the first step includes them
 
 from absl import flags, logging  # noqa: E402
 
@@ -25,6 +25,6 @@ if __name__ == "__main__":
     command_line.run(
         command,
         check_overrides,
-        verbosity=logging.FATAL,  # what fails in the background of a save is raised, and said once
-        interrupted="interrupted; the same command goes on from the newest checkpoint, if any",
+        verbosity=logging.FATAL,  # an error in a background save is raised, so it need not be logged as well
+        interrupted="interrupted; the same command resumes from the newest checkpoint, if any",
     )

@@ -2,8 +2,8 @@
 
     python -m diffeqformer.materialize --workdir=runs/tiny --num_steps=4 --dtype=bfloat16
 
-The hypernetwork and the optimizer's state stay behind: what remains has a vanilla transformer's size,
-and opens wherever a run does.
+The hypernetwork and the optimizer's state are left out. The result is as small as a vanilla transformer, and every
+command that takes a run also takes it.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ def materialize(
     Args:
         workdir: folder of the run.
         num_steps: steps of depth; None: as trained.
-        dtype: float32 or bfloat16, of the weights and of the computation; None: the run's compute type.
-        output: folder of the new checkpoint, without one as yet; by default a subfolder of the run's.
+        dtype: float32 or bfloat16, for both the weights and the computation; None: the run's compute type.
+        output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.
 
     Returns:
-        The folder, in which the model has the number of the checkpoint's training step.
+        The folder. The model in it is numbered by the training step of its source.
 
     Raises:
-        UserError: if there is no checkpoint, the folder has one already or can't be written, or the model can't take
-            that number of steps or has a solver that takes weights several times in a step.
+        UserError: if there is no checkpoint, if the folder already has one or can't be written, if the model can't take
+            that number of steps, or if its solver needs weights at several times within a step.
     """
     opened = checkpoint.load(workdir)
     trained = opened.config.model
@@ -51,13 +51,13 @@ def materialize(
     dtype = dtype or opened.config.model.dtype
     output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
     _, params = split_model(discretize(opened.model, opened.config, num_steps, dtype))
-    jax.block_until_ready(params)  # what goes wrong does so before there is a folder
+    jax.block_until_ready(params)  # any error is raised here, before the folder is created
     with checkpoint.reachable("--output", output):
         (output / "checkpoints").mkdir(parents=True, exist_ok=True)
         occupied = (output / "checkpoints").exists() and any((output / "checkpoints").iterdir())
     if occupied:
         raise UserError(
-            f"--output: {output} holds a checkpoint already, or the remains of one; give another folder, or delete it"
+            f"--output: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
         )
     about = dataclasses.replace(
         opened.about,
@@ -69,21 +69,21 @@ def materialize(
             checkpoint.save(manager, opened.step, {"params": params}, about)
             checkpoint.check(manager, wait=True)
     except BaseException:
-        (output / "checkpoints").rmtree(missing_ok=True)  # it was empty: this is what has just been begun
+        (output / "checkpoints").rmtree(missing_ok=True)  # it was empty before this
         raise
     return output
 
 
 def size_of(path: epath.Path) -> int:
-    """Bytes of a file, or of all in a folder."""
+    """Size in bytes of a file, or of all files in a folder."""
     return sum(map(size_of, path.iterdir())) if path.is_dir() else path.stat().length
 
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
-    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as many as trained.")
+    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     dtype = flags.DEFINE_enum(
-        "dtype", None, ["float32", "bfloat16"], "Of weights and computation; by default as in training."
+        "dtype", None, ["float32", "bfloat16"], "Type of weights and computation; by default as in training."
     )
     output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
 

@@ -1,7 +1,7 @@
 """Is a trained model a differential equation? `python -m diffeqformer.ode --workdir=runs/tiny`
 
-Looks between the times at which the weights were trained: how smooth W(t) is there, what perplexity other grids give,
-and whether solvers come nearer to one solution as their steps get smaller. docs/ode.md explains the numbers.
+Measures what happens between the trained times: how smooth W(t) is there, the perplexity on other grids, and whether
+solvers converge to one solution as their steps get smaller. docs/ode.md explains the numbers.
 """
 
 import json
@@ -23,15 +23,15 @@ def define_flags() -> None:
     define_text_flags("ode")
     flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
     flags.DEFINE_integer(
-        "refinements", 5, "How often the trained step is halved to see solvers converge.", lower_bound=2
+        "refinements", 5, "Number of times the trained step is halved to measure convergence.", lower_bound=2
     )
 
 
 def examine(options) -> dict:
-    """Examine a checkpoint as the options say, and write and print the results.
+    """Examine a checkpoint according to the options, then write and print the results.
 
     Raises:
-        UserError: for whatever the user can put right.
+        UserError: for anything the user can fix.
     """
     opened = checkpoint.load(options.workdir)
     model, config = opened.model, opened.config.model

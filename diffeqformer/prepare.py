@@ -11,14 +11,14 @@ from diffeqformer.data.tokenizers import open_tokenizer
 
 
 def run(config: ConfigDict) -> None:
-    """Prepare the config's store, or verify it if it is there; with `config.data.remote`, put a copy there.
+    """Prepare the config's store, or verify it if it exists. With `config.data.remote`, also upload a copy there.
 
     Raises:
-        UserError: for whatever the user can put right.
+        UserError: for anything the user can fix.
     """
-    check_config(config, num_devices=None)  # it may run on another machine than the training
+    check_config(config, num_devices=None)  # preparation and training may run on different machines
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
-    if not config.base:  # whose vocabulary the training checks
+    if not config.base:  # with a base, training checks the vocabulary
         check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     command_line.run(
         lambda: run(config.value),
         check_overrides,
-        interrupted="interrupted; finished shards stay, and the same command goes on from them",
+        interrupted="interrupted; finished shards stay, and the same command continues from them",
     )

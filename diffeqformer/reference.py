@@ -1,14 +1,14 @@
-"""The whole family in plain JAX, to be read first and to test everything else against.
+"""All models in plain JAX. Read this first; everything else is tested against it.
 
-No modules, no sharding, no tricks: loops over depth and heads, weights made where they are used.
-Parameters are the nested dictionaries that checkpoints hold, so each name below is a name there.
-In float64 (`with jax.enable_x64(True)`) it is the yardstick of the fast paths.
+There are no modules, no sharding and no tricks: only loops over depth and heads, and weights that are computed where
+they are used. Parameters are nested dictionaries with the names used in checkpoints. In float64 (`with
+jax.enable_x64(True)`) this is the reference for the fast implementations.
 
 Tong et al., Neural ODE Transformers, ICLR 2025: sections 4 and A. A block moves the state by
 
     dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t)
 
-and all of its weights depend on the depth t in [0, 1]. Two blocks fit in here, GPT's and Llama's.
+and all of its weights depend on the depth t in [0, 1]. There are two blocks, GPT's and Llama's.
 """
 
 import jax
@@ -30,7 +30,7 @@ def time_mlp(p, e):
 
 
 def generated_layer(p, h):
-    """One layer's weights, given h(t): kernel h P + B, bias h P_b; of a norm scale 1 + h P_s, shift h P_h."""
+    """One layer's weights, given h(t): kernel h P + B, bias h P_b; for a norm, scale 1 + h P_s and shift h P_h."""
     if "scale_projection" in p:
         return {"scale": 1 + h @ p["scale_projection"], "shift": h @ p["shift_projection"]}
     weights = {"kernel": jnp.einsum("e,ieo->io", h, p["projection"]) + p["constant"]}
@@ -42,7 +42,7 @@ def generated_layer(p, h):
 def generated_block(depth, e):
     """All weights of the block at the time whose features are e; `depth` is params["depth"].
 
-    Each layer has an MLP of its own, or, in the alternative design of Fig. 17, all have the same.
+    Each layer has its own MLP or, in the alternative design of Fig. 17, all layers share one.
     """
     return {
         name: generated_layer(p, time_mlp(depth["mlp"] if "mlp" in depth else p["mlp"], e))
@@ -90,7 +90,7 @@ def gpt_feed_forward(w, x):
 
 
 def rotate(x):
-    """Rotary positions for x [S, K]: the pair (k, k + K / 2) is turned by position x 10000^(-2 k / K)."""
+    """Rotary positions for x [S, K]: the pair (k, k + K / 2) is rotated by position x 10000^(-2 k / K)."""
     S, K = x.shape
     turn = np.exp(1j * np.outer(np.arange(S), 10000.0 ** (-np.arange(K // 2) * 2 / K)))
     z = (x[:, : K // 2] + 1j * x[:, K // 2 :]) * turn
@@ -113,7 +113,7 @@ def llama_feed_forward(w, x, epsilon):
 
 
 def branches(w, heads, epsilon):
-    """The two branches of the block whose weights these are, each a function of x [S, D]."""
+    """The two branches of the block with these weights, each a function of x [S, D]."""
     if "qkv" in w:
         return lambda x: gpt_attention(w, x, heads), lambda x: gpt_feed_forward(w, x)
     return lambda x: llama_attention(w, x, heads, epsilon), lambda x: llama_feed_forward(w, x, epsilon)
@@ -133,7 +133,7 @@ def euler(blocks, x, heads, norm_of_norm=True):
 
 
 def lie_trotter(blocks, x, heads):
-    """Attention, then feed-forward, each added whole: a vanilla transformer's states [L + 1, S, D]."""
+    """Attention, then feed-forward, each added in full: a vanilla transformer's states [L + 1, S, D]."""
     states = [x]
     for w in blocks:
         attention, feed_forward = branches(w, heads, 1e-5)
@@ -143,13 +143,13 @@ def lie_trotter(blocks, x, heads):
 
 
 def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
-    """The block's weights at t_n = (n + 1) / L, made one time after the other."""
+    """The block's weights at t_n = (n + 1) / L, computed for one time after the other."""
     times = np.arange(1, num_steps + 1) / num_steps
     return [generated_block(params["depth"], time_features(t, num_frequencies, time_frequency)) for t in times]
 
 
 def per_layer_blocks(params, num_steps):
-    """Weights of their own for every layer, unstacked."""
+    """Separate weights for every layer, unstacked."""
     return [jax.tree.map(lambda leaf: leaf[n], params["depth"]["layers"]) for n in range(num_steps)]
 
 

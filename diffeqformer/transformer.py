@@ -1,4 +1,4 @@
-"""Every model of the family: embedding, [times -> depth weights -> solver over the vector field], norm, head."""
+"""The model of all kinds: embedding, [times -> depth weights -> solver over the vector field], norm, head."""
 
 import dataclasses
 import functools
@@ -31,10 +31,10 @@ FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama}
 class Kind:
     """One row of the table of models.
 
-    weights: where the weights of depth come from.
+    weights: the kind of depth weights.
     solver: the name of the default solver.
     vanilla: a usual transformer: steps of length 1 instead of 1 / num_steps, and the norms of the usual block.
-    field: the only vector field of this kind; None: any.
+    field: the only vector field that this kind can have; None: any.
     """
 
     weights: type[DepthWeights]
@@ -43,7 +43,7 @@ class Kind:
     field: str | None = None
 
     def solvers(self) -> list[str]:
-        """The solvers that this kind can have. With one set of weights for each step, a step takes weights once."""
+        """The solvers that this kind can have. With one set of weights per step, a solver can use only one per step."""
         return [name for name, solver in SOLVERS.items() if not self.weights.fixed_depth or len(solver.nodes) == 1]
 
 
@@ -66,8 +66,8 @@ def vector_field(config) -> Block:
 class Transformer(nnx.Module):
     """A language model in two phases: `weights = model.weights()`, then `logits = model(tokens, weights)`.
 
-    The first phase costs as much for one token as for a million. Accumulation, generation and evaluation run the second
-    phase many times, so they run the first one once.
+    The cost of the first phase doesn't depend on the number of tokens. Accumulation, generation and evaluation run the
+    second phase many times, so they run the first only once.
 
     Args:
         config: the `model` part of a config (`diffeqformer.config`).
@@ -104,14 +104,14 @@ class Transformer(nnx.Module):
         return copy
 
     def trains(self, path: tuple[str, ...]) -> bool:
-        """Whether the parameter with that path trains. Beside adapters, only the embeddings and the head do."""
+        """Whether the parameter with that path is trained. With adapters, only these, embeddings and the head are."""
         return not self.has_adapters or path in self.trained_beside_adapters
 
     def grid(self, num_steps: int | tuple[float, ...] | None = None) -> Grid:
         """The steps of this model's solver through depth, in float64.
 
         Args:
-            num_steps: that many steps of equal length, by default as many as in training; or the ends of all steps.
+            num_steps: the number of steps of equal length, by default as in training; or the ends of all steps.
 
         Raises:
             UserError: if `num_steps` is below 1.
@@ -130,13 +130,13 @@ class Transformer(nnx.Module):
         Adapters are merged here, once.
 
         Raises:
-            UserError: if the model has weights for another number of steps only.
+            UserError: if the model only has weights for another number of steps.
         """
         grid = self.grid() if grid is None else grid
         return self.stack(merge(in_compute_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
     def stack(self, layers: dict, step_sizes: Float[Array, "T"]) -> StackedWeights:
-        """The input of the second phase, from the weights that `self.depth` gave for a grid with these step sizes."""
+        """The input of the second phase, from the output of `self.depth` for a grid with these step sizes."""
         return StackedWeights(in_compute_type(layers, self.dtype), step_sizes, self.depth.constant)
 
     def __call__(
@@ -146,7 +146,7 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: ids below the vocabulary size; S at most `max_length`.
-            weights: from `self.weights`, whatever the number of steps.
+            weights: from `self.weights`, with any number of steps.
             dropout_keys: one random key per example; None turns dropout off.
 
         Raises:
@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
         return walk(self.solver, self.field, weights, x, context, remat=self.remat)
 
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
-        """The state at time 0 and after every step, T + 1 in all, without dropout.
+        """The states at time 0 and after every step, T + 1 in all, without dropout.
 
         Raises:
             UserError: if S exceeds `max_length`.
@@ -182,12 +182,12 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B S D"], KeyValueCache]:
-        """Second phase for tokens that follow others: their final states (for `head`), and the cache with them in it.
+        """Second phase for tokens that follow others: their final states (for `head`), and the updated cache.
 
         Args:
             tokens: the ids at `position`, `position` + 1, ...
-            weights: those with which the cache was filled.
-            cache: holds every earlier position; from `KeyValueCache.empty` at the start.
+            weights: the same weights with which the cache was filled.
+            cache: holds every earlier position; at the start, from `KeyValueCache.empty`.
             position: number of tokens before these; with S it must not exceed the cache's length.
         """
         context = Context(position=position)
@@ -201,9 +201,9 @@ class Transformer(nnx.Module):
         return dropout(x, context.at_step(0), site=0)
 
     def head(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Logits of the final state: norm, then the transposed token embedding or a matrix of its own.
+        """Logits of the final state: norm, then the transposed token embedding or a separate matrix.
 
-        The rows that fill up the vocabulary to a multiple have the logit -inf, so no probability and no gradient.
+        Rows that pad the vocabulary to a multiple have the logit -inf, so they get no probability and no gradient.
         """
         logits = jnp.einsum("bsd,vd->bsv", self.normalize(x), self.head_matrix(), preferred_element_type=jnp.float32)
         if logits.shape[-1] == self.vocab_size:
@@ -215,13 +215,13 @@ class Transformer(nnx.Module):
         return self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
 
     def head_matrix(self) -> Float[Array, "V D"]:
-        """What a normalized state is multiplied with to give logits, in the compute type."""
+        """The matrix that maps a normalized state to logits, in the compute type."""
         matrix = self.token_embedding[...] if self.field.tied_head else self.lm_head[...].T
         return matrix.astype(self.dtype)
 
 
 def split_model(model: Transformer) -> tuple[nnx.GraphDef, dict]:
-    """A model's structure and its parameters as a plain tree; `nnx.merge` puts them together again."""
+    """A model's structure, and its parameters as a plain tree; `nnx.merge` reverses this."""
     graph, params = nnx.split(model, nnx.Param)
     return graph, nnx.to_pure_dict(params)
 
@@ -229,7 +229,7 @@ def split_model(model: Transformer) -> tuple[nnx.GraphDef, dict]:
 def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> StackedWeights:
     """`model.weights(model.grid(num_steps))` in one compiled program.
 
-    So weights in a small compute type need not exist in fp32 all at once.
+    This way, weights in a small compute type need not exist in fp32 all at once.
 
     Raises:
         UserError: if this model can't take that number of steps.
@@ -244,7 +244,7 @@ def _weights_at(graph, params, num_steps):
 
 
 def random_key(seed: int, purpose: str) -> Key[Array, ""]:
-    """The root key of everything random that serves one purpose: parameters, dropout, sample or times."""
+    """The random root key for one purpose: parameters, dropout, sample or times."""
     return jax.random.fold_in(jax.random.key(seed), ("parameters", "dropout", "sample", "times").index(purpose))
 
 
@@ -254,28 +254,28 @@ def new_model(config) -> Transformer:
 
 
 def abstract_model(config) -> Transformer:
-    """The model of a config with shapes in place of values: costs nothing, however large."""
+    """The model of a config with shapes in place of values. It takes no memory, however large the model is."""
     return nnx.eval_shape(lambda: new_model(config))
 
 
 def padded_vocabulary(config) -> int:
-    """The rows of the embedding: the vocabulary of the `model` part of a config, filled up to a multiple."""
+    """The number of rows of the embedding: the vocabulary size, padded to a multiple, from a config's `model` part."""
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
 def parameter_metadata(model: Transformer, name: str) -> dict:
-    """One argument of `fields.layers.parameter` (axes, decays, always_trains) for every parameter: a tree like them."""
+    """One argument of `fields.layers.parameter` (axes, decays or always_trains) of every parameter, as a tree."""
     return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
 
 
 def paths_with(model: Transformer, name: str) -> frozenset[tuple[str, ...]]:
-    """The paths of the parameters with a flag."""
+    """The paths of the parameters for which a flag is set."""
     flags = traverse_util.flatten_dict(parameter_metadata(model, name))
     return frozenset(path for path, flag in flags.items() if flag)
 
 
 def partition_specs(model: Transformer) -> tuple[dict, dict]:
-    """How a model's parameters, and its weights at all times (`model.depth(...)`), lie on the mesh: trees of specs."""
+    """The partition specs of a model's parameters and of its weights at all times (`model.depth(...)`), as trees."""
     axes, is_axes = parameter_metadata(model, "axes"), lambda leaf: isinstance(leaf, tuple)
     field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
     layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.grid()), nnx.split(model.depth))
@@ -286,12 +286,12 @@ def partition_specs(model: Transformer) -> tuple[dict, dict]:
 
 
 def select(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
-    """The leaves of nested dictionaries whose path is wanted."""
+    """The leaves of nested dictionaries whose path satisfies `wanted`."""
     leaves = traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})
 
 
 def merge_trees(*trees: dict) -> dict:
-    """Nested dictionaries put together again."""
+    """Nested dictionaries merged into one."""
     leaves = [traverse_util.flatten_dict(tree) for tree in trees]
     return traverse_util.unflatten_dict({path: leaf for each in leaves for path, leaf in each.items()})

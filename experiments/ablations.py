@@ -1,13 +1,13 @@
-"""The paper's ablations, Figures 4, 7, 14 to 16 and 18, over a config; by default configs/tiny.py, on two CPU cores.
+"""The paper's ablations, Figures 4, 7, 14 to 16 and 18, for one config; by default configs/tiny.py, on two CPU cores.
 
     python experiments/ablations.py --study=embedding  # d_emb: perplexity, parameters, speed, memory (Figures 14 to 16)
     python experiments/ablations.py --study=design     # one MLP of t for all weights, or one for each (Figure 18)
     python experiments/ablations.py --study=beta2      # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
     python experiments/ablations.py --study=overfitting --wikitext=wiki.valid.tokens  # a short text repeated (Figure 4)
 
-Others need their own widths and rates: --config=configs/medium.py --widths=12,48,144 --rates=6e-4. Each run is one of
-diffeqformer.main in a folder of its own, which studies share; the same command goes on where it was stopped. After each
-run, <study>.md, <study>.json and <study>.png in --folder show those that have ended.
+Other configs need their own widths and rates: --config=configs/medium.py --widths=12,48,144 --rates=6e-4. Each run is a
+run of diffeqformer.main in its own folder; studies share runs. The same command resumes an interrupted study. After
+each run, <study>.md, <study>.json and <study>.png in --folder show the finished runs.
 """
 
 import concurrent.futures
@@ -28,32 +28,32 @@ from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
 STUDY = flags.DEFINE_enum("study", None, ["embedding", "design", "beta2", "overfitting"], "Which.", required=True)
-CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config that they are over.")
+CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 WIDTHS = flags.DEFINE_list(
     "widths", ["4", "12", "24", "48", "96"], "E, the paper's d_emb, in the study of the embedding."
 )
-RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3"], "Rates of learning, in the study of the embedding.")
-FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Where the runs and their results go.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3"], "Learning rates, in the study of the embedding.")
+FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Folder of the runs and their results.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103, for the study of overfitting.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps of each run.")
-ARTICLES = 2  # of WikiText, that are read again and again (ten were too many for 1,500 steps to over-fit)
+ARTICLES = 2  # of WikiText, which are read repeatedly (with ten, 1,500 steps didn't overfit)
 
 
 @functools.cache
 def config_of(model: str):
-    """The config with a model of this kind."""
+    """The config with a model of the given kind."""
     return runpy.run_path(CONFIG.value)["get_config"](model)
 
 
 class Run(NamedTuple):
-    """One run of the config: which model, the fields in which it differs, and whether it reads the short text."""
+    """One run of the config: the model, the changed fields, and whether it reads the short text."""
 
     model: str = "diffeqformer"
     changes: dict[str, float] = {}
     short_text: bool = False
 
     def differences(self) -> list[str]:
-        """The changes that differ from the config, so that studies share the runs that are the same."""
+        """The changes that differ from the config, so that studies share identical runs."""
         config = config_of(self.model)
         return [f"{field}={value:g}" for field, value in self.changes.items() if value != get_field(config, field)]
 
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 def runs() -> dict[str, Run]:
-    """The runs of the study, by their names in its table."""
+    """The runs of the study, by name in its table."""
     if STUDY.value == "embedding":
         rates = {f"rate {rate}": {"optimizer.learning_rate": float(rate)} for rate in RATES.value}
         return {
@@ -98,13 +98,13 @@ def compiled_memory(workdir: pathlib.Path) -> float:
 
 
 def step_memory(workdir: pathlib.Path) -> float:
-    """The same from a process of its own, since the next run needs the accelerator."""
+    """The same, computed in a separate process, since the next run needs the accelerator."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         return child.submit(compiled_memory, workdir).result()
 
 
 def measure(run: Run, folder: pathlib.Path) -> dict:
-    """Train one unless that is done: its validation perplexities by step, parameters, best tokens/s and step's MiB."""
+    """Train a run unless it is finished. Returns validation perplexities by step, parameters, best tokens/s and MiB."""
     options = [f"--config={CONFIG.value}:{run.model}", *(f"--config.{field}" for field in run.differences())]
     if run.short_text:
         options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
@@ -116,13 +116,13 @@ def measure(run: Run, folder: pathlib.Path) -> dict:
     return {
         "perplexities": perplexities(workdir),
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
-        "tokens_per_second": max(rates.values()),  # of the stretch that other work on the machine disturbs least
+        "tokens_per_second": max(rates.values()),  # the interval that other load on the machine affects least
         "step_mib": step_memory(workdir),
     }
 
 
 def table(results: dict[str, dict]) -> str:
-    """What was found, as Markdown."""
+    """The results as Markdown."""
     lines = [
         "| run | parameters | best perplexity | at step | at the end | tokens/s | train step, MiB |",
         "|" + "---|" * 7,
@@ -138,7 +138,7 @@ def table(results: dict[str, dict]) -> str:
 
 
 def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
-    """The validation curves of all runs."""
+    """Plot the validation curves of all runs."""
     from diffeqformer.console.figures import new_figure
 
     explodes = STUDY.value == "overfitting"
@@ -155,7 +155,7 @@ def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
 
 
 def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
-    """Perplexity, throughput and memory against E, for each learning rate; GPT's as horizontal lines."""
+    """Plot perplexity, throughput and memory against E for each learning rate, with GPT as horizontal lines."""
     from diffeqformer.console.figures import COLOURS, new_figure
 
     quantities = {
@@ -182,7 +182,7 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
 
 
 def main(_) -> None:
-    logging.set_verbosity(logging.ERROR)  # Orbax says much
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
     if not pathlib.Path(CONFIG.value).is_file():
         sys.exit(f"--config: must be a config file, but there is no file {CONFIG.value}")
     for name, values, number in (("widths", WIDTHS.value, int), ("rates", RATES.value, float)):
@@ -190,7 +190,7 @@ def main(_) -> None:
             try:
                 number(value)
             except ValueError:
-                sys.exit(f"--{name}: must be numbers with commas between them, but one is {value!r}")
+                sys.exit(f"--{name}: must be comma-separated numbers, but one is {value!r}")
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves

@@ -1,4 +1,4 @@
-"""What the experiments share: runs in processes of their own that are resumed, and what can be read of them."""
+"""What the experiments share: resumable runs in separate processes, and reading their results."""
 
 import pathlib
 import subprocess
@@ -13,10 +13,10 @@ from diffeqformer.inspect import inspect_run
 
 
 def inspected(workdir: pathlib.Path) -> dict:
-    """`inspect_run` without statistics, on the CPU: the runs need the accelerator.
+    """`inspect_run` without statistics, on the CPU, since the runs need the accelerator.
 
     Raises:
-        NoCheckpoint: if the run has saved none yet.
+        NoCheckpoint: if the run hasn't saved one yet.
     """
     jax.config.update("jax_platforms", "cpu")
     return inspect_run(workdir, with_statistics=False)
@@ -32,7 +32,7 @@ def finished(workdir: pathlib.Path) -> bool:
 
 
 def train(workdir: pathlib.Path, options: list[str]) -> None:
-    """Run `diffeqformer.main` unless it has finished already; what it prints goes to `<workdir>.log` as well."""
+    """Run `diffeqformer.main` unless it has already finished. Its output is also written to `<workdir>.log`."""
     if finished(workdir):
         return
     workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def articles_of_wikitext(
         the options of a run on them.
 
     Args:
-        path: of wiki.valid.tokens.
-        name: of the text, also of its token store.
+        path: path of wiki.valid.tokens.
+        name: name of the text and of its token store.
     """
     from diffeqformer.data.wikitext import articles
 

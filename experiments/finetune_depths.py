@@ -2,9 +2,9 @@
 
     python experiments/finetune_depths.py --wikitext=wiki.valid.tokens --folder=runs/finetune_depths
 
-The shape is that of configs/tiny.py, the texts are Python's standard library and the validation split of WikiText-103.
-Rows are run one after the other, each a run of diffeqformer.main in a folder of its own; the same command goes on
-where it was stopped. After each row, table.md, results.json and figure.png show those that have ended.
+The shape is taken from configs/tiny.py. The texts are Python's standard library and the validation split of
+WikiText-103. Rows are run one after the other; each is a run of diffeqformer.main in its own folder. The same command
+resumes an interrupted experiment. After each row, table.md, results.json and figure.png show the finished rows.
 """
 
 import itertools
@@ -20,24 +20,27 @@ from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
-FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Where the runs and their results go.")
+FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
 DIRECTIONS = flags.DEFINE_multi_enum(
     "direction",
     ["stdlib_to_wikitext"],
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
-    "From which text to which; can be repeated.",
+    "Text of pretraining and of fine-tuning; can be repeated.",
 )
 BASES = flags.DEFINE_multi_enum(
     "base", ["diffeqformer", "gpt"], ["diffeqformer", "gpt"], "Models that are pretrained; can be repeated."
 )
-SEEDS = flags.DEFINE_integer("seeds", 1, "How many seeds; all rows with one come before the first with the next.")
+SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds. All rows are run with one seed before the next.")
 
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=18"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=24"],
 }
 DEPTHS = {"diffeqformer": (18, 9, 12, 24), "gpt": (24,)}
-MODES = {"full": [], "lora": ["--config.model.lora_rank=20"]}  # of 96 as much as 200 of the paper's 1,024
+MODES = {
+    "full": [],
+    "lora": ["--config.model.lora_rank=20"],
+}  # 20 of 96 is the same proportion as the paper's 200 of 1,024
 PRETRAINING = ["--config.steps=3000", "--config.eval_every=1500"]
 FINETUNING = ["--config.steps=800", "--config.eval_every=100", "--config.sample.prompt=The "]
 
@@ -53,7 +56,7 @@ class Row(NamedTuple):
 
 
 def finetune(row: Row, texts: dict[str, list[str]], folder: pathlib.Path) -> dict[int, float]:
-    """Fine-tune one row, and pretrain its base unless that is done: validation perplexities of bytes, by step."""
+    """Fine-tune one row, after pretraining its base if needed. Returns validation perplexities of bytes, by step."""
     first, _, second = row.direction.partition("_to_")
     common = ["--config.checkpoints_kept=1", f"--config.seed={row.seed}"]
     base = folder / f"{first}-{row.base}-{row.seed}"
@@ -73,7 +76,7 @@ def in_groups(results: dict[Row, dict[int, float]]) -> dict[tuple, list[dict[int
 
 
 def table(results: dict[Row, dict[int, float]]) -> str:
-    """Perplexities before, at their best and at the end, as Markdown: means over seeds."""
+    """Perplexities before, at the best step and at the end, as Markdown: means over seeds."""
     lines = ["| direction | base | trained | steps | seeds | before | best | at step | at the end |", "|" + "---|" * 9]
     for (direction, base, mode, depth), curves in in_groups(results).items():
         best = [min(curve, key=curve.get) for curve in curves]
@@ -92,7 +95,7 @@ def table(results: dict[Row, dict[int, float]]) -> str:
 
 
 def plot(results: dict[Row, dict[int, float]], path: pathlib.Path) -> None:
-    """Validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA."""
+    """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA."""
     from matplotlib import colormaps
 
     groups = in_groups(results)
@@ -101,7 +104,7 @@ def plot(results: dict[Row, dict[int, float]], path: pathlib.Path) -> None:
     figure, panels = new_figure(len(directions), 2, (11, 4.5 * len(directions)), sharey="row")
     for (direction, base, mode, depth), curves in groups.items():
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
-        steps = sorted(curves[0])[1:]  # the perplexity before is in the table: it would flatten all else
+        steps = sorted(curves[0])[1:]  # the initial perplexity is in the table: it would flatten all curves
         mean = [statistics.mean(curve[step] for curve in curves) for step in steps]
         style = {"diffeqformer": "-", "gpt": "--"}[base]
         colour = "black" if base == "gpt" else colours[depth]

@@ -1,4 +1,4 @@
-"""The authors' reference numbers (tests/data), with their parameters rearranged into ours."""
+"""The authors' reference numbers (tests/data), with their parameters converted to our layout."""
 
 import pathlib
 
@@ -80,7 +80,7 @@ def flatten_bias(name: str, bias: np.ndarray) -> np.ndarray:
 
 
 def renamed(arrays, names: dict[str, str], prefix: str) -> dict:
-    """Their arrays under our names, those that they have."""
+    """Their arrays under our names, as far as they have them."""
     return {ours: arrays[prefix + theirs] for ours, theirs in names.items() if prefix + theirs in arrays}
 
 

@@ -120,7 +120,7 @@ def test_missing_manual_files_are_refused(tmp_path):
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
-    """Serves `answers` (path to JSON; what is empty isn't there) and below them the files of a folder."""
+    """Serves `answers` (path to JSON; an empty one means not found) and the files of a folder."""
 
     def do_GET(self):
         if (answer := self.server.answers.get(self.path)) is None:
@@ -135,7 +135,7 @@ class Hub(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with the two data sets in Parquet: WikiText in its repository, OpenWebText only as converted."""
+    """A hub with both data sets in Parquet: WikiText in its repository, OpenWebText only as converted by the hub."""
     folder = tmp_path / "hub"
     handler = functools.partial(Hub, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""Tests run on eight virtual CPU devices, with the types and shapes of annotations checked."""
+"""Tests run on eight virtual CPU devices, and annotated types and shapes are checked."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The first case of every test is fast, unless it is known to be long."""
+    """Mark the first case of every test as fast, unless it is marked as long."""
     for item in items:
         first = not hasattr(item, "callspec") or not any(item.callspec.indices.values())
         if first and not any(item.get_closest_marker(name) for name in ("long", "slow", "kill", "tpu")):
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled():
-    """Drop compiled functions when they are many. All of them take gigabytes, and more mappings than Linux allows."""
+    """Drop compiled functions when there are many. All of them take gigabytes, and more mappings than Linux allows."""
     yield
     mappings = pathlib.Path("/proc/self/maps")
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
@@ -38,7 +38,7 @@ def forget_compiled():
 
 @pytest.fixture
 def compilations(caplog):
-    """How often a function of a name has been compiled in this test."""
+    """The number of times that a function of a given name has been compiled in this test."""
     with jax.log_compiles():
         yield lambda name: sum(r.getMessage().startswith(f"Compiling jit({name})") for r in caplog.records)
 
@@ -54,7 +54,7 @@ def small_store(tmp_path) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
-    """A SentencePiece model with Llama's way of writing unknown characters as bytes."""
+    """A SentencePiece model that writes unknown characters as bytes, like Llama's."""
     from helpers import train_sentencepiece
 
     path = tmp_path_factory.mktemp("model") / "spm.model"
@@ -64,7 +64,7 @@ def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def short_stores(tmp_path_factory) -> pathlib.Path:
-    """A folder with a store that training takes for the standard library's: sentences that a model can learn."""
+    """A folder with a store that passes for the standard library's. It holds sentences that a model can learn."""
     from helpers import make_store
 
     folder, random = tmp_path_factory.mktemp("stores"), np.random.RandomState(0)
@@ -76,7 +76,7 @@ def short_stores(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """The folder of a run that has saved a checkpoint: an untrained model of bytes with lively weights."""
+    """The folder of a run with a checkpoint: an untrained byte-level model with large random weights."""
     import jax.numpy as jnp
 
     from diffeqformer import checkpoint

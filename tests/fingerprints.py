@@ -1,4 +1,4 @@
-"""Fingerprints of every program that a run compiles: what a move of code must not change.
+"""Fingerprints of every program that a run compiles, which a refactoring must not change.
 
     python tests/fingerprints.py > before.txt            # lowered programs, in about two minutes
     python tests/fingerprints.py --steps=20 > before.txt # the state after training, to the last bit of this machine
@@ -43,7 +43,7 @@ def digest(text: bytes) -> str:
 
 
 def program_text(lowered) -> str:
-    """A lowered program, its functions numbered in the order in which their names come up."""
+    """A lowered program, with functions numbered in the order in which their names occur."""
     names = {}
     return re.sub(r"@[\w.]+", lambda name: names.setdefault(name[0], f"@{len(names)}"), lowered.as_text())
 

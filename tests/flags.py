@@ -1,6 +1,6 @@
-"""Flags of XLA for tests, whose time is mostly compilation: optimize nothing, and use the older, quicker emitters.
+"""XLA flags for tests. Compilation takes most of their time, so optimize nothing and use the older, quicker emitters.
 
-A module's code is not split for threads that would compile its parts: that costs more than it gains.
+A module isn't split into parts to be compiled in parallel: that costs more than it gains.
 """
 
 FAST_COMPILATION = (

@@ -1,6 +1,6 @@
-"""A process that has imported what the commands need, and runs each of them in a fork of itself.
+"""A process that has already imported what the commands need, and runs each command in a fork of itself.
 
-So a command under test is a process of its own, with its own environment, output and exit status, but need not spend
+So a command under test is a separate process, with its own environment, output and exit status, but doesn't spend
 seconds on imports. Nothing here may start threads before a fork: JAX and TensorFlow start theirs when first used.
 
 Reads a request as a line of JSON from standard input, and answers with a line: the command's exit status.
@@ -17,7 +17,7 @@ COMMANDS = ("analyze", "downstream", "evaluate", "generate", "inspect", "main", 
 
 
 def become(request: dict) -> None:
-    """Run a command in this process, which ends with it."""
+    """Run a command in this process, then exit."""
     signal.alarm(300)  # of seconds, after which it is killed
     for number, path in enumerate(request["files"]):
         file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY)

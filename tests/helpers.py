@@ -37,18 +37,18 @@ def load_config(name: str, model: str = "diffeqformer"):
 
 
 def build_model(kind: str, field: str | None = None, **changes) -> Transformer:
-    """A model of the authors' tiny sizes with parameters of our own start."""
+    """A model of the authors' tiny sizes with our own initial parameters."""
     return nnx.merge(*built(False, kind, field, **changes))
 
 
 def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
-    """The same with parameters so large that every token and every step matters to the logits."""
+    """The same with parameters so large that every token and every step affects the logits."""
     return nnx.merge(*built(True, kind, field, **changes))
 
 
 @functools.cache
 def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters, not made in one compiled function: arrays of the same shape share the small ones of JAX."""
+    """Graph and parameters, created without a big compilation: arrays of one shape share JAX's small functions."""
     config = authors.model_config(kind, field, **changes)
     graph, params = nnx.split(Transformer(config, nnx.Rngs(0)), nnx.Param)
     if lively:
@@ -61,7 +61,7 @@ def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.Gr
 
 @functools.partial(jax.jit, static_argnames=("graph", "microbatches"))
 def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
-    """Those of a batch, as in training, on one device."""
+    """The loss and gradient of a batch, as in training, on one device."""
     return ShardedLoss(graph, params, ONE_DEVICE).mean_and_gradient(params, tokens, keys, microbatches)
 
 
@@ -69,7 +69,7 @@ TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 
 def train_sentencepiece(**options) -> bytes:
-    """A SentencePiece model of 300 pieces, trained on sentences of our own."""
+    """A SentencePiece model of 300 pieces, trained on our own sentences."""
     model = io.BytesIO()
     sentences = [f"{a} {b} sees the {c} thing." for a in "AB" for b in ("cat", "dog") for c in ("red", "odd")]
     sentencepiece.SentencePieceTrainer.train(
@@ -102,7 +102,7 @@ def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokeniz
 
 
 def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
-    """A whole config that trains in seconds; `changes` are fields with dots as double underscores."""
+    """A complete config that trains in seconds; `changes` are fields with double underscores in place of dots."""
     config = base_config("toy", kind, field)
     config.update(steps=6, batch_size=8, sequence_length=16, log_every=1, eval_every=100, checkpoint_every=100)
     config.model.update(authors.model_config(kind, config.model.field, vocab_size=257, generator_start="varying"))
@@ -112,7 +112,7 @@ def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
 
 
 def change(config, **changes):
-    """The config with fields changed, whose names have double underscores in the place of dots."""
+    """The config with changed fields, named with double underscores in place of dots."""
     for name, value in changes.items():
         section, _, field = name.rpartition("__")
         (config[section] if section else config)[field] = value
@@ -125,9 +125,9 @@ def tokens_of(step: int, config) -> np.ndarray:
 
 
 def run_steps(config, mesh, steps: int):
-    """A program, its state after some steps on two batches in turn, and the loss and gradient norm [steps, 2] of each.
+    """A program, its state after steps on two alternating batches, and each step's loss and gradient norm [steps, 2].
 
-    The parameters start as `program.init()` has them, without its compilation.
+    The initial parameters are the same as from `program.init()`, without compiling it.
     """
     program = Program(config, mesh)
     params = jax.device_put(split_model(new_model(config))[1], program.state_shardings["params"])

@@ -1,4 +1,4 @@
-"""The Hugging Face fixtures (`tests/data/make_huggingface.py`), with their parameters rearranged into ours."""
+"""The Hugging Face fixtures (`tests/data/make_huggingface.py`), with their parameters converted to our layout."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ LLAMA = {name: path for name, (path, _) in authors.LAYERS["llama"].items()}
 
 
 def stacked(arrays, path: str) -> np.ndarray | None:
-    """A parameter of all six layers, [6, ...], or None if they have none of this name."""
+    """A parameter of all six layers, [6, ...], or None if there is none of this name."""
     return np.stack([arrays[path.format(n)] for n in range(6)]) if path.format(0) in arrays else None
 
 

@@ -1,4 +1,4 @@
-"""Commands, and small runs of the training one, in processes of their own."""
+"""Commands, and small training runs, in separate processes."""
 
 import functools
 import json
@@ -24,9 +24,9 @@ TINY = [
 
 
 def start(processes: int, devices: int, workdirs: list, stores, *options, last=()) -> list[subprocess.Popen]:
-    """The processes of one run on this machine, with so many devices each; only as many of them as there are folders.
+    """The processes of one run on this machine, one for each folder, with the given number of devices each.
 
-    Options are those of all of them, and `last` of the last one alone.
+    `options` apply to all processes, and `last` only to the last one.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
 
 
 def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:
-    """What each process printed on both streams, without the lines of Gloo. All must end with `status`."""
+    """The output of each process on both streams, without Gloo's lines. All must exit with `status`."""
     said = [process.communicate(timeout=300) for process in running]
     said = [(re.sub(r"(?m)^.*(Gloo|peer ranks).*\n", "", output), errors) for output, errors in said]
     for process, (output, errors) in zip(running, said):
@@ -63,7 +63,7 @@ def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, 
 
 
 def curves(workdir) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows of a run: every scalar's values by step."""
+    """The curves that TensorBoard shows: every scalar's values by step."""
     events = EventAccumulator(str(workdir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
@@ -72,7 +72,7 @@ def curves(workdir) -> dict[str, dict[int, float]]:
 
 @functools.cache
 def forking() -> subprocess.Popen:
-    """The process that runs commands, which ends when its standard input does: with this one."""
+    """The process that runs commands. It exits when its standard input closes, that is, together with this process."""
     environment = {**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8"}
     script = ROOT / "tests" / "forking.py"
     return subprocess.Popen(
@@ -81,7 +81,7 @@ def forking() -> subprocess.Popen:
 
 
 def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
-    """Run a command to its end, in a fork of a process that has its imports; `environment` is added to this one's."""
+    """Run a command in a fork of a process with the imports done; `environment` is added to this process's."""
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):

@@ -1,4 +1,4 @@
-"""Gradients added up over microbatches: those of the whole batch, with weights generated once."""
+"""Gradients accumulated over microbatches equal the whole batch's, with weights generated once."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field)
 
 
 def contractions(jaxpr, sizes: set[int]) -> int:
-    """Matrix products with an operand or a result of one of these sizes, none of which may stand in a loop."""
+    """Matrix products with an operand or a result of one of these sizes, none of which may be inside a loop."""
     count = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -59,7 +59,7 @@ def test_weights_are_generated_and_pulled_back_once(kind, field, layers):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["diffeqformer", "discretized"])
 def test_cotangents_add_up_in_float32(kind):
-    """With bf16 compute, and with bf16 parameters as well: many small parts lose no more than the whole batch does."""
+    """With bf16 compute, and also bf16 parameters: many small parts lose no more precision than the whole batch."""
 
     def gradient(microbatches, dtype, param_dtype="float32"):
         graph, params = split_model(lively_model(kind, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The report on a checkpoint: all of its parts, and what is refused."""
+"""The report on a checkpoint: all of its parts, and invalid options."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from runs import command
 
 
 class Page(HTMLParser):
-    """The tags, the text, and all that a page takes from elsewhere: pictures, links, scripts, style sheets."""
+    """The tags, the text, and everything that a page loads from elsewhere: images, links, scripts, style sheets."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -154,7 +154,7 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp
 
 
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
-    """A model in bfloat16 is analyzed in fp32, and left as it was."""
+    """A model in bfloat16 is analyzed in fp32 and not modified."""
     opened = opened_model("diffeqformer", dtype="bfloat16")
     open_instead(opened, monkeypatch)
     (tmp_path / "text.txt").write_text("some text\n")
@@ -193,14 +193,14 @@ def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
 
 
 def test_names_of_tokens_below_their_dots():
-    """Dollars are no formula; of a long text not every token has a name."""
+    """Dollar signs don't start a formula; in a long text, not every token has a label."""
     figures.as_html(sensitivity.draw(["a", "$$", "$_$"], {"one": np.arange(3.0)}), "no error")
     [axis] = sensitivity.draw(list("abcde") * 50, {"one": np.arange(250.0)}).axes
     assert axis.get_xticks().tolist() == list(range(0, 249, 2)) and "one in 2 is named" in axis.get_xlabel()
 
 
 def test_a_narrow_range_is_not_logarithmic():
-    """Where an axis of decades would have no number at all."""
+    """On a narrow range, a logarithmic axis would have no numbers at all."""
     for values, scale in (([7.2, 9.5], "linear"), ([2, 9], "log"), ([0, 9], "linear")):
         _, [[axis]] = figures.new_figure(1, 1, (5, 3))
         axis.plot(values)
@@ -266,7 +266,7 @@ def test_what_json_does_not_know_is_null():
 
 
 def test_shares_of_values_with_infinite_ones():
-    """The last one has no part in it."""
+    """The last value isn't included."""
     assert report.shares(np.array([1.0, 3.0, -np.inf, 2.0, 50.0])).tolist() == [0.0, 1.0, 0.0, 0.5, 0.0]
     assert report.shares(np.full(2, -np.inf)).tolist() == [0, 0]
     assert report.coloured(["a", " "], np.array([1.0, 0.0])).endswith("ma\033[0m ")

@@ -1,4 +1,4 @@
-"""Attention of every step: against the attention that the model computes, and in texts where it is known."""
+"""Attention maps: compared with the attention that the model computes, and on texts with a known result."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ TOKENS = jnp.arange(3, 11)
 
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
 def test_maps_are_the_attention_that_mixes_values(kind, field):
-    """Seen from outside: with one-hot values, the mixed values are the attention."""
+    """Measured from outside: with one-hot values, the mixed values are the attention."""
     model = lively_model(kind, field, num_steps=2)
     found = attention_maps.maps(model, TOKENS[None])
     assert found.shape == (2, 1, 4, 8, 8) and np.allclose(found.sum(-1), 1, atol=1e-5)
@@ -62,7 +62,7 @@ def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):
 
 
 def test_input_gradients_are_those_of_the_embeddings():
-    """Of distinct tokens, whose rows of the table are read once each; a Llama's head is no part of it."""
+    """For distinct tokens, each of whose rows is read once; a Llama's separate head isn't involved."""
     model = lively_model("llama", "llama", num_steps=2)
     graph, params = split_model(model)
 

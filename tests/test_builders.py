@@ -148,7 +148,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
 
 @pytest.mark.long
 def test_the_builders():
-    """Run the tests of builders_process.py. TensorFlow stays out of this process, the import hook out of that."""
+    """Run the tests of builders_process.py in a process with TensorFlow and without the import hook."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Grids that a tolerance chooses: as fine as they must be, and no finer."""
+"""Grids that a tolerance chooses: as fine as necessary, and no finer."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The simulation and the clustering measure: what is known of them beforehand."""
+"""The simulation and the clustering measure: results that are known in advance."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from diffeqformer.analysis.clustering import relative_distances, simulate
 
 
 def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
-    """Attention of one particle is to itself alone: dx/dt = s(t) V x, whose growth is that of its own integral."""
+    """A single particle attends only to itself: dx/dt = s(t) V x, so its growth follows from the integral of s."""
     for degree, equal_total, integral in ((0, (), 2.0), (2, (), 2 / 3), (2, ("V",), 2.0)):
         [path] = simulate(degree, equal_total=equal_total, particles=1, dimensions=1, steps=4000, horizon=2.0)
         random = np.random.RandomState(0)
@@ -24,7 +24,7 @@ def test_the_start_and_the_first_weights_do_not_depend_on_the_degree():
 
 
 def closest(degree: int, equal_total: tuple[str, ...] = ()) -> float:
-    """Below which share of the root mean square a quarter of the last distances are, in the mean of draws."""
+    """The lower quartile of the last distances, relative to the root mean square, averaged over draws."""
     last = simulate(degree, equal_total=equal_total, draws=100)[:, -1]
     return np.mean([relative_distances(x[None])[0][0, 1] for x in last])
 

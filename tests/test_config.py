@@ -1,4 +1,4 @@
-"""Configs: every file is sound, every mistake stops the run with one sentence that names the field."""
+"""Configs: every file is valid, and every mistake stops the run with one sentence that names the field."""
 
 import pathlib
 
@@ -137,11 +137,15 @@ def test_a_wrong_value_is_refused_by_name(field):
             r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) into equal parts, as 1 would",
         ),
         (("diffeqformer", "llama"), {"model__width": 36}, "model.heads: must leave an even width for each head"),
-        (("gpt", "gpt"), {"model__field": "llama"}, "model.field: must be that of model.kind, gpt, but it is 'llama'"),
+        (
+            ("gpt", "gpt"),
+            {"model__field": "llama"},
+            "model.field: must be the same as model.kind, gpt, but it is 'llama'",
+        ),
         (
             ("llama", "llama"),
             {"model__field": "gpt"},
-            "model.field: must be that of model.kind, llama, but it is 'gpt'",
+            "model.field: must be the same as model.kind, llama, but it is 'gpt'",
         ),
         (
             ("gpt", "gpt"),

@@ -1,4 +1,4 @@
-"""Token store: a pure function of seed and step, and refusal of anything broken."""
+"""Token store: batches are a pure function of seed and step, and anything broken is rejected."""
 
 import contextlib
 import json
@@ -149,7 +149,7 @@ def test_a_store_of_other_text_is_refused(small_store):
 
 
 def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, monkeypatch, capsys):
-    """In memory here; a bucket is another file system of the same library."""
+    """In memory here; a bucket is just another file system of the same library."""
     remote, memory = "memory://bucket/stores", fsspec.filesystem("memory")
     here = tmp_path / "elsewhere" / "task"
     with pytest.raises(UserError, match="config.data.remote: there is no token store task at memory://bucket/stores"):
@@ -255,7 +255,7 @@ def test_an_interrupted_replacement_is_no_store(small_store, tmp_path, monkeypat
 
 
 def test_a_second_process_waits_for_the_first(small_store, tmp_path, capsys):
-    """Which may have made the store by then, or have given it up."""
+    """By then, the other process may have made the store or abandoned it."""
     remote, here = "memory://seventh/stores", tmp_path / "here" / "task"
     upload(small_store, remote)
     for finished in (True, False):
@@ -276,7 +276,7 @@ def test_a_second_process_waits_for_the_first(small_store, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["{tmp}/outside", "../outside", "..", ".hidden", "a/b", "a\\b", "a\n", ""])
 def test_a_store_names_no_file_outside_its_folder(name, small_store, tmp_path):
-    """Neither one at a URL, which would be written here, nor a local one, which would be read or sent."""
+    """Neither a store at a URL, which would be written here, nor a local one, which would be read or uploaded."""
     name = name.format(tmp=tmp_path)
     about = json.loads((small_store / "store.json").read_text())
     about["splits"]["validation"]["shards"][0]["file"] = name
@@ -301,7 +301,7 @@ def test_a_store_names_no_file_outside_its_folder(name, small_store, tmp_path):
 
 @pytest.mark.parametrize("obstacle, reason", [("link", "is a link to nothing"), ("file", "can't be made a folder")])
 def test_what_cannot_become_a_folder_is_said(obstacle, reason, tmp_path):
-    """And not tried for ever, as what another process has just renamed or removed."""
+    """And not retried forever, like a folder that another process has just renamed or removed."""
     path = tmp_path / "stores"
     path.symlink_to(tmp_path / "gone") if obstacle == "link" else path.touch()
     for partial in (path, path / "task.partial") if obstacle == "link" else (path,):

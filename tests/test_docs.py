@@ -1,4 +1,4 @@
-"""The README is short, lines are too, and relative links of the documentation lead somewhere."""
+"""The README and all lines are short, and relative links in the documentation work."""
 
 import re
 
@@ -12,7 +12,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def anchors(page):
-    """The anchors that GitHub gives to a page's headings."""
+    """The anchors that GitHub generates for a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
 

@@ -1,4 +1,4 @@
-"""Downstream tasks: the command, its tables, and lm-eval's own way to the model."""
+"""Downstream tasks: the command, its tables, and lm-eval's own command with our model."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from runs import command
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs with a checkpoint: a DiffEqFormer and a GPT, untrained models of bytes."""
+    """Two runs with a checkpoint: a DiffEqFormer and a GPT, both untrained byte-level models."""
     folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
     for folder in folders:
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
@@ -65,7 +65,7 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
 
 @pytest.fixture
 def local_tasks(tmp_path, monkeypatch):
-    """Task files name their data from the repository's folder; what `datasets` makes of it goes with the test."""
+    """Task files name data relative to the repository; the cache of `datasets` is deleted with the test's folder."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
@@ -121,7 +121,7 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
     for changes, sentence in (
         ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
-        ({"shots": ["-1"]}, "--shots: must be whole numbers from 0 on, with commas between, but it has '-1'"),
+        ({"shots": ["-1"]}, "--shots: must be comma-separated whole numbers of at least 0, but it has '-1'"),
         ({"num_steps": ["0"]}, "--num_steps: must be whole numbers from 1 on"),
         ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
         ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
@@ -130,7 +130,7 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
             {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
             "--output: .*: Not a directory; choose a folder that can be written",
         ),
-        ({"include": "nowhere"}, "--include: nowhere is no folder"),
+        ({"include": "nowhere"}, "--include: nowhere isn't a folder"),
         ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
         ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
         ({"tasks": ["last_wort"]}, "--tasks: there is no task last_wort; did you mean last_word?"),

@@ -1,4 +1,4 @@
-"""Perplexities: those of plain sums, the same as training's own, and a command that says what is wrong."""
+"""Perplexities equal plain sums and training's own; the command reports what is wrong."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def results(workdir, text):
 
 
 def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
-    """-log p of each of up to nine ids but the first, each given all before it, as a plain forward pass says."""
+    """-log p of each of up to nine ids except the first, given all earlier ones, from a plain forward pass."""
     model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.grid(num_steps))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
@@ -135,7 +135,7 @@ def test_results_are_shown_and_kept(workdir, results):
 
 
 def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
-    """With rows that fill up the vocabulary, and more windows than are scored at once."""
+    """With rows that pad the vocabulary, and more windows than are scored at once."""
     config = toy_config("gpt", model__vocab_multiple=128)
     graph, params = transformer.split_model(new_model(config))
     model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
@@ -180,7 +180,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
         (
             {"num_steps": ["6", "x"]},
-            "--num_steps: must be whole numbers from 1 on, with commas between, but it has 'x'",
+            "--num_steps: must be comma-separated whole numbers of at least 1, but it has 'x'",
         ),
         (
             {"solver": ["euler", "rk3"]},
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ),
         ({"tolerance": ["0.1"]}, "--calibration_files: must name the text on which --tolerance chooses a grid"),
         ({"tolerance": ["1", "0"], "calibration_files": "a"}, "--tolerance: must be positive numbers, but it has 0"),
-        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be numbers with commas between, .*'x'"),
+        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be comma-separated numbers, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
     ],
 )
@@ -263,7 +263,7 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
 
 
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
-    """A module runs code. Only the user's own option names one."""
+    """A module runs code, so only the user's own option can name one."""
     imported, fake = [], types.SimpleNamespace(CORPORA={"python_stdlib": ...}, Evaluation=lambda *arguments: arguments)
     fake.configure = lambda module, _: imported.append(module)
     monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)

@@ -1,4 +1,4 @@
-"""The experiments' scripts, with runs that only pretend."""
+"""The experiments' scripts, with fake runs."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ ablations.app.run(ablations.main)
 
 
 def study(folder, steps, name="design", *options) -> tuple[str, dict]:
-    """What is printed, and what is kept."""
+    """What is printed, and what is saved."""
     command = [sys.executable, "-c", STUDY, f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
     command = [sys.executable, "-c", STUDY, "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and not (tmp_path / "out").exists()
-    assert done.stderr == "--widths: must be numbers with commas between them, but one is 'wide'\n"
+    assert done.stderr == "--widths: must be comma-separated numbers, but one is 'wide'\n"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Fine-tuning: a run that begins with another one's model, at any depth."""
+"""Fine-tuning: a run that starts from another run's model, at any depth."""
 
 import shutil
 
@@ -24,7 +24,7 @@ TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
 
 
 def save_base(workdir, config, step=3) -> Transformer:
-    """A run that has ended: a lively model of this config."""
+    """A finished run: a model of this config with large random weights."""
     model = lively_model(**config.model)
     about = checkpoint.About(config.to_dict(), "bytes")
     with checkpoint.open_checkpoints(workdir, 1) as manager:
@@ -34,7 +34,7 @@ def save_base(workdir, config, step=3) -> Transformer:
 
 
 def new_config(base, **changes):
-    """A short run that begins with `base`, whose shape isn't its own."""
+    """A short run that starts from `base`, whose shape differs from its own."""
     config = base_config("new", "diffeqformer")
     config.update(base=str(base), steps=4, batch_size=8, sequence_length=16, log_every=1, eval_every=4)
     config.model.update(dtype="float32", dropout=0.1, num_steps=6)
@@ -47,7 +47,7 @@ def new_config(base, **changes):
     "kind, field", [("diffeqformer", "gpt"), ("diffeqformer", "llama"), ("gpt", "gpt"), ("shared", "gpt")]
 )
 def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
-    """To rounding, norms and all; with the base's shape and solver; with adapters, and on a mesh."""
+    """Up to rounding, including norms; with the base's shape and solver; with adapters, and on a mesh."""
     solver = {"gpt": "strang", "llama": "rk4"}[field] if kind == "diffeqformer" else MODELS[kind].solver
     base = save_base(tmp_path / "base", toy_config(kind, field, model__vocab_multiple=16, model__solver=solver))
     if solver == "rk4":  # which takes weights at several times of each step
@@ -67,7 +67,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch):
-    """Bit for bit as if it had not been interrupted. With adapters, each save holds them and the embeddings."""
+    """Bit for bit as if it had not been interrupted. With adapters, checkpoints hold only these and the embeddings."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
@@ -132,7 +132,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "ours",
             {"data__tokenizer": "gpt2"},
-            "config.data.tokenizer: must be that of config.base, bytes, but it is gpt2",
+            "config.data.tokenizer: must be the tokenizer of config.base, bytes, but it is gpt2",
         ),
         ("ours", {"model__num_steps": 0}, "config.model.num_steps: must be at least 1, but it is 0"),
         ("ours", {"model__lora_rank": 33}, "config.model.lora_rank: must not exceed .*, 32 in qkv, but it is 33"),
@@ -146,7 +146,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
             loop.train(new_config(tmp_path / base, **changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(
-        UserError, match="^config.data.tokenizer: must be that of config.base, bytes, .* gives other ids"
+        UserError, match="^config.data.tokenizer: must be the tokenizer of config.base, bytes, .* gives other ids"
     ):
         finetune.base_of(new_config(tmp_path / "ours"), checkpoint.About({}, "bytes", "more"))
 

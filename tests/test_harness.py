@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: scores against a plain loop, independence of batches and devices, writing, and the command."""
+"""lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
 
 import io
 import math
@@ -62,7 +62,7 @@ def write(model, *arguments):
 
 
 def plain_score(logits, context, continuation):
-    """Sum and greediness of a continuation's ids after a context's, at most WINDOW inputs, from the logits alone."""
+    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs."""
     ids = (context + continuation)[-(WINDOW + 1) :]
     log_probs = jax.nn.log_softmax(logits(np.array([ids[:-1]]))[0])[-len(continuation) :]
     continuation = np.array(ids[-len(continuation) :])
@@ -72,7 +72,7 @@ def plain_score(logits, context, continuation):
 
 
 def test_scores_are_those_of_a_loop_without_batches_or_padding():
-    """Of a context that fits, one that doesn't, none, and of a continuation that takes three windows."""
+    """For a context that fits, one that doesn't, no context, and a continuation that takes three windows."""
     model = small_model()
     weights = model.weights()
     logits = jax.jit(lambda ids: model(ids, weights))
@@ -175,7 +175,7 @@ def test_byte_pairs_are_split_where_lm_eval_splits_them():
 
 
 def test_sentence_pieces_are_scored_and_written():
-    """With Llama's kind of tokenizer, which marks the beginning of a word, and of the text, in its pieces."""
+    """With a tokenizer like Llama's, whose pieces mark the beginning of a word and of the text."""
     trained, sentences = io.BytesIO(), [f"{a} cat sees the {b} thing." for a in "AB" for b in ("red", "odd")]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences * 5), model_writer=trained, vocab_size=300, model_type="bpe", minloglevel=2,
@@ -198,7 +198,7 @@ def test_sentence_pieces_are_scored_and_written():
 
 
 def constant_writer(tokens):
-    """A `continue_prompt` that writes these ids and records its arguments; reading past the end of text fails."""
+    """A `continue_prompt` that yields these ids and records its arguments. Reading past end-of-text fails."""
     calls = []
 
     def writer(*arguments, count, choice, **options):

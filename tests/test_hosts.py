@@ -1,4 +1,4 @@
-"""Several processes train as one does, stop together, and go on as another number of them."""
+"""Several processes train like one, stop together, and resume with a different number of processes."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from runs import curves, finish, start
 @pytest.mark.slow
 @pytest.mark.parametrize("stops, processes, devices", [((1,), 2, 2), ((5, 1), 4, 1)])
 def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, tmp_path, short_stores):
-    """With the losses of one process; the notice reaches the second of two alone: at the first step, or twice."""
+    """With the losses of one process. The notice reaches only the second of two, at the first step, or twice."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * processes, 0
@@ -86,7 +86,7 @@ def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
     os.truncate(damaged / "python_stdlib-bytes" / "validation-00000.bin", 100)
     last = [f"--config.data.dir={damaged}"]
     (_, first), (_, second) = finish(start(2, 1, [tmp_path / "run"] * 2, short_stores, last=last), 1)
-    assert first == "diffeqformer: the token store: process 1 failed, and says why\n"
+    assert first == "diffeqformer: the token store: process 1 failed; see its message\n"
     assert second.startswith(f"diffeqformer: {damaged}") and second.count("\n") == 1
 
 
@@ -103,7 +103,7 @@ def test_options_that_do_not_fit_together_are_refused(options):
 
 @pytest.mark.slow
 def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, short_stores):
-    """A notice saves; then the limit on a file's size, which stands for the disk, lets no checkpoint be written."""
+    """A notice makes it save, but a limit on file sizes, which simulates a full disk, prevents any checkpoint."""
     [running] = start(1, 1, [tmp_path], short_stores)
     for line in running.stdout:
         if line.startswith("step 3/"):

@@ -1,4 +1,4 @@
-"""The inspection of checkpoints, whose arrays are known beforehand."""
+"""The inspection of checkpoints with known arrays."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == field_names(config)
     assert "mean" not in inspect.inspect_run(tmp_path, with_statistics=False)["parameters"][0]
 
-    with pytest.raises(UserError, match="^--step: must be that of a checkpoint in .*, 5 or 10, but it is 7$"):
+    with pytest.raises(UserError, match="^--step: must be the step of a checkpoint in .*, 5 or 10, but it is 7$"):
         inspect.inspect_run(tmp_path, step=7)
     with pytest.raises(UserError, match="there is no checkpoint here"):
         inspect.inspect_run(tmp_path / "absent")
@@ -215,5 +215,5 @@ def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
         ({"base": "runs/base"}, "'base' in its 'about' must be a dict, but it is str"),
     ):
         file.write_text(json.dumps(older | change))
-        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; put"):
+        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; restore"):
             checkpoint.load_config(tmp_path)

@@ -1,6 +1,6 @@
-"""A run killed at any moment goes on from its newest complete checkpoint, bit for bit.
+"""A run killed at any moment resumes from its newest complete checkpoint, bit for bit.
 
-`make test-kill` does it for ten minutes; the suite holds two kills, each in the middle of a save.
+`make test-kill` does this for ten minutes. The suite has two kills, each in the middle of a save.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ def newest(workdir: pathlib.Path) -> int:
 
 
 def kill_one(workdir, stores, when) -> int:
-    """Start or resume a run and kill it when `when(process)` returns; gives the step from which it went on."""
+    """Start or resume a run and kill it when `when(process)` returns. Returns the step from which it resumed."""
     before = newest(workdir)
     [running] = start(1, 1, [workdir], stores, *KILLING)
     read = when(running) or ""
@@ -43,7 +43,7 @@ def kill_one(workdir, stores, when) -> int:
 
 
 def check_as_if_nothing_had_been(tmp_path, stores) -> None:
-    """Curves, sample, parameters and Adam moments of the killed run are those of one that was left alone."""
+    """Curves, sample, parameters and Adam moments of the killed run equal those of an undisturbed run."""
     [(output, _)] = finish(start(1, 1, [tmp_path / "killed"], stores, *KILLING))
     [(alone, _)] = finish(start(1, 1, [tmp_path / "alone"], stores, *KILLING))
     assert output[output.index("--- sample ---") :] == alone[alone.index("--- sample ---") :]
@@ -88,7 +88,7 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
 
 @pytest.mark.kill
 def test_kills_at_random_moments_for_ten_minutes(tmp_path, short_stores, capsys):
-    """Every other one after the first step, when saves come one after the other."""
+    """Every other kill comes after the first step, when saves follow one another."""
     deadline, kills, at = time.monotonic() + 600, 0, random.Random(0)
 
     def early(running):

@@ -69,7 +69,7 @@ def cloud(tmp_path):
 
 @pytest.fixture
 def host(tmp_path):
-    """The folder of a host that is set up. Remote commands run there, with a fake training program."""
+    """The folder of a prepared host. Remote commands run there, with a fake training program."""
     folder = tmp_path / "host" / "diffeqformer"
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "python").write_text(RUN)

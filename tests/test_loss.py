@@ -1,4 +1,4 @@
-"""The chunked cross-entropy and the fast attentions: the plain ones, with less memory."""
+"""The chunked cross-entropy and the fast attentions equal the plain ones, with less memory."""
 
 import importlib
 import re
@@ -48,7 +48,7 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, mon
 
 
 def test_all_logits_never_exist():
-    """By the compiler's own account, of the loss and its gradient at 16 chunks."""
+    """According to the compiler's figures for the loss and its gradient at 16 chunks."""
     shapes = [
         ((16 * cross_entropy.CHUNK, 8), "float32"),
         ((2000, 8), "float32"),
@@ -102,7 +102,7 @@ def test_attention_is_never_silently_plain_on_an_accelerator():
 
 @pytest.mark.parametrize("remat, forward_passes", [("step", 2), ("products", 1)])
 def test_a_train_step_for_gpus_calls_cudnn(remat, forward_passes, monkeypatch):
-    """Lowered for GPUs that aren't there, on a mesh of all kinds; `products` keeps what attention gave."""
+    """Lowered for GPUs that need not exist, on a mesh with all axes; `products` stores the attention's output."""
     library = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91000)
     config = toy_config(batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)

@@ -1,4 +1,4 @@
-"""LoRA: what adapters do, what trains, and what is never held twice."""
+"""LoRA: the effect of adapters, which parameters are trained, and what is never held twice."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_adapters_start_without_effect(start, same):
 
 
 def test_the_gradient_of_adapters_is_that_of_their_kernels():
-    """dL/da = (alpha / rank) dL/dW b^T, dL/db = (alpha / rank) a^T dL/dW, and the embeddings' as ever."""
+    """dL/da = (alpha / rank) dL/dW b^T, dL/db = (alpha / rank) a^T dL/dW, and the embeddings' gradient is unchanged."""
     model = lively_model("gpt", "gpt", lora_layers="qkv|mlp_down", **LORA)
     graph, params = split_model(model)
     loss, gradient = loss_and_gradient(graph, params, TOKENS, None)
@@ -95,7 +95,7 @@ def test_training_changes_adapters_and_embeddings_alone():
     "remat, dtype, layers", [("none", "bfloat16", "qkv"), ("step", "float32", ".*"), ("products", "bfloat16", ".*")]
 )
 def test_nothing_of_the_size_of_all_kernels_is_made(remat, dtype, layers):
-    """By the compiler's own account of a train step whose kernels are much larger than all else."""
+    """According to the compiler's figures for a train step whose kernels are much larger than everything else."""
     config = toy_config("discretized", model__lora_rank=2, model__remat=remat, model__num_steps=12, batch_size=1)
     config.model.update(width=256, mlp=1024, dtype=dtype, lora_layers=layers)
     program = Program(config, ONE_DEVICE)
@@ -118,7 +118,7 @@ def test_nothing_of_the_size_of_all_kernels_is_made(remat, dtype, layers):
         (
             "discretized",
             {"lora_rank": 1, "lora_layers": "("},
-            r"config.model.lora_layers: '\(' is no regular expression",
+            r"config.model.lora_layers: '\(' isn't a regular expression",
         ),
         ("discretized", {"lora_rank": -1}, "config.model.lora_rank: must not be negative, but it is -1"),
         (

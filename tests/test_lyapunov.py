@@ -18,7 +18,7 @@ TOKENS = jnp.arange(3, 9)
 
 @pytest.mark.parametrize("name, last", [("last", 15), ("eighth", 8)])
 def test_the_authors_pairing_gives_the_authors_numbers(name, last):
-    """To the rounding of their time features; those of tokens behind the output are 0 in theirs."""
+    """Up to the rounding of their time features. Their exponents of tokens after the output are 0."""
     arrays = np.load(authors.DATA / "authors_lyapunov.npz")
     model = authors.build(authors.model_config("diffeqformer", "gpt"), authors.load("diffeqformer", "gpt")[1])
     tokens = jnp.asarray(arrays["tokens"][: last + 1])
@@ -33,7 +33,7 @@ SOLVED = [("diffeqformer", "llama", "euler"), ("gpt", "gpt", "lie_trotter"), ("s
 
 @pytest.mark.parametrize("kind, field, solver", SOLVED)
 def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver, monkeypatch):
-    """Of each step, and of all of them one after the other."""
+    """For each step, and for all of them in sequence."""
     model = lively_model(kind, field, num_steps=3, width=16, heads=2, mlp=16, solver=solver)
     weights, nodes = weights_at(model), len(model.solver.nodes)
     states = model.trajectory(TOKENS[None], weights)[:, 0]
@@ -66,7 +66,7 @@ def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solv
 
 
 class Mean:
-    """A linear field: each token moves with the mean of those before it and itself, times a matrix."""
+    """A linear field: each token moves by the mean of all tokens up to itself, times a matrix."""
 
     def attention(self, weights, x, context):
         mixed = context.attend(
@@ -99,7 +99,7 @@ def test_a_linear_system_has_its_known_exponents():
 
 
 def test_kaplan_yorke():
-    """The Lorenz system's published exponents give its published dimension; too few give None, none that grows 0."""
+    """The Lorenz system's published exponents give its published dimension; too few give None, only negative ones 0."""
     assert flow.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)
     assert flow.kaplan_yorke(np.array([0.5, 0.1, -0.2])) is None
     assert flow.kaplan_yorke(np.array([-1.0, -0.1])) == 0

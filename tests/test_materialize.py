@@ -1,4 +1,4 @@
-"""Weights sampled once and written as a model of their own."""
+"""Weights sampled once and written as a separate model."""
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +92,8 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
     materialize(run, 2, "bfloat16", tmp_path / "out")
     before = sorted(path for path in tmp_path.rglob("*"))
     for arguments, sentence in (
-        ((run, 3, "float32", tmp_path / "out"), "--output: .*out holds a checkpoint already"),
-        ((run, 3, "float32", run), "--output: .* holds a checkpoint already"),
+        ((run, 3, "float32", tmp_path / "out"), "--output: .*out already holds a checkpoint"),
+        ((run, 3, "float32", run), "--output: .* already holds a checkpoint"),
         ((run, 0, "float32", tmp_path / "other"), "num_steps: must be at least 1, but it is 0"),
         ((tmp_path / "out", 3), "num_steps: this model has weights for 2 steps and for no other number, but it is 3"),
         ((tmp_path / "absent",), "there is no checkpoint here"),

@@ -178,7 +178,7 @@ def test_llama_positions_matter_only_by_their_distance():
 
 
 class MaskField(VectorField):
-    """A field that is nothing but the dropout mask of its feed-forward."""
+    """A field that returns only the dropout mask of its feed-forward."""
 
     def attention(self, weights, x, context):
         return jnp.zeros_like(x)

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in a kernel of its own, on a tiny checkpoint."""
+"""The notebook runs from top to bottom in its own kernel, on a tiny checkpoint."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The examination of a model as a differential equation: numbers that are known beforehand."""
+"""The examination of a model as a differential equation: results that are known in advance."""
 
 import dataclasses
 import json

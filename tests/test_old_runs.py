@@ -18,7 +18,7 @@ from make_runs import HERE, KINDS, SAVED, STEPS, config_of, digest  # noqa: E402
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> pathlib.Path:
-    """The folder in which the runs were made, without those that had gone on to their end."""
+    """The folder in which the runs were made, without the copies that were trained to the end."""
     folder = tmp_path_factory.mktemp("runs")
     with tarfile.open(HERE / "runs.tar.xz") as tar:
         tar.extractall(folder, filter="data")
@@ -27,7 +27,7 @@ def runs(tmp_path_factory) -> pathlib.Path:
 
 
 def check_curves(name, expected) -> dict[str, dict[int, float]]:
-    """What a run has logged so far, as it was then; new steps may be rounded as another machine does it."""
+    """A run's old log must be unchanged; new steps may be rounded differently on another machine."""
     curves = read_curves(name)
     for tag, group in (("train/loss", "train"), ("validation/loss", "validation")):
         for step, value in curves.get(tag, {}).items():

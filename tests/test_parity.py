@@ -1,4 +1,4 @@
-"""Our models against the authors' numbers, and against the float64 reference."""
+"""Our models compared with the authors' numbers and with the float64 reference."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ MODELS = list(authors.MODELS)
 
 
 def difference(ours, theirs):
-    """Largest difference, relative to the scale (largest magnitude) of what it should be."""
+    """Largest difference, relative to the scale (largest magnitude) of the expected values."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return np.abs(ours - theirs).max() / np.abs(theirs).max()
 
 
 def weights_given_features(model, arrays):
-    """The model's weights, starting from the authors' own e(t) where there is one."""
+    """The model's weights, computed from the authors' own e(t) if there is one."""
     if "out.time_embed" not in arrays:
         return model.weights()
     return dataclasses.replace(model.weights(), layers=model.depth.from_features(arrays["out.time_embed"]))
@@ -79,7 +79,7 @@ def test_llama_logits_from_t_equal_the_authors():
 
 
 def test_norm_of_norm_is_a_switch():
-    """The published second norm reads the first one's output, the plain one what the first reads."""
+    """The published second norm reads the first one's output; the plain one reads the first one's input."""
     arrays, params, _ = authors.load("diffeqformer", "llama")
     tokens = jnp.asarray(arrays["input_ids"])
     published, plain = (
@@ -116,7 +116,7 @@ def reference_blocks(kind, params):
 
 
 def parameters(kind, field):
-    """The authors' for their models; for the others a rearrangement of these."""
+    """The authors' parameters for their models; for the others a rearrangement of these."""
     if (kind, field) in MODELS:
         return authors.load(kind, field)[1]
     if kind == "alternative":

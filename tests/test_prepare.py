@@ -1,4 +1,4 @@
-"""Preparing a token store: the same however many processes there are and however often they are killed."""
+"""Preparing a token store: the result doesn't depend on the number of processes or on kills."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ TOKENIZER = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Nine files of JSON lines, one of which takes long, and the documents of each split."""
+    """Nine files of JSON lines, one of them slow, and the documents of each split."""
     folder, documents = tmp_path_factory.mktemp("corpus"), {"train": [], "validation": []}
     for i in range(9):
         split = "validation" if i == 8 else "train"
@@ -100,12 +100,12 @@ def test_a_kill_loses_no_finished_shard(corpus, store, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
-    """A limit on the size of files stands for the disk; only the largest shard exceeds it."""
+    """A limit on file sizes simulates a full disk; only the largest shard exceeds it."""
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path)]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.search(
-        r"File too large \(\d of 9 shards were finished now and stay; the same command goes on", done.stderr
+        r"File too large \(\d of 9 shards were finished now and stay; the same command continues", done.stderr
     )
     left = {path.name for path in (tmp_path / "python_stdlib-bytes.partial").iterdir()}
     assert "train-00000.bin.json" in left and not [name for name in left if "train-00004" in name or "partial" in name]

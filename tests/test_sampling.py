@@ -1,4 +1,4 @@
-"""Writing text: the cached path against the plain one, choices, samples, and the command."""
+"""Generation: the cached path equals the plain one; choices, samples, and the command."""
 
 import io
 import subprocess
@@ -44,7 +44,7 @@ OTHER_SOLVERS = [("diffeqformer", "gpt", name) for name in SOLVERS if name != MO
 
 @pytest.mark.parametrize("kind, field, solver", [(*row, MODELS[row[0]].solver) for row in FAMILY] + OTHER_SOLVERS)
 def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, solver, compilations):
-    """After prompts of any length, each token by itself; read in chunks, at another depth, and with one compilation."""
+    """After prompts of any length, token by token; in chunks, at another depth, and with one compilation."""
     model = lively_model(kind, field, max_length=LENGTH, num_steps=3, solver=solver)
     graph, params = split_model(model)
     weights = weights_at(model, 3 if MODELS[kind].weights.fixed_depth else 5)
@@ -233,7 +233,7 @@ def test_reading_stops_without_a_word(run):
 
 
 def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path, capsys, monkeypatch):
-    """Tokens that are parts of characters, then an end of text; a file's line ends stay."""
+    """Tokens that are parts of characters, then end-of-text; a file's line endings are kept."""
     bytes_written = "é€ж".encode() + b"\xff!"
     monkeypatch.setattr(
         generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in [*bytes_written, 256, 65])
@@ -257,7 +257,7 @@ def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
         read()
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="^--prompt: a text to go on from is needed"):
+    with pytest.raises(UserError, match="^--prompt: a text to continue is needed"):
         read()
 
 

@@ -1,4 +1,4 @@
-"""Scores of given ids: those of a plain loop, whatever is batched, filled up or shared by devices."""
+"""Scores of given ids equal a plain loop's, regardless of batching, padding and sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_what_fills_up_a_batch_never_reaches_a_score(monkeypatch):
 
 @pytest.mark.parametrize("multiple", [1, 48])
 def test_a_model_that_knows_nothing_scores_log_v(multiple):
-    """Id 0 and every other one, and nothing for the rows that fill up the vocabulary."""
+    """Id 0 and every other id, and none of the rows that pad the vocabulary."""
     graph, params = nnx.split(build_model("diffeqformer", vocab_multiple=multiple))
     model = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     [scores] = Scorer(model)([Stretch([0] + [0] * 8 + [63] * 8, 1)])
@@ -74,7 +74,7 @@ def test_a_model_that_knows_nothing_scores_log_v(multiple):
 
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
 def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
-    """Neither logits nor gradients: those rows get none."""
+    """Padding rows get neither logits nor gradients."""
     model = lively_model(kind, field)
     wide = build_model(kind, field, vocab_multiple=48)
     graph, params = transformer.split_model(model)

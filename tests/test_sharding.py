@@ -1,4 +1,4 @@
-"""Every mesh trains as one device does, and moves no more than it has to."""
+"""Every mesh trains like one device, and communicates no more than necessary."""
 
 import math
 import re
@@ -20,7 +20,7 @@ def sharded_config(kind="diffeqformer", field="gpt", **changes):
 
 
 def run_and_score(config, mesh):
-    """The state after three steps, and their scalars with the score of a part of another batch."""
+    """The state after three steps, their scalars, and the score of a part of another batch."""
     program, state, scalars = run_steps(config, mesh, 3)
     weights = program.weights(state["params"], None)
     scored = program.evaluate(state["params"], weights, tokens_of(9, config), np.arange(16)[:, None] < 13)
@@ -61,7 +61,7 @@ def test_every_mesh_starts_as_one_device_does():
 
 
 def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
-    """Bytes that a device gets from each collective of the compiled train step, by kind; a loop's count once."""
+    """Bytes that a device receives in the compiled train step's collectives, by kind; loops count once."""
     program = Program(config, make_mesh(shape))
     shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     found = {"all-gather": [], "all-reduce": [], "reduce-scatter": [], "all-reduce in a loop": []}

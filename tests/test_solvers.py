@@ -1,4 +1,4 @@
-"""Solvers: the order of each, what they share with the models, and which models can have them."""
+"""Solvers: the order of each, agreement with the models, and which models can use them."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ SIZES = dict(width=16, heads=2, mlp=16, time_embed_dim=4, sinusoidal_dim=8, time
 
 
 def uneven(number: int) -> np.ndarray:
-    """The ends of so many steps, an even number, which are long and short in turn."""
+    """The ends of the given (even) number of steps, which are alternately long and short."""
     return np.repeat(np.arange(number // 2) * 2 / number, 2) + np.tile([1.4 / number, 2 / number], number // 2)
 
 
@@ -78,7 +78,7 @@ def test_each_solver_converges_with_its_order(name, problem):
 
 
 def test_models_walk_as_in_float64():
-    """On a coarse grid, where methods differ: so each takes its own weights, at its own times."""
+    """On a coarse grid, where methods differ. This shows that each takes its own weights at its own times."""
     ours, expected, times = {}, {}, np.arange(1, 5) / 4
     for name in SOLVERS:
         model = lively_model("diffeqformer", solver=name, **SIZES)
@@ -135,7 +135,7 @@ def test_a_training_step_takes_the_weights_of_its_times(how):
 
 
 def test_a_solver_counts_its_evaluations_itself():
-    """A forgotten number would silently write wrong text with a key-value cache."""
+    """With a key-value cache, a wrong number would silently generate wrong text."""
 
     def three_slopes(field, layers, x, dt, context):
         start, middle = layers

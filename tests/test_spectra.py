@@ -1,4 +1,4 @@
-"""Spectra: known matrices, the dense product, and every kind of model."""
+"""Spectra: known matrices, comparison with the dense product, and every kind of model."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,7 @@ def test_effective_rank_counts_equal_directions():
 
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, field):
-    """Heads are cut out of the block's kernels by hand here; a GPT's are [head, (query, key, value), width]."""
+    """Heads are sliced from the block's kernels by hand here; a GPT's are [head, (query, key, value), width]."""
     model = lively_model(kind, field)
     found = spectra(model, model.grid().ends)
     layers = {name: layer for name, layer in model.depth(model.grid()).items()}

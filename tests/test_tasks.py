@@ -1,4 +1,4 @@
-"""SeqIO tasks, in a process of their own since they import TensorFlow."""
+"""SeqIO tasks, in a separate process since they import TensorFlow."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def run(script: str) -> str:
 
 
 def test_the_standard_library_task_agrees_with_its_files(tmp_path):
-    """SeqIO's ids are the bytes of the files, tests left out, split by path."""
+    """SeqIO's ids are the bytes of the files without tests, split by path."""
     output = run("""
 import numpy as np, seqio
 from diffeqformer.data import CORPUS_NAMES, tasks
@@ -59,7 +59,7 @@ assert TokenizerVocabulary(ByteTokenizer()) != vocabulary
 
 
 def test_local_files_take_the_place_of_wikitext(tmp_path):
-    """Articles of a WikiText file, detokenized or not; rows of others as they are. A shard for each file, or some."""
+    """WikiText articles, detokenized or not; unchanged rows of other files. One shard per file or group of files."""
     articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
     (tmp_path / "a.txt").write_text("".join(articles))
     (tmp_path / "b.jsonl").write_text('{"text": " = Three = \\n \\n As it is , here . \\n"}\n')

@@ -117,7 +117,7 @@ def test_two_models_have_two_names(sentencepiece_file, tmp_path):
 
 
 def test_gpt2_comes_from_its_files_and_no_others(tmp_path, monkeypatch):
-    """Small files in the published format, whose hashes stand for GPT-2's."""
+    """Small files in the published format, whose hashes replace GPT-2's."""
     to_text = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(byte_order())}
 
     def write(piece):

@@ -1,4 +1,4 @@
-"""The train steps that the configs are meant for, through the real TPU compiler: `make test-tpu`."""
+"""The configs' train steps, compiled by the real TPU compiler: `make test-tpu`."""
 
 import os
 import re
@@ -14,7 +14,7 @@ MEMORY = {"v5e": 15.75, "v5p": 95.74}  # GiB of a chip that a program can have
 
 
 def compile_for_tpu(*options: str) -> tuple[str, float, float]:
-    """What the command printed, and the GiB of arguments and of temporaries."""
+    """The output of the command, and the GiB of arguments and of temporaries."""
     command = [sys.executable, "benchmarks/compile_for_tpu.py", *options]
     environment = {**os.environ, "XLA_FLAGS": ""}  # without the tests' own
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -40,7 +40,7 @@ def test_a_step_fits(options):
 
 
 def test_splash_attention_saves_memory():
-    """Most where everything is stored for the backward pass."""
+    """Memory is largest if everything is stored for the backward pass."""
     options = (
         "--config=configs/large.py",
         "--topology=v5e:8x8",

@@ -122,7 +122,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
 
 
 def test_evaluation_scores_every_token_but_the_first_of_each_window():
-    """A model that says nothing scores log V on each target, whatever fills up the last batch."""
+    """A model with uniform predictions scores log V on each target, regardless of padding in the last batch."""
     config = toy_config(batch_size=8, sequence_length=16)
     program = Program(config, ONE_DEVICE)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init)["params"])
@@ -207,7 +207,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
         manager.wait_until_finished()
-        with pytest.raises(UserError, match="holds a materialized model, which has no optimizer to go on with"):
+        with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
 
 
@@ -245,7 +245,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     monkeypatch.setattr(run, "Program", poisoned)
     with pytest.raises(
         UserError,
-        match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; begin in another --workdir",
+        match=r"^loss: it is .*nan.* at step 4; the last good checkpoint is step 2 in .*; start again in another ",
     ):
         loop.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
@@ -376,7 +376,7 @@ def test_a_second_run_waits_for_the_first_one(tmp_path, capsys):
     with only_run(workdir):
         thread = threading.Thread(target=second)
         thread.start()
-        while "another run is going on here; waiting for its end" not in capsys.readouterr().out:
+        while "another run is using this folder; waiting for it to end" not in capsys.readouterr().out:
             assert thread.is_alive()
         order.append("first")
     thread.join()

@@ -1,1 +1,1 @@
-"""Looking inside a trained model: sections 5, B, C.8, E and F of the paper. Nothing here needs TensorFlow."""
+"""Analyses of a trained model: sections 5, B, C.8, E and F of the paper. Nothing here needs TensorFlow."""

@@ -1,4 +1,4 @@
-"""What the attention of every head and step looks at, its rollout over the steps, and gradients beside it.
+"""Attention maps of every head and step, their rollout over the steps, and gradients for comparison.
 
 @inproceedings{abnar2020quantifying,
   title={Quantifying Attention Flow in Transformers},
@@ -23,7 +23,7 @@ from diffeqformer.transformer import Transformer, split_model, weights_at
 
 
 def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) -> Float[Array, "B H S S"]:
-    """The causal attention of every token (rows) to every token (columns), fp32."""
+    """The causal attention from each token (rows) to each token (columns), fp32."""
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
@@ -57,9 +57,9 @@ def maps(
     num_steps: int | None = None,
     summary: Callable[[Array], Array] = _whole,
 ) -> Array:
-    """What `summary` makes of the attention [B, H, S, S] of each step, [T, ...]; by default the attention itself.
+    """`summary` of each step's attention [B, H, S, S], stacked to [T, ...]; by default the attention itself.
 
-    Of a solver that evaluates the attention several times in a step, it is the first one's.
+    If the solver evaluates the attention several times in a step, the first evaluation is used.
     """
     graph, params = split_model(model)
     return _maps(graph, params, weights_at(model, num_steps), tokens, summary)
@@ -70,8 +70,9 @@ def _mean_of_heads(probabilities: Float[Array, "1 H S S"]) -> Float[Array, "S S"
 
 
 def rollout(model: Transformer, tokens: Int[Array, "S"], num_steps: int | None = None) -> Float[np.ndarray, "S"]:
-    """Attention rollout: the share of each token in the last one's state, if every step kept half of a state
-    and took the other half as its heads attend on average. The shares sum to 1.
+    """Attention rollout: the share of each token in the last token's state. The shares sum to 1.
+
+    It assumes that every step keeps half of a state and takes the other half from what its heads attend to on average.
     """
     share = np.eye(len(tokens))[-1]
     for attended in np.asarray(maps(model, tokens[None], num_steps, _mean_of_heads), np.float64)[::-1]:

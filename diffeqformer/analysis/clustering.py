@@ -4,10 +4,10 @@ Attention alone, of one head, moves particles in space:
 
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
-with random Q, K and V and a polynomial s. The paper names the degrees, 0 to 4, and the numbers of particles and steps.
-Coefficients, horizon and start are our choice: s(t) = (t / horizon)^degree, which ends at the same size for every
-degree. The higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2,
-can be scaled so that their integral over time is that of degree 0.
+with random Q, K and V and a polynomial s. The paper gives the degrees, 0 to 4, and the numbers of particles and steps.
+Coefficients, horizon and start are our choice. s(t) = (t / horizon)^degree ends at the same size for every degree, but
+the higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2, can be
+scaled so that every degree has the integral over time of degree 0.
 """
 
 from collections.abc import Collection
@@ -23,8 +23,8 @@ from diffeqformer.console import figures
 from diffeqformer.transformer import weights_at
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-HORIZON = 10.0  # of the simulation's time
-DRAWS, SHOWN_EVERY = 20, 4  # of the report's simulations: draws, and steps between those that are measured
+HORIZON = 10.0  # end of the simulated time
+DRAWS, SHOWN_EVERY = 20, 4  # in the report: draws, and steps between measurements
 
 
 def simulate(
@@ -43,9 +43,9 @@ def simulate(
     The start is uniform in [-1, 1].
 
     Args:
-        degree: of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: "V" or "scores" or both: what has the same integral over time for every degree, instead of the same
-            last size.
+        degree: degree of the polynomial with which the weights grow; 0 keeps them constant.
+        equal_total: "V" or "scores" or both. These have the same integral over time for every degree, instead of the
+            same final size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
@@ -66,10 +66,10 @@ def simulate(
 def relative_distances(
     states: Float[np.ndarray, "states N D"],
 ) -> tuple[Float[np.ndarray, "states quantiles"], Float[np.ndarray, "states"]]:
-    """At each time, the `QUANTILES` of all pairwise distances as shares of their root mean square, and that itself.
+    """At each time, the `QUANTILES` of all pairwise distances, divided by their root mean square, and the latter.
 
-    A swarm that only spreads or shrinks keeps its quantiles; where most particles are in a few clusters, the lower ones
-    fall to 0. They are 0 where all particles are in one place.
+    A swarm that only spreads or shrinks keeps its quantiles. If most particles are in a few clusters, the lower
+    quantiles fall to 0. If all particles are in one place, all quantiles are 0.
     """
     above = np.triu_indices(states.shape[1], 1)
     quantiles, sizes = [], []
@@ -83,7 +83,7 @@ def relative_distances(
 
 
 def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "states N D"]:
-    """The states at length 1. A block's norms see little else, and one distant token doesn't hide the others."""
+    """The states scaled to length 1. A block's norms see little else, and one distant token doesn't hide the others."""
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     return states / np.where(lengths > 0, lengths, 1)
 
@@ -91,7 +91,7 @@ def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "st
 def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """For each power of the paper, the particles [T, N, 3] of one draw, and the clustering measure [T, q].
 
-    The draw is that of `DRAWS` in which particles come closest together; the measure is the mean over all draws.
+    The draw shown is the one of `DRAWS` that clusters most; the measure is the mean over all draws.
     """
     names = ["constant", *(f"degree {degree}" for degree in range(1, 5))]
     paths, means = {}, {}
@@ -113,7 +113,7 @@ def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, title: str, l
 
 
 def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
-    """The clustering measures [T + 1, q] along a model's own trajectory, and how far apart its tokens are."""
+    """The clustering measures [T + 1, q] along a model's own trajectory, and the spread of its tokens."""
     figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
     for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
         quantile_bands(axis, times, quantiles, f"pairwise distance of {name} / its rms", axis_label, "o")
@@ -126,7 +126,7 @@ def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np
 
 
 def draw_simulations(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray, title: str):
-    """The paths of each simulation's particles [T, N, 3] in 3-D, divided by their spread, and the measure below."""
+    """Draw the paths of each simulation's particles [T, N, 3] in 3-D, divided by their spread, above the measure."""
     figure, axes = figures.new_figure(2, len(states), (3.1 * len(states), 6.6), sharey="row")
     for column, (name, path) in enumerate(states.items()):
         axes[0, column].remove()
@@ -149,7 +149,7 @@ def draw_simulations(states: dict[str, np.ndarray], quantiles: dict[str, np.ndar
 
 @in_float32
 def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None) -> Section:
-    """Whether a text's tokens cluster along the model's trajectory, and particles in the paper's simulation."""
+    """Whether tokens cluster along the model's trajectory, and particles in the paper's simulation."""
     model, tokens = opened.model, jnp.asarray(ids)
     check_text(model, ids)
     states = np.asarray(model.trajectory(tokens[None], weights_at(model, num_steps)))[:, 0]
@@ -158,14 +158,15 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     times = np.concatenate([[0.0], model.grid(num_steps).ends])
     shown = [
         paragraph(
-            "Pairwise distances of the text's tokens as shares of their root mean square, from the embedding to the "
-            "last state: distances of the states, and of their directions x / |x|, which one token far from all "
-            "others doesn't disturb. Clusters would bring the lower quantiles to 0."
+            "Pairwise distances of the text's tokens, divided by their root mean square, from the embedding to the "
+            "last state. They are shown for the states and for their directions x / |x|, which a single token far from "
+            "all others doesn't affect. Clusters would bring the lower quantiles to 0."
         ),
         figures.as_html(draw_distances(measures, sizes, times, time_label(model)), "clustering of tokens"),
         paragraph(
             "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
-            "steps, weights constant or growing as a power of t. Coefficients, horizon and start are our choice. The "
+            "steps, with weights that are constant or grow as a power of t. Coefficients, horizon and start are our "
+            "choice. The "
             f"upper row shows for each degree the draw of {DRAWS} that clusters most, centred and divided by its "
             "spread at every time; the lower row shows the mean of all draws."
         ),

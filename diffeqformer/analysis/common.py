@@ -1,4 +1,4 @@
-"""What every analysis needs: a model in fp32, checks of what it is given, and the name of its time."""
+"""What every analysis needs: a model in fp32, checks of its inputs, and a label for the axis of time."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from diffeqformer.transformer import Transformer, split_model
 
 
 def in_float32(section: Callable) -> Callable:
-    """Compute a section in fp32 throughout, whatever the checkpoint's types and the backend's usual precision."""
+    """Compute a section in fp32 throughout, regardless of the checkpoint's types and the backend's usual precision."""
 
     @functools.wraps(section)
     def run(opened: Checkpoint, *arguments, **options):
@@ -32,15 +32,15 @@ def check_finite(model: Transformer) -> None:
         if not jnp.isfinite(leaf).all():
             raise UserError(
                 f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; "
-                "python -m diffeqformer.inspect says more"
+                "python -m diffeqformer.inspect shows more"
             )
 
 
 def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:
-    """Check that a text has as many tokens as a section needs and the model takes.
+    """Check that a text has enough tokens for a section and fits into the model's positions.
 
     Args:
-        name: the option by which the user gave it.
+        name: the option that gave the text.
 
     Raises:
         UserError: if it is too short, or longer than the model has positions.
@@ -53,5 +53,5 @@ def check_text(model: Transformer, ids: list[int], name: str = "the text") -> No
 
 
 def time_label(model: Transformer) -> str:
-    """What the axis of depth counts: layers, or time from 0 to 1."""
+    """The label of the axis of depth: layers, or time from 0 to 1."""
     return "layer" if model.unit_steps else "t"

@@ -1,4 +1,4 @@
-"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper, and its dimension."""
+"""The largest exponents of the flow of all tokens of a text, equation (8) of the paper, and the flow's dimension."""
 
 import functools
 
@@ -17,12 +17,12 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, weights_at
 
-CHUNK = 16  # tangent vectors that are carried at once
+CHUNK = 16  # number of tangent vectors that are carried at once
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
 def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
-    """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and their last change."""
+    """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and the last pass's change."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
     pull = jax.linear_transpose(push, x)
 
@@ -55,19 +55,20 @@ def flow_exponents(
 ) -> tuple[Float[np.ndarray, "k"], float]:
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
-    They are the logarithms of the largest singular values of dx(1)/dx(0), found by subspace iteration: tangent vectors
-    are carried forward, their images pulled back, and made orthogonal each time. The estimates rise to the exponents.
+    They are the logarithms of the largest singular values of dx(1)/dx(0), found by subspace iteration. Each pass
+    carries tangent vectors forward, pulls their images back and makes them orthogonal. The estimates approach the
+    exponents from below.
 
     Args:
-        tolerance: iterate until a pass, forward and back, changes none of them by more.
-        passes: at most that many.
+        tolerance: iterate until a pass, forward and back, changes no exponent by more than this.
+        passes: maximum number of passes.
 
     Returns:
         the exponents, and by how much the last pass changed them.
     """
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
     count = min(count, x.size)
-    more = min(2 * count + 8, x.size)  # the last of a subspace are the least exact
+    more = min(2 * count + 8, x.size)  # the last vectors of a subspace are the least exact
     directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
     limits = jnp.float32(tolerance), passes
     with threadpool_limits(1, "blas"):
@@ -76,7 +77,7 @@ def flow_exponents(
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
-    """The Kaplan-Yorke dimension of the largest exponents of a flow; None if they are too few to define it, or NaN.
+    """The Kaplan-Yorke dimension from a flow's largest exponents; None if there are too few to define it, or if NaN.
 
     @inproceedings{kaplan1979chaotic,
       title={Chaotic behavior of multidimensional difference equations},
@@ -93,7 +94,7 @@ def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
 
 
 def draw(exponents: Float[np.ndarray, "k"]):
-    """The exponents by rank."""
+    """Plot the exponents by rank."""
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
     axis.plot(range(1, len(exponents) + 1), exponents, "o-", markersize=3)
     axis.axhline(0, color="grey", linewidth=0.8)
@@ -109,7 +110,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
     """The `flow` largest exponents of the flow of all tokens of a text.
 
     Raises:
-        UserError: if the text can't be looked at, or `flow` is below 1.
+        UserError: if the text is too short or too long, or `flow` is below 1.
     """
     model, tokens = opened.model, jnp.asarray(ids)
     check_text(model, ids)
@@ -122,9 +123,9 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
     shown = [
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "
-            "together: the logarithms by which a small change grows over the whole depth in its fastest directions. "
-            f"Kaplan-Yorke dimension: {said}. Over a finite depth that is a number of this text, not the dimension of "
-            f"an attractor. The last iteration changed them by at most {change:.1g}."
+            "together: the logarithms of a small change's growth over the whole depth in its fastest directions. "
+            f"Kaplan-Yorke dimension: {said}. Over a finite depth this number describes the text; it isn't the "
+            f"dimension of an attractor. The last iteration changed the exponents by at most {change:.1g}."
         ),
         figures.as_html(draw(largest), "exponents of the flow"),
     ]

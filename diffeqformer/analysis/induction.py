@@ -1,4 +1,4 @@
-"""Induction heads: which heads attend from a repeated token to what followed it the first time.
+"""Induction heads: heads that attend from a repeated token to the token that followed its first occurrence.
 
 @article{olsson2022context,
   title={In-context Learning and Induction Heads},
@@ -25,7 +25,7 @@ from diffeqformer.transformer import Transformer
 
 
 def to_successor(probabilities: Float[Array, "B H S S"]) -> Float[Array, "H"]:
-    """The mean attention of the second half's tokens to the one after their first occurrence."""
+    """The mean attention from the second half's tokens to the token after their first occurrence."""
     half = probabilities.shape[-1] // 2
     following = jnp.diagonal(probabilities, offset=1 - half, axis1=-2, axis2=-1)  # of token i to i + 1 - half
     return following[..., 1:].mean((0, 2))  # i = half ... S - 1
@@ -39,13 +39,14 @@ def induction_scores(
     num_steps: int | None = None,
     seed: int = 0,
 ) -> Float[np.ndarray, "T H"]:
-    """How strongly each head attends, in random tokens said twice, to the token that came next the first time.
+    """The induction score of each head, on a sequence of random tokens that is repeated once.
 
-    The mean over the second half's tokens: 1 for a perfect induction head, ln 2 / length for even attention.
+    The score is the mean attention from the second half's tokens to the token after their first occurrence. It is 1 for
+    a perfect induction head and ln 2 / length for uniform attention.
 
     Args:
-        ids: of tokens, from which the text is drawn.
-        length: different tokens that are said twice; at most half the model's positions, and as many as there are ids.
+        ids: ids from which the tokens are drawn.
+        length: number of different tokens, at most half the model's positions and at most the number of ids.
     """
     random = np.random.RandomState(seed)
     once = np.stack([random.choice(ids, length, replace=False) for _ in range(examples)])
@@ -53,18 +54,18 @@ def induction_scores(
 
 
 def readable_ids(tokenizer: Tokenizer) -> list[int]:
-    """The ids of tokens that a text can consist of: no end of text, no parts of characters, no control characters."""
+    """The ids of tokens that text can consist of: no end-of-text, no parts of characters, no control characters."""
     texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text)
     return [i for i, text in texts if text and "\ufffd" not in text and (text.isprintable() or text.isspace())]
 
 
 def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
-    """When the model's solver first evaluates the attention in each step."""
+    """The time in each step at which the model's solver first evaluates the attention."""
     return model.grid(num_steps).times[:: len(model.solver.nodes)]
 
 
 def draw(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
-    """Induction scores of all heads beside the signs of the spectra from which the paper reads induction heads."""
+    """Plot all heads' induction scores beside the signs of the spectra that the paper infers them from."""
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
     figures.heat_map(figure, axes[0], scores, times, "induction score", vmin=0)
     for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
@@ -90,14 +91,14 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     rows = [[f"{times[step]:.4g}", head, *(float(value[step, head]) for value in values)] for step, head in best]
     shown = [
         paragraph(
-            f"A text of {length} different random tokens is said twice. The score is how much a head attends from a "
-            "token's second occurrence to what followed its first. A head that attends to all tokens alike has "
-            f"{even:.3f}, a perfect one 1. The paper infers induction heads from positive eigenvalues of both QK "
-            "and OV; the score measures them."
+            f"A sequence of {length} different random tokens is repeated once. The score is a head's mean attention "
+            "from a token's second occurrence to the token that followed the first. Uniform attention scores "
+            f"{even:.3f}, a perfect induction head 1. The paper infers induction heads from positive eigenvalues of "
+            "both QK and OV; the score measures induction directly."
         ),
         figures.as_html(draw(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
     ]
-    print(f"induction: the best head has {scores.max():.3f}; one that attends to all alike {even:.3f}", flush=True)
+    print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)
     numbers = {"length": length, "even": even, "scores": scores.tolist()}
     return Section("induction", "Induction heads", "".join(shown), numbers, {"scores": scores, "times": times})

@@ -1,14 +1,14 @@
 """How an output token depends on input tokens along the trajectory: sections 5.2 and B of the paper.
 
-Equation (7) treats the input token `in` and the output token `out` as a system of their own,
+Equation (7) treats the input token `in` and the output token `out` as an isolated system,
 
     dY/dt = J(t) Y,   Y(0) = I,   J = df_out/dx_in   [D, D],
 
-followed here by the model's own steps: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of what step n adds to
-x_out with respect to x_in before that step. After each step Y = QR; the exponents are the sums over the steps
-of log |diag R|, over the whole depth (the paper's time is 1). They are 0 for a token without influence. They leave out
-what becomes of x_in itself, and paths through other tokens, except within a step of a solver that evaluates the
-attention several times. Over few steps they depend on the order of the coordinates. `total_derivative` has all paths.
+which is integrated here with the model's own steps: Y_{n+1} = (I + J_n) Y_n, where J_n is the derivative of the
+increment of x_out in step n with respect to x_in before that step. After each step Y = QR. The exponents are the sums
+of log |diag R| over all steps (the paper's time is 1). They are 0 for a token without influence. They ignore changes of
+x_in itself and paths through other tokens, except within a step of a solver that evaluates the attention several times.
+Over few steps they depend on the order of the coordinates. `total_derivative` includes all paths.
 """
 
 import functools
@@ -26,12 +26,12 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, weights_at
 
-CHUNK = 64  # rows of a Jacobian that are computed at once
-OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # solvers that let other tokens move at the end of a step alone
+CHUNK = 64  # number of rows of a Jacobian that are computed at once
+OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # with these, other tokens move only at the end of a step
 
 
 class LastToken:
-    """A vector field at the last token alone, which attends to the keys and values of a whole state.
+    """A vector field at the last token only. The token attends to the keys and values of a whole state.
 
     Args:
         field: the vector field of all tokens.
@@ -69,7 +69,7 @@ class LastToken:
 def last_increment(
     solver: Solver, field, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""]
 ) -> Float[Array, "B D"]:
-    """What one step adds to the last token's state.
+    """The increment of the last token's state in one step.
 
     Args:
         layers: the weights at each of the solver's nodes in this step.
@@ -88,7 +88,7 @@ def _advance(solver, field, layers, dt, x, tangents):
     rows = jnp.eye(increment.size, dtype=increment.dtype)
     jacobian = jax.lax.map(lambda row: pull(row)[0], rows, batch_size=CHUNK).swapaxes(0, 1)  # [S, out, in]
 
-    def orthogonal(of_token):  # a few tokens at a time, since each of these takes S D^2 numbers for all of them
+    def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
         tangent, block = of_token
         tangent, triangle = jnp.linalg.qr(tangent + block @ tangent)
         return tangent, jnp.log(jnp.abs(jnp.diagonal(triangle)))
@@ -97,10 +97,10 @@ def _advance(solver, field, layers, dt, x, tangents):
 
 
 def check_published(model: Transformer) -> None:
-    """Whether the authors' pairing of times and states means anything for a model.
+    """Check that the authors' pairing of times and states can be applied to a model.
 
     Raises:
-        UserError: if not.
+        UserError: if it can't.
     """
     if model.solver != SOLVERS["euler"] or not hasattr(model.depth, "from_features"):
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
@@ -114,16 +114,16 @@ def exponents(
     published: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float[np.ndarray, "T S D"]:
-    """What each step adds to the D exponents of the last token with respect to every token of a text, itself included.
+    """Each step's contribution to the D exponents of the last token with respect to every token, itself included.
 
-    Their sum over the steps are the exponents, the largest of which is the paper's sensitivity. For a token in the
-    middle, leave out those behind it, on which it doesn't depend.
+    The exponents are the sums over the steps; the largest is the paper's sensitivity. To analyze a token in the middle,
+    cut the text after it: it doesn't depend on later tokens.
 
     Args:
         num_steps: of depth; by default as trained.
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
             the state at its end.
-        progress: told how many steps of how many are done.
+        progress: called with the number of finished steps and their total.
 
     Raises:
         UserError: if the model can't take that number of steps, or if `published` and its weights aren't generated or
@@ -137,7 +137,7 @@ def exponents(
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     tangents = jnp.tile(jnp.eye(states.shape[-1]), (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
-    with threadpool_limits(1, "blas"):  # for the QR: beside other work its threads wait for one another
+    with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
             tangents, logs = _advance(solver, model.field, layers, dt, states[step], tangents)
@@ -162,11 +162,11 @@ def total_derivative(
 
     Args:
         num_steps: of depth; by default as trained.
-        progress: told how many rows of how many are done.
+        progress: called with the number of finished rows and their total.
     """
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    # The pull-back through the attention takes H S^2 numbers for each row.
+    # The pull-back through the attention needs H S^2 numbers for each row.
     rows, at_once = jnp.eye(x.shape[-1]), max(1, CHUNK * 256**2 // max(256, len(tokens)) ** 2)
     parts = []
     for start in range(0, len(rows), at_once):

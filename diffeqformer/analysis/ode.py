@@ -1,4 +1,4 @@
-"""Is a trained model a differential equation? What `diffeqformer.ode` computes, and its report.
+"""Is a trained model a differential equation? The measurements of `diffeqformer.ode` and its report.
 
 docs/ode.md explains the numbers.
 """
@@ -22,20 +22,21 @@ from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
 
-METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # whose convergence is measured
+METHODS = ("euler", "midpoint", "heun", "strang", "rk4")  # the solvers compared in `convergence`
 
 
 def trained_times(model: Transformer) -> np.ndarray:
-    """When the weights were trained, if at fixed times: at the solver's nodes of the trained grid."""
+    """The times of the trained weights, if these are fixed: the solver's nodes on the trained grid."""
     return np.unique(model.grid().times)
 
 
 def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     """How far each layer's kernel, halfway between trained times, is from the mean of its two neighbours.
 
-    Returns, as Frobenius norms relative to that mean's and averaged over the intervals: `gap`, of the kernel from the
-    mean; `half_change`, half the difference of the neighbours; and `ratio`, of the two. Halving the intervals of a
-    smooth function halves the ratio, and it is far below 1; for unrelated kernels it is sqrt(3).
+    Returns Frobenius norms, relative to the norm of that mean and averaged over the intervals. `gap` is the distance of
+    the kernel from the mean, `half_change` is half the difference of the neighbours, and `ratio` is `gap` divided by
+    `half_change`. For a smooth function the ratio is far below 1, and halving the intervals halves it. For unrelated
+    kernels it is sqrt(3).
     """
     times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
@@ -85,13 +86,13 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
 
 @functools.partial(jax.jit, static_argnames=("graph", "name", "rows", "columns"))
 def _entries(graph, params, features, name, rows, columns):
-    """Entries of one kernel, which is made at one time after another."""
+    """Entries of one kernel at several times. The kernel is generated for one time after another."""
     depth, chosen = nnx.merge(graph, params).depth, (0, jnp.array(rows), jnp.array(columns))
     return jax.lax.map(lambda row: depth.from_features(row[None])[name]["kernel"][chosen], features)
 
 
 def grids(model: Transformer) -> dict[str, tuple[Solver, int]]:
-    """The grids that are scored, by name: a solver and a number of steps. The first is the trained one."""
+    """The grids to score, by name: a solver and a number of steps. The first is the trained grid."""
     solver, trained = model.solver, model.num_steps
     numbers = [math.ceil(trained / 2), math.ceil(trained * 3 / 4), trained * 3 // 2, 2 * trained, 4 * trained]
     rows = {f"as trained: {trained} steps": (solver, trained)}
@@ -121,9 +122,9 @@ def _advance(graph, params, features, sizes, x):
 
 
 def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
-    """x(1) from x(0), both in fp32, by a multiple of the trained number of steps.
+    """x(1) from x(0), both in fp32, in a multiple of the trained number of steps.
 
-    The weights of the trained number of steps exist at a time.
+    Only the weights of the trained number of steps are in memory at a time.
     """
     grid, (graph, params) = model.grid(num_steps), split_model(model)
     features, chunks = model.depth.features(grid), num_steps // model.num_steps
@@ -135,8 +136,9 @@ def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
 def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict:
     """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
 
-    The error is the distance of x(1) from that of RK4 at twice the finest grid, as a share of x(1)'s length. `order` is
-    the slope of its logarithm over the three finest grids whose errors are above fp32's rounding. All in fp32.
+    The error is the distance of x(1) from RK4's x(1) on a grid twice as fine as the finest one, divided by the length
+    of x(1). `order` is the slope of its logarithm over the three finest grids with errors above fp32's rounding. All in
+    fp32.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
     x = model.embed(tokens, Context()).astype(jnp.float32)
@@ -181,7 +183,7 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
-    """Draw entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
+    """Plot entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
     from matplotlib import ticker
 
     figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))

@@ -1,8 +1,8 @@
 """The analyses of a checkpoint, in the order of the report.
 
-Each has a file of its own with a function `section(opened, ids, *, num_steps, ...)`, without `ids` if it reads no text,
-that gives a `report.Section`. To add one, write such a file and add a row here under the name that `--parts` takes.
-Options of the command are defined in `diffeqformer.analyze.define_flags`.
+Each has its own file with a function `section(opened, ids, *, num_steps, ...)`, without `ids` if it reads no text. It
+returns a `report.Section`. To add an analysis, write such a file and add a row here. The row's key is its name in
+`--parts`. Options of the command are defined in `diffeqformer.analyze.define_flags`.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from diffeqformer.analysis.report import Section
 class Analysis:
     """One row of `ANALYSES`.
 
-    section: computes what was found: a function of an opened checkpoint.
-    reads_text: whether it takes the ids of a text after the checkpoint.
-    options: the command's options that it takes, as arguments of the same names, beside `num_steps`.
+    section: computes the section from an opened checkpoint.
+    reads_text: whether `section` takes the ids of a text after the checkpoint.
+    options: the command's options that `section` takes besides `num_steps`, as arguments of the same names.
     """
 
     section: Callable[..., Section]

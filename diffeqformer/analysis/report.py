@@ -1,4 +1,4 @@
-"""One HTML file with everything in it, and the same numbers as JSON and NPZ."""
+"""The report of `analyze`: one self-contained HTML file, and the same numbers as JSON and NPZ."""
 
 import dataclasses
 import html
@@ -27,11 +27,11 @@ td:first-child, th:first-child { text-align: left; }
 class Section:
     """One part of a report.
 
-    name: of the part in JSON and NPZ.
+    name: its key in JSON and NPZ.
     title: its heading.
-    html: what is shown, from the functions below.
-    numbers: for JSON.
-    arrays: for NPZ.
+    html: its content, built with the functions below.
+    numbers: stored in JSON.
+    arrays: stored in NPZ.
     """
 
     name: str
@@ -46,7 +46,7 @@ def paragraph(text: str) -> str:
 
 
 def table(header: list[str], rows: list[list]) -> str:
-    """A table; numbers with four digits."""
+    """An HTML table; numbers have four digits."""
     return f"<table>{_line(header, 'th')}{''.join(_line(row, 'td') for row in rows)}</table>"
 
 
@@ -58,7 +58,7 @@ def _line(cells: list, tag: str) -> str:
 def shares(values: np.ndarray) -> np.ndarray:
     """Values scaled to 0 for the smallest finite one and 1 for the largest.
 
-    The last token is left out, since the others would be pale beside it; its share is 0.
+    The last token is excluded, since it would make the others pale in comparison; its share is 0.
     """
     others = values[:-1]
     finite = others[np.isfinite(others)]
@@ -67,7 +67,7 @@ def shares(values: np.ndarray) -> np.ndarray:
 
 
 def highlighted(pieces: list[str], values: np.ndarray) -> str:
-    """A text whose tokens are the darker the larger their values; the last one is framed."""
+    """A text in HTML. The larger a token's value, the darker it is; the last token is framed."""
     spans = [
         f'<span style="background: rgba(230, 159, 0, {share:.3f})" title="{value:.4g}">{html.escape(piece)}</span>'
         for piece, value, share in zip(pieces, values, shares(values), strict=True)
@@ -85,7 +85,7 @@ def coloured(pieces: list[str], values: np.ndarray) -> str:
 
 
 def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
-    """Print the text in colours on a terminal; elsewhere the five largest values of tokens before the last."""
+    """Print the text in colours on a terminal; elsewhere print the five largest values before the last token."""
     print(f"{title}:")
     if sys.stdout.isatty():
         print(coloured(pieces, values))
@@ -95,7 +95,7 @@ def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
 
 
 def finite(numbers):
-    """Nested data with None for numbers that JSON doesn't know."""
+    """Nested data, with None in place of numbers that JSON can't represent."""
     if isinstance(numbers, dict):
         return {name: finite(value) for name, value in numbers.items()}
     if isinstance(numbers, list | tuple):
@@ -104,7 +104,7 @@ def finite(numbers):
 
 
 def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:
-    """Write report.html, results.json and arrays.npz of the parts that are done."""
+    """Write report.html, results.json and arrays.npz for the finished parts."""
     body = "".join(f"<h2>{html.escape(section.title)}</h2>{section.html}" for section in sections)
     facts = table(["", ""], [[name, value] for name, value in about.items()])
     page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"

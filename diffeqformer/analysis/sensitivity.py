@@ -1,4 +1,4 @@
-"""Which tokens the last one of a text depends on, by four measures side by side: sections 5.2 and B of the paper."""
+"""How a text's last token depends on each token, by four measures side by side: sections 5.2 and B of the paper."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,23 +12,23 @@ from diffeqformer.console.progress import printable, show_progress
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.transformer import weights_at
 
-LABELS = 130  # of tokens that can be read side by side
+LABELS = 130  # number of token labels that are readable side by side
 
 
 def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The characters that each token adds to a text; those of several tokens come with the last of them."""
+    """The characters that each token adds to a text. A character of several tokens belongs to the last of them."""
     pieces, before = [], ""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
         if end < len(ids):
-            text = text.rstrip("\ufffd")  # the beginning of a character
+            text = text.rstrip("\ufffd")  # an incomplete character
         pieces.append(printable(text[len(before) :]))
         before = max(before, text, key=len)
     return pieces
 
 
 def draw(labels: list[str], measures: dict[str, np.ndarray]):
-    """Each measure [S] of how the last token depends on those before it, in its own panel, without infinite values."""
+    """Plot each measure [S] of how the last token depends on earlier ones in its own panel, without infinite values."""
     labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
     for (name, values), [axis] in zip(measures.items(), axes, strict=True):
@@ -39,7 +39,7 @@ def draw(labels: list[str], measures: dict[str, np.ndarray]):
     every = -(-len(labels) // LABELS)
     axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
     shown = range(0, len(labels), every)
-    names = [labels[i].replace("$", r"\$") for i in shown]  # which would begin a formula
+    names = [labels[i].replace("$", r"\$") for i in shown]  # $ would start a formula
     size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
     axes[-1][0].set_xticks(shown, names, rotation=90 if len(names) > 20 else 45, fontsize=size)
     return figure
@@ -49,15 +49,15 @@ def draw(labels: list[str], measures: dict[str, np.ndarray]):
 def section(
     opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, published_pairing: bool = False
 ) -> Section:
-    """Which tokens the last one of a text depends on, by four measures.
+    """How a text's last token depends on each token, by four measures.
 
     Args:
-        ids: of the text.
+        ids: the ids of the text.
         num_steps: of depth; by default as trained.
         published_pairing: pair times and states of the exponents as the authors' code does.
 
     Raises:
-        UserError: if the text can't be looked at, or the pairing has no meaning for the model.
+        UserError: if the text is too short or too long, or the pairing can't be applied to the model.
     """
     model = opened.model
     check_text(model, ids)
@@ -83,11 +83,11 @@ def section(
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
-            f"{predicted!r}. Equation (7) treats each token and the last one as a system of their own. Its exponents "
-            "are 0 for a token without influence. They know neither of paths through other tokens nor of what becomes "
-            f"of the token itself{exception}, and over few steps they also depend on the order of the coordinates. All "
-            "paths are in the total derivative of the last state by the first. Darker is larger, each line by itself "
-            "and without the last token, which is framed."
+            f"{predicted!r}. Equation (7) treats each token and the last one as an isolated system. Its exponents "
+            "are 0 for a token without influence. They ignore paths through other tokens and changes of the token "
+            f"itself{exception}. Over few steps they also depend on the order of the coordinates. The total derivative "
+            "of the last state with respect to the first includes all paths. Darker is larger. Each line has its own "
+            "scale, which excludes the last token (framed)."
         )
     ]
     if published_pairing:

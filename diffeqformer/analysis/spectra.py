@@ -1,12 +1,12 @@
 """Spectra over time of the products of weights that move a state: sections 5.1 and E of the paper.
 
-    QK = W_Q W_K^T of a head: x_i QK x_j is what its attention of token i to token j comes from (before 1 / sqrt(K))
-    OV = W_V W_O of a head: x_j OV is what token i receives of token j
+    QK = W_Q W_K^T of a head: x_i QK x_j is the attention score of token i for token j (before 1 / sqrt(K))
+    OV = W_V W_O of a head: x_j OV is the value that token i receives from token j
     up·down, gate·down: the products of the feed-forward's matrices, as if its activation were linear
 
-Biases and norms are left aside, and rotary positions are those of a token and itself, where they do nothing. Each
-product of a D x n and an n x D matrix has the nonzero eigenvalues of the n x n product the other way round, so a head's
-come from K x K matrices. Eigenvalues stay complex.
+Biases and norms are ignored. So are rotary positions, which have no effect between a token and itself. A product of a
+D x n and an n x D matrix has the same nonzero eigenvalues as the n x n product in the opposite order, so a head's
+eigenvalues are computed from K x K matrices. Eigenvalues are kept complex.
 """
 
 import functools
@@ -30,15 +30,15 @@ from diffeqformer.depth.low_rank import merge
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, split_model
 
-CHUNK = 12  # times whose weights exist at once
+CHUNK = 12  # number of times whose weights exist at once
 PRODUCTS = ("QK", "OV", "up·down", "gate·down")  # in the order in which they are shown
 
 
 class Spectrum(NamedTuple):
-    """Of one product at T times, in order of size; a product of the feed-forward counts as one head.
+    """The spectrum of one product at T times, sorted by size. A product of the feed-forward counts as one head.
 
     eigenvalues: the n largest by modulus, complex64, where n is the smaller side of the two matrices; the others are 0.
-    singular_values: as many, fp32.
+    singular_values: the n largest, fp32.
     """
 
     eigenvalues: Complex[np.ndarray, "T H n"]
@@ -53,7 +53,7 @@ class Spectrum(NamedTuple):
         return (self.eigenvalues.real > 0).mean(-1)
 
     def effective_rank(self) -> Float[np.ndarray, "T H"]:
-        """The exponential of the entropy of the singular values' shares of their sum: between 1 and n.
+        """The effective rank: the exponential of the entropy of the singular values' shares of their sum, from 1 to n.
 
         @inproceedings{roy2007effective,
           title={The effective rank: A measure of effective dimensionality},
@@ -68,7 +68,7 @@ class Spectrum(NamedTuple):
 
 def spectrum(left: Float[np.ndarray, "T H D n"], right: Float[np.ndarray, "T H n D"]) -> Spectrum:
     """The spectrum of each product left @ right [D, D], from its smaller side."""
-    with threadpool_limits(1, "blas"):  # beside other work its threads wait for one another
+    with threadpool_limits(1, "blas"):  # under load, its threads wait for one another
         return _spectrum(left, right)
 
 
@@ -85,8 +85,10 @@ def _spectrum(left, right):
 
 
 def _singular_values(left, right):
-    """Those of left @ right, from n x n matrices: with left^T left = s s^T, they are the roots of the eigenvalues of
-    s^T (right right^T) s. In float64, roots below 1e-8 of the largest are rounding.
+    """The singular values of left @ right, computed from n x n matrices.
+
+    With left^T left = s s^T, they are the square roots of the eigenvalues of s^T (right right^T) s. In float64, values
+    below 1e-8 of the largest are rounding errors.
     """
     values, vectors = np.linalg.eigh(left.swapaxes(-1, -2) @ left)
     root = vectors * np.sqrt(np.maximum(values, 0))[..., None, :]
@@ -95,10 +97,10 @@ def _singular_values(left, right):
 
 
 def matrix_pairs(field, layers: dict, feed_forward: bool) -> dict[str, tuple[Array, Array]]:
-    """By name, the two matrices [T, H, D, n] and [T, H, n, D] of every product of a block.
+    """The two matrices [T, H, D, n] and [T, H, n, D] of every product of a block, by name.
 
     Args:
-        feed_forward: with the products of the feed-forward.
+        feed_forward: whether to include the products of the feed-forward.
     """
     query, key, value, out = field.head_matrices(layers)
     pairs = {"QK": (query, key.swapaxes(-1, -2)), "OV": (value, out)}
@@ -123,10 +125,10 @@ def _stored_pairs(field, layers, start, count, feed_forward):
 def pairs_over_time(
     model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """`matrix_pairs` in fp32 at a few of the times after another.
+    """`matrix_pairs` in fp32, for a few of the times after another.
 
     Raises:
-        UserError: if the model has weights per layer, and another number of layers than there are times.
+        UserError: if the model has weights per layer and the number of times differs from the number of layers.
     """
     depth = model.depth
     if depth.generated:
@@ -145,10 +147,10 @@ def pairs_over_time(
 
 
 def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
-    """The spectra of a model's products at some times; one set of weights that serves all times counts as one time.
+    """The spectra of a model's products at some times. Weights shared by all times count as one time.
 
     Args:
-        feed_forward: those of the feed-forward as well, whose matrices are the largest.
+        feed_forward: whether to include the feed-forward, whose matrices are the largest.
 
     Raises:
         UserError: if the model has no weights at these times.
@@ -166,7 +168,7 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
 
 
 def draw(name: str, found: Spectrum, times: np.ndarray, axis_label: str, heads: list[int]):
-    """One product's spectrum over time: real parts, moduli and the complex plane; and three numbers of each head."""
+    """Plot one product's spectrum over time: real parts, moduli, the complex plane, and three numbers of each head."""
     figure, axes = figures.new_figure(2, 3, (13, 7))
     (real, modulus, plane), (positive, radius, rank) = axes
     values, only = found.eigenvalues, found.eigenvalues.shape[1] == 1
@@ -227,9 +229,9 @@ def section(
 
     Args:
         num_steps: of depth; by default as trained.
-        times: how many, evenly over the depth; by default those at which the steps take weights.
-        heads: heads whose eigenvalues are drawn; by default the four with the largest.
-        feed_forward: its products as well, which take longest.
+        times: number of times, evenly spaced over the depth; by default the times at which the steps take weights.
+        heads: heads whose eigenvalues are drawn; by default the four with the largest eigenvalues.
+        feed_forward: whether to include its products, which take longest.
 
     Raises:
         UserError: if there is no such head, or there are no weights at these times.
@@ -239,16 +241,18 @@ def section(
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends
     start = time.monotonic()
     found = spectra(model, at, feed_forward)
-    seconds, at = time.monotonic() - start, at[-len(found["QK"].eigenvalues) :]  # one set for all times: the last one
+    seconds, at = (
+        time.monotonic() - start,
+        at[-len(found["QK"].eigenvalues) :],
+    )  # shared weights have only the last time
     shown = [
         paragraph(
             "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "
-            "attend to which: along the direction of a positive real part, to those that are alike. OV is what is "
-            "received: positive real parts copy and attract along their direction, negative ones repel. The "
-            "feed-forward's products leave its activation aside. Biases and norms are left aside as well; rotary "
-            "positions are those of a token and itself. A product of a D x n and an n x D matrix has D - n eigenvalues "
-            "that are 0 whatever the weights: they are left out. Effective rank: the exponential of the "
-            "entropy of the singular values."
+            "attend to which: along the direction of an eigenvalue with a positive real part, tokens attend to similar "
+            "ones. OV is what they receive: positive real parts copy and attract along their direction, negative ones "
+            "repel. Biases, norms and the feed-forward's activation are ignored, and so are rotary positions. A "
+            "product of a D x n and an n x D matrix always has D - n eigenvalues of 0, which are omitted. Effective "
+            "rank: the exponential of the entropy of the singular values."
         )
     ]
     numbers, arrays, rows = {"times": at.tolist(), "seconds": seconds}, {"times": at}, []

@@ -1,4 +1,4 @@
-"""What the commands share: whatever the user can put right ends them with one sentence."""
+"""What the commands share. An error that the user can fix ends a command with a single sentence."""
 
 import pathlib
 import re
@@ -22,7 +22,7 @@ def parse_flags(arguments: list[str]) -> list[str]:
     """Parse the command line.
 
     Raises:
-        UserError, flags.Error: for what is wrong with it.
+        UserError, flags.Error: if it is invalid.
     """
     rest = flags.FLAGS(arguments)
     if len(rest) > 1:
@@ -34,7 +34,7 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
     """Parse the command line, whose arguments are checked first, and load the config file that it names.
 
     Raises:
-        UserError, flags.Error: for what is wrong with either.
+        UserError, flags.Error: if either is invalid.
     """
     check(arguments)
     try:
@@ -44,16 +44,16 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
         path = flags.FLAGS["config"].config_filename.partition(":")[0]
         if not pathlib.Path(path).is_file():
             raise UserError(f"--config: there is no file {path}; see the folder configs/")
-        flags.FLAGS.config.to_dict()  # a file that fails to load says so here
+        flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
         return rest
     except UserError:
         raise
-    except flags.Error as error:  # which has the whole traceback in it, if the file raised something
+    except flags.Error as error:  # it contains the whole traceback if the file raised an error
         _, ours, sentence = str(error).strip().rpartition("\ndiffeqformer.errors.UserError: ")
         if ours:
             raise UserError(sentence) from None
         raise
-    except Exception as error:  # whatever a config file of the user's raises
+    except Exception as error:  # the user's config file can raise anything
         reason = str(error).strip().splitlines() or [""]
         raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
 
@@ -78,8 +78,8 @@ def run(
     Args:
         check: of a command that takes --config: checks its arguments and may raise a UserError
             (`diffeqformer.config.check_overrides`).
-        interrupted: what to say after Ctrl-C.
-        verbosity: of the libraries' log.
+        interrupted: the message after Ctrl-C.
+        verbosity: log level of the libraries.
     """
 
     def parse_or_exit(arguments):
@@ -97,8 +97,8 @@ def run(
         except UserError as error:
             leave(1, str(error))
         except Stopped as stopped:
-            leave(143, str(stopped))  # as of a process that SIGTERM ends
-        except RuntimeError as error:  # of which JAX's own is one
+            leave(143, str(stopped))  # the status of a process that SIGTERM ends
+        except RuntimeError as error:  # JAX's errors are of this type
             if not out_of_memory(error):
                 raise
             leave(1, "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts")

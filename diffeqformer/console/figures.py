@@ -1,4 +1,4 @@
-"""Figures in one style: colours that colour-blind readers can tell apart, and axes with names."""
+"""Figures in one style: colours that colour-blind readers can distinguish, and labelled axes."""
 
 import base64
 import io
@@ -8,13 +8,13 @@ import numpy as np
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
-SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # of heat maps whose middle means something
+SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningful middle
 
 
 def new_figure(rows: int, columns: int, size: tuple, **options):
-    """A figure of that size in inches with its axes [rows, columns].
+    """A figure of the given size in inches, with its axes [rows, columns].
 
-    It is made without pyplot, so a notebook's own figures and settings stay unchanged.
+    It is made without pyplot, so a notebook's own figures and settings aren't affected.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -29,16 +29,16 @@ def new_figure(rows: int, columns: int, size: tuple, **options):
 
 
 def as_html(figure, what: str) -> str:
-    """The figure inside of HTML."""
+    """The figure as an HTML image."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a text's token: drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # in a text's tokens: drawn as a box
         figure.savefig(file, format="png", dpi=110)
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
 def log_if_wide(axis) -> None:
-    """A logarithmic vertical axis with plain numbers, if what is drawn spans more than a factor of three."""
+    """Make the vertical axis logarithmic, with plain numbers, if the values span more than a factor of three."""
     from matplotlib import ticker
 
     low, high = axis.dataLim.intervaly
@@ -50,19 +50,19 @@ def log_if_wide(axis) -> None:
 
 
 def time_axis(axis, label: str) -> None:
-    """Name a horizontal axis of times; layers are whole numbers."""
+    """Label a horizontal axis of times; layers get whole numbers."""
     axis.set_xlabel(label)
     axis.xaxis.get_major_locator().set_params(integer=label == "layer")
 
 
 def column_edges(times: np.ndarray) -> np.ndarray:
-    """Where columns [T + 1] begin and end that lie around their times."""
+    """The edges [T + 1] of columns that are centred on their times."""
     half = np.diff(times) / 2 if len(times) > 1 else np.full(1, 0.5)
     return np.concatenate([times[:1] - half[:1], times[:-1] + half[: len(times) - 1], times[-1:] + half[-1:]])
 
 
 def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
-    """Values [T, H] over time and head."""
+    """Draw values [T, H] over time and head."""
     edges = column_edges(times)
     image = axis.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, values.T, rasterized=True, **colours)
     figure.colorbar(image, ax=axis)
@@ -71,7 +71,7 @@ def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **
 
 
 def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
-    """Values [T, H] as a heat map; of a single head as a line."""
+    """Draw values [T, H] as a heat map, or as a line if there is a single head."""
     if values.shape[1] > 1:
         heat_map(figure, axis, values, times, title, **colours)
     else:
@@ -81,7 +81,7 @@ def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, *
 
 
 def colours_of(values: np.ndarray) -> dict:
-    """Logarithmic colours where values span more than a factor of ten."""
+    """A logarithmic colour scale if values span more than a factor of ten."""
     from matplotlib import colors
 
     low, high = values.min(), values.max()

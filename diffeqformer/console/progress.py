@@ -1,4 +1,4 @@
-"""What a run shows while it works: lines on the terminal, and curves in TensorBoard."""
+"""The progress of a run: lines on the terminal, and curves in TensorBoard."""
 
 import struct
 import time
@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from diffeqformer.errors import reachable
 
-FLUSH_SECONDS = 30  # after which those who watch the curves see them
+FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
 
 
 def duration(seconds: float) -> str:
@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:
-    """Prints, every five seconds, how many of how many are done, the rate and the time left."""
+    """Prints, every five seconds, the finished number and the total, the rate and the time left."""
     start = shown = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -43,22 +43,22 @@ def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]
 
 
 def open_writer(folder: str, first_step: int) -> EventsWriter:
-    """A new file of curves; TensorBoard drops what others have from after `first_step` on.
+    """A new file of curves. TensorBoard ignores what earlier files have after `first_step`.
 
-    tensorboardX's usual writer works in a thread, for which its `flush` doesn't wait.
+    tensorboardX's usual writer isn't used: it writes in a thread, and its `flush` doesn't wait for that thread.
     """
     record_writer.directory_check(folder)
-    writer = EventsWriter(f"{folder}/events", f".{first_step}")  # names differ by seconds alone otherwise
+    writer = EventsWriter(f"{folder}/events", f".{first_step}")  # otherwise names differ only by seconds
     purge = SessionLog(status=SessionLog.START)
     writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
     return writer
 
 
 def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows of a run: the values of every scalar by step; empty if nothing was written.
+    """The curves that TensorBoard shows: the values of every scalar by step; empty if nothing was written.
 
-    Needs no TensorFlow, which TensorBoard's own reader takes seconds to import. A file that is damaged, or to which a
-    run is just writing, is read up to there.
+    This doesn't import TensorFlow, which takes TensorBoard's own reader seconds. A file that is damaged or still being
+    written is read up to that point.
 
     Raises:
         UserError: if the folder can't be reached.
@@ -79,7 +79,7 @@ def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
 
 
 def _events(content: bytes) -> Iterator[Event]:
-    """The events of a file: each comes after its length (8 bytes) and a checksum (4), and before one of itself (4)."""
+    """The events of a file. Each follows its length (8 bytes) and a checksum (4), and precedes its own checksum (4)."""
     at = 0
     while at + 12 <= len(content):
         [length] = struct.unpack_from("<Q", content, at)
@@ -95,14 +95,14 @@ def _events(content: bytes) -> Iterator[Event]:
 class Progress:
     """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
 
-    What can't be written ends no run; that is said once.
+    If curves can't be written, the run continues, and a message is printed once.
 
     Args:
         workdir: folder of the run.
-        first_step: the step from which this process trains; what earlier ones wrote from there on is dropped.
+        first_step: the step from which this process trains; values that earlier processes wrote after it are dropped.
         steps: steps of the whole run.
         tokens_per_step: tokens of one global batch.
-        writes: whether this process writes the curves; one of several does.
+        writes: whether this process writes the curves. Only one process of a run does.
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int, writes: bool = True):
@@ -115,20 +115,20 @@ class Progress:
         self.last_step = self.timed_from = first_step
 
     def first(self, step: int, loss: float, seconds: float) -> None:
-        """The first step of this process, `seconds` after it began; most of that is compilation.
+        """Report the first step of this process, `seconds` after its start; most of that time is compilation.
 
-        Rates count from here.
+        Rates are measured from here.
         """
         self.start = self.last_time = time.monotonic()
         self.timed_from = self.last_step = step
         print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)
 
     def pause(self, seconds: float) -> None:
-        """Leave out of the rate what was not training."""
+        """Exclude from the rate the time that wasn't training."""
         self.last_time += seconds
 
     def train(self, step: int, scalars: dict[str, float]) -> None:
-        """One progress line after `step` steps: loss, rate and time left. `scalars` are those of this very step."""
+        """Print a line after `step` steps: loss, rate and time left. `scalars` belong to this step."""
         if step > self.last_step:
             now = time.monotonic()
             rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
@@ -140,7 +140,7 @@ class Progress:
         self._write(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:
-        """One line with the results of an evaluation."""
+        """Print and write the results of an evaluation."""
         self._write(step, "validation", scalars)
         print(
             f"step {step:,}/{self.steps:,}  validation: loss {scalars['loss']:.4f}  "
@@ -149,13 +149,13 @@ class Progress:
         )
 
     def dynamics(self, step: int, scalars: dict[str, float]) -> None:
-        """One line on the model's dynamics."""
+        """Print and write the model's dynamics."""
         self._write(step, "dynamics", scalars)
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scalars.items())
         print(f"step {step:,}/{self.steps:,}  dynamics: {shown}", flush=True)
 
     def flush(self) -> None:
-        """Return when all that was written until now is on disk."""
+        """Return when everything written so far is on disk."""
         self.flushed = time.monotonic()
         self._put(lambda writer: writer.flush())
 
@@ -166,9 +166,9 @@ class Progress:
         if self.writer:
             try:
                 action(self.writer)
-            except Exception as error:  # of the file system, or of a cloud's client
+            except Exception as error:  # from the file system or a cloud client
                 if not self.failed:
-                    print(f"the curves can't be written: {error}; the run goes on without", flush=True)
+                    print(f"the curves can't be written: {error}; the run continues without them", flush=True)
                 self.failed = True
 
     def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:

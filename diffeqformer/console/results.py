@@ -8,12 +8,12 @@ from diffeqformer.errors import UserError
 
 
 def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
-    """Make the folder for the results of one command: `output`, or one named by date and time `inside` a run's folder.
+    """Create the folder for a command's results: `output`, or one named by date and time in a run's folder `inside`.
 
-    Results are written on this machine: those of a run gs://bucket/name are in runs/name, by default.
+    Results are written on this machine. For a run gs://bucket/name they are in runs/name by default.
 
     Raises:
-        UserError: if it can't be made, or holds results already.
+        UserError: if it can't be created, or already holds results.
     """
     if "://" in (output or ""):
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
@@ -29,7 +29,7 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
 
 
 def header(workdir: os.PathLike | str, opened) -> dict:
-    """What every file of results says first: of which checkpoint they are, and how it was trained.
+    """The beginning of every results file: the checkpoint, and how it was trained.
 
     Args:
         workdir: folder of the run.
@@ -61,7 +61,7 @@ def _new_folder(parent: pathlib.Path) -> pathlib.Path:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Write a file that appears, or changes, only as a whole."""
+    """Write a file atomically, so that it is never half-written."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -71,11 +71,9 @@ def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
     """The whole numbers of an option, without repetitions.
 
     Raises:
-        UserError: if one is none, or below `least`.
+        UserError: if one isn't a whole number, or is below `least`.
     """
     for text in texts:
         if not text.strip().isdecimal() or int(text) < least:
-            raise UserError(
-                f"{option}: must be whole numbers from {least} on, with commas between, but it has {text!r}"
-            )
+            raise UserError(f"{option}: must be comma-separated whole numbers of at least {least}, but it has {text!r}")
     return list(dict.fromkeys(map(int, texts)))

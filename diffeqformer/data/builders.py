@@ -1,8 +1,8 @@
 """TFDS builders of WikiText-103 and OpenWebText. Import this module only where TensorFlow may be imported.
 
-Importing registers `wikitext103/detokenized`, `wikitext103/raw` and `openwebtext`. Their files come from
-`manual_dir` if they are there, else from the Hugging Face hub, which is asked for their names when they are
-downloaded.
+Importing it registers `wikitext103/detokenized`, `wikitext103/raw` and `openwebtext`. Their files are read from
+`manual_dir` if they exist there. Otherwise they are downloaded from the Hugging Face hub, which is queried for their
+names.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ from diffeqformer.data import files, wikitext
 from diffeqformer.errors import UserError
 
 HUB = "https://huggingface.co"
-TIMEOUT = 30  # seconds for an answer of the hub's API
+TIMEOUT = 30  # seconds to wait for the hub's API
 OPENWEBTEXT_DOCUMENTS = 8_013_769
 VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
 
 MANUAL = """\
-To do without the network, put the files into `wikitext103/detokenized`, `wikitext103/raw` or `openwebtext` of
-manual_dir: for WikiText a file (or several) for each split, its name beginning with train, valid or test (or with
-wiki.train, ...), as .parquet, .jsonl, .txt, .tokens or .raw; for OpenWebText any number of .parquet or .jsonl files, in
-the order of their names.
+To work without a network, put the files into `wikitext103/detokenized`, `wikitext103/raw` or `openwebtext` in
+manual_dir. WikiText needs one or more files for each split. Their names begin with train, valid or test (or with
+wiki.train, ...), and they are .parquet, .jsonl, .txt, .tokens or .raw files. OpenWebText takes any number of .parquet
+or .jsonl files, which are read in the order of their names.
 """
 
 
 def validation_rows(count: int) -> np.ndarray:
-    """The rows of OpenWebText that are the validation split, in its order, as int64 of shape [ceil(0.0005 count)].
+    """The rows of OpenWebText that make up the validation split, in order, as int64 of shape [ceil(0.0005 count)].
 
     They are the test part of Hugging Face datasets' `train_test_split(test_size=0.0005, seed=2357, shuffle=True)`.
     """
@@ -43,7 +43,7 @@ def validation_rows(count: int) -> np.ndarray:
 
 
 def _ask_hub(url: str):
-    """The JSON at an address of the hub. Not through TFDS, which retries for minutes and keeps old answers."""
+    """The JSON at a URL of the hub. TFDS isn't used, because it retries for minutes and caches old answers."""
     try:
         answer = requests.get(url, timeout=TIMEOUT)
         answer.raise_for_status()
@@ -60,14 +60,14 @@ def _ask_hub(url: str):
 def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:
     """The Parquet files of a data set on the hub: for each split, in order, (URL, SHA-256 if the hub states one).
 
-    Those of the repository are preferred to those that the hub converts by itself.
+    The repository's own Parquet files are preferred to the hub's automatic conversion.
 
     Args:
         dataset: such as `Salesforce/wikitext`.
         config: folder of the repository and name of the conversion's configuration; None if there is only one.
 
     Raises:
-        UserError: if the hub can't be reached, or a split has no files there, or only a part of them.
+        UserError: if the hub can't be reached, or a split has no files there or is incomplete.
     """
     listing = f"{HUB}/api/datasets/{dataset}/tree/main?recursive=true"
     found = {split: [] for split in splits}
@@ -106,12 +106,12 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> dict[s
 
 
 def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[str, list[tuple[str, str | None]]]):
-    """Download what `hub_files` found; the local paths of each split.
+    """Download the files that `hub_files` found, and return the local paths of each split.
 
     `<download_dir>/<name>.downloads.json` records size and SHA-256 of every file, and whether the hub stated that hash.
 
     Raises:
-        UserError: if a download fails, or a file isn't the one that the hub or the record states.
+        UserError: if a download fails, or if a file's hash differs from the hub's or the recorded one.
     """
     stated = dict(itertools.chain.from_iterable(wanted.values()))
     try:
@@ -126,7 +126,7 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
             f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir "
             "(docs/data.md)"
         ) from None
-    except ValueError as error:  # TFDS compares with what it has in its cache
+    except ValueError as error:  # TFDS found a difference from its cache
         raise UserError(
             f"{name}: a file of the hub isn't the one downloaded before ({error}); if that is right, delete both"
         ) from None
@@ -152,10 +152,10 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
 
 
 def manual_files(dl_manager: tfds.download.DownloadManager, name: str) -> list[pathlib.Path]:
-    """The files of `<manual_dir>/<name>`, by name; none if there is no such folder."""
+    """The files in `<manual_dir>/<name>`, sorted by name; empty if there is no such folder."""
     try:
         folder = pathlib.Path(dl_manager.manual_dir) / name
-    except AssertionError:  # TFDS's way of saying that manual_dir isn't there or is empty
+    except AssertionError:  # TFDS raises this if manual_dir is missing or empty
         return []
     found = sorted(path for path in folder.glob("*") if path.is_file() and not path.name.startswith("."))
     if folder.is_dir() and not found:
@@ -166,9 +166,9 @@ def manual_files(dl_manager: tfds.download.DownloadManager, name: str) -> list[p
 
 
 class Wikitext103(tfds.core.GeneratorBasedBuilder):
-    """WikiText-103, an article an example, in the order of the source.
+    """WikiText-103, one article per example, in the order of the source.
 
-    The hub's rows of `detokenized` are taken as they are: whether each is one article couldn't be checked.
+    The hub's rows of `detokenized` are used unchanged. Whether each is one article couldn't be checked.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -213,7 +213,7 @@ class Wikitext103(tfds.core.GeneratorBasedBuilder):
 
 
 def _lines(path) -> Iterator[str]:
-    """The lines of all documents, each with its line feed: on the hub a row is a line, and blank ones have none."""
+    """The lines of all documents, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
     if files.kind(path) in files.PLAIN:
         yield from files.read_lines(path)
     else:
@@ -228,10 +228,10 @@ def _detokenized(path) -> Iterator[str]:
 
 
 class Openwebtext(tfds.core.GeneratorBasedBuilder):
-    """OpenWebText: `train` in the order of the source's rows, `validation` in that of `validation_rows`.
+    """OpenWebText: `train` in the order of the source's rows, `validation` in the order of `validation_rows`.
 
-    The split is the published one if the rows of the hub's files stand in the order that they had then, which nobody
-    could check; that there are 8,013,769 of them is checked, and a line printed if not.
+    The split is the published one if the hub's rows are still in their original order, which couldn't be checked. Their
+    number, 8,013,769, is checked, and a difference is printed.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -279,5 +279,5 @@ def _text_info(builder: tfds.core.DatasetBuilder, description: str) -> tfds.core
         builder=builder,
         description=description,
         features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-        disable_shuffling=True,  # the order is that of the source, and the keys are integers
+        disable_shuffling=True,  # keep the order of the source; the keys are integers
     )

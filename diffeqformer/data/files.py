@@ -1,4 +1,4 @@
-"""Texts from files: .txt (also .tokens and .raw), .jsonl (also .json) and .parquet; .gz around the first two."""
+"""Texts from files: .txt (also .tokens, .raw), .jsonl (also .json) and .parquet. The first two may be gzipped (.gz)."""
 
 import gzip
 import json
@@ -18,10 +18,10 @@ ROWS_AT_ONCE = 1000
 
 
 def kind(path: str | os.PathLike) -> str:
-    """The suffix that tells a file's format, `.gz` aside.
+    """The suffix that gives a file's format, without `.gz`.
 
     Raises:
-        UserError: if no reader has this suffix.
+        UserError: if the suffix isn't supported.
     """
     suffixes = pathlib.Path(path).suffixes
     compressed = suffixes[-1:] == [".gz"]
@@ -32,7 +32,7 @@ def kind(path: str | os.PathLike) -> str:
 
 
 def read_texts(path: str | os.PathLike) -> Iterator[str]:
-    """The documents of a file: a whole plain file, the `text` of each JSON line, or of each Parquet row.
+    """The documents of a file: a whole plain file, or the `text` of each JSON line or Parquet row.
 
     A document of a .jsonl or .parquet file may be empty.
 
@@ -50,7 +50,7 @@ def read_texts(path: str | os.PathLike) -> Iterator[str]:
 
 
 def read_lines(path: str | os.PathLike) -> Iterator[str]:
-    """The lines of a plain or JSON-lines file, with their line feeds; nothing but a line feed ends a line.
+    """The lines of a plain or JSON-lines file, with their line feeds. Only a line feed ends a line.
 
     Raises:
         UserError: if the file is missing, empty, or not UTF-8.
@@ -75,7 +75,7 @@ def read_lines(path: str | os.PathLike) -> Iterator[str]:
 def _json_text(path: str | os.PathLike, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-        text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but no text
+        text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
         return text
     except UnicodeEncodeError:
         found = "holds half of a surrogate pair"
@@ -107,7 +107,7 @@ def _open_parquet(path: str | os.PathLike):
 
 
 def _strings(path: str | os.PathLike, column, rows: Sequence[int]) -> list[str]:
-    """The texts of these rows from a pyarrow column; Parquet files can hold nulls and bytes that aren't UTF-8."""
+    """The texts of `rows` from a pyarrow column. Parquet files can hold nulls and bytes that aren't UTF-8."""
     try:
         texts = column.to_pylist()
     except UnicodeDecodeError:
@@ -131,7 +131,7 @@ def _parquet_texts(path: str | os.PathLike) -> Iterator[str]:
 
 
 def count_texts(path: str | os.PathLike) -> int:
-    """How many documents `read_texts` finds; a Parquet file's rows aren't read for it.
+    """The number of documents in `read_texts`. The rows of a Parquet file aren't read for this.
 
     Raises:
         UserError: as `read_texts`.
@@ -143,7 +143,7 @@ def count_texts(path: str | os.PathLike) -> int:
 
 
 def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
-    """Some of the documents of `read_texts`, by their row. Of a Parquet file only row groups with wanted rows are read.
+    """Some documents of `read_texts`, by row. In a Parquet file, only row groups that contain such rows are read.
 
     Raises:
         UserError: as `read_texts`.

@@ -1,4 +1,4 @@
-"""One process at a time for a store that isn't finished, or for the work folder of a run."""
+"""Locks that admit one process at a time to an unfinished store or to the work folder of a run."""
 
 import contextlib
 import fcntl
@@ -11,14 +11,14 @@ from etils import epath
 
 from diffeqformer.errors import UserError
 
-ATTEMPTS = 1000  # to make a folder that other processes may rename or remove at the same time
+ATTEMPTS = 1000  # at creating a folder that other processes may rename or remove at the same time
 
 
 def hold(lock: IO, waiting: str) -> None:
-    """Wait until this process alone holds the lock, and say so.
+    """Wait until this process holds the lock exclusively. If it has to wait, print a message.
 
     Raises:
-        OSError: if the file system knows no locks.
+        OSError: if the file system doesn't support locks.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,27 +29,27 @@ def hold(lock: IO, waiting: str) -> None:
 
 @contextlib.contextmanager
 def only_run(workdir: epath.Path) -> Iterator[None]:
-    """Hold a work folder against a second run, which waits, on this machine and others that share the disk.
+    """Lock a work folder. A second run waits, on this machine or another one that shares the disk.
 
-    Where there are no locks, as on gs:// and some cluster disks, this does nothing.
+    On file systems without locks, such as gs:// and some cluster disks, this does nothing.
     """
     if "://" in str(workdir):
         yield
         return
     with open(workdir / ".lock", "w") as lock:
         with contextlib.suppress(OSError):
-            hold(lock, f"{workdir}: another run is going on here; waiting for its end")
+            hold(lock, f"{workdir}: another run is using this folder; waiting for it to end")
         yield
 
 
 @contextlib.contextmanager
 def only_process(partial: pathlib.Path) -> Iterator[IO]:
-    """Make the folder of an unfinished store and hold it against other processes, waiting until none of them has it.
+    """Create the folder of an unfinished store and lock it, after waiting for other processes to release it.
 
-    It stays held for as long as any process has the file that this gives open.
+    It stays locked for as long as any process keeps the returned file open.
 
     Raises:
-        UserError: if it can't be made.
+        UserError: if it can't be created.
     """
     obstacle = partial
     for _ in range(ATTEMPTS):
@@ -75,8 +75,8 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
                 try:
                     yield lock
                 finally:
-                    with contextlib.suppress(OSError):  # another process may have begun in it
-                        if os.listdir(partial) == ["lock"]:  # nothing to go on from
+                    with contextlib.suppress(OSError):  # another process may have started using it
+                        if os.listdir(partial) == ["lock"]:  # nothing to resume
                             (partial / "lock").unlink()
                             partial.rmdir()
                 return

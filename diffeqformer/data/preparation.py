@@ -1,7 +1,7 @@
-"""Turn a task into its token store: in parallel, shard by shard, so that a kill loses unfinished shards alone.
+"""Turn a task into its token store: in parallel, shard by shard, so that a kill loses only unfinished shards.
 
-Processes of their own (`diffeqformer.data.worker`) read and tokenize, so this one imports no TensorFlow.
-Everything goes into `<store>.partial`, which takes its name when all of it has been verified.
+Separate processes (`diffeqformer.data.worker`) read and tokenize, so this one doesn't import TensorFlow. Everything is
+written to `<store>.partial`, which is renamed once all of it has been verified.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from diffeqformer.errors import UserError
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
-    """Where the store of a config's `data` part lives."""
+    """The folder of the token store of a config's `data` part."""
     return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
 
 
 def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
-    """The local files of each split that take the task's place, if any, in the order of their paths.
+    """The local files of each split that replace the task, if any, sorted by path.
 
     Raises:
-        UserError: if a pattern matches none.
+        UserError: if a pattern matches no file.
     """
     if not data.train_files:
         return None
@@ -45,10 +45,10 @@ def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
 
 
 def matching_files(patterns: str, option: str) -> list[str]:
-    """The files that patterns, with commas between them, match; those of one pattern in the order of their paths.
+    """The files that comma-separated patterns match; the matches of each pattern are sorted by path.
 
     Raises:
-        UserError: if one matches none.
+        UserError: if a pattern matches no file.
     """
     files = []
     for pattern in map(str.strip, patterns.split(",")):
@@ -65,10 +65,10 @@ def matching_files(patterns: str, option: str) -> list[str]:
 
 
 def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
-    """The splits of a config's store. One that isn't there is copied from `data.remote`, or else prepared.
+    """The splits of a config's store. A missing store is copied from `data.remote`, or else prepared.
 
     Raises:
-        UserError: if it can't be had, or isn't the one that is meant.
+        UserError: if it can't be copied or prepared, or doesn't fit the config.
     """
     folder = store_folder(data, tokenizer)
     if not folder.exists():
@@ -80,22 +80,22 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
 
 
 def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
-    """The splits of a config's store, which is there.
+    """The splits of a config's store, which must exist.
 
     Raises:
-        UserError: if it isn't whole, or isn't the one that is meant.
+        UserError: if it is incomplete, or doesn't fit the config.
     """
     try:
         files = fingerprint(local_files(data))
     except UserError:
         if not data.remote:
             raise
-        files = None  # another machine made it, and has them
+        files = None  # another machine made the store and has the files
     return open_store(store_folder(data, tokenizer), tokenizer.name, sequence_length, files, data.task)
 
 
 def fingerprint(files: dict[str, list[str]] | None) -> str:
-    """A hash of local files' names, sizes, beginnings and ends (64 KiB of each); empty for none."""
+    """A hash of local files' names, sizes, and first and last 64 KiB; empty if there are none."""
     if not files:
         return ""
     digest = hashlib.sha256()
@@ -110,10 +110,10 @@ def fingerprint(files: dict[str, list[str]] | None) -> str:
 
 
 def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Make the token store of a config's `data` part, unless it is there.
+    """Make the token store of a config's `data` part, unless it exists.
 
     Raises:
-        UserError: if it can't be made; finished shards stay, and the next call goes on from them.
+        UserError: if it can't be made. Finished shards stay, and the next call continues from them.
     """
     folder, files = store_folder(data, tokenizer), local_files(data)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -121,7 +121,7 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
         if folder.exists():
             return
         try:
-            running.callback(remove_unfinished, partial)  # last: when no process is left
+            running.callback(remove_unfinished, partial)  # runs last, when no process is left
             temporary = running.enter_context(tempfile.TemporaryDirectory())
             _prepare(
                 data,
@@ -157,13 +157,13 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
 
 
 def remove_unfinished(partial: pathlib.Path) -> None:
-    """Remove the shards that processes left unfinished, so that a full disk has room again."""
+    """Remove the shards that processes left unfinished, to free space on a full disk."""
     for path in partial.glob("*.partial"):
         path.unlink()
 
 
 def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
-    """Write what shall be made into its folder, or check that what was begun there is the same.
+    """Record the plan in the folder of the unfinished store, or check that the plan recorded there is the same.
 
     Raises:
         UserError: if it isn't.
@@ -181,26 +181,26 @@ class Worker:
     """A process of `diffeqformer.data.worker`.
 
     Args:
-        task: the first request, which says what text and which tokenizer it is about.
+        task: the first request, which names the text and the tokenizer.
         lock: stays held while it runs, even if this process is killed.
-        temporary: folder for what TensorFlow writes and leaves behind.
+        temporary: folder for temporary files that TensorFlow leaves behind.
     """
 
     def __init__(self, task: dict, lock: IO, temporary: str):
-        self.failure = None  # the sentence with which it ended, if it couldn't do its work
+        self.failure = None  # its error message, if it failed
         command = [sys.executable, "-m", "diffeqformer.data.worker"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[lock.fileno()])
         self.process = subprocess.Popen(command, env={**os.environ, "TMPDIR": temporary}, **pipes)
         self.ask(task)
 
     def ask(self, request: dict) -> None:
-        """Send a request; after a failure `answers` says why."""
+        """Send a request. After a failure, `answers` sets the reason."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 
     def answers(self) -> Iterator[dict]:
-        """Its answers until it ends; then `failure` says whether and why it failed."""
+        """Its answers until it ends. If it failed, `failure` then holds the reason."""
         for line in self.process.stdout:
             answer = json.loads(line)
             if "error" in answer:
@@ -211,10 +211,10 @@ class Worker:
             self.failure = f"a process that prepares the store ended with status {self.process.returncode}"
 
     def plan(self) -> dict:
-        """Let it fetch the corpus, and say what there is to do.
+        """Let it fetch the corpus and return the plan of the work.
 
         Raises:
-            UserError: if it can't be fetched.
+            UserError: if the corpus can't be fetched.
         """
         self.ask({"plan": True})
         for answer in self.answers():
@@ -231,16 +231,16 @@ class Worker:
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
-    """The account of a shard that is done, or None."""
+    """The record of a finished shard, or None."""
     path = partial / f"{split}-{index:05d}.bin.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardProgress", todo: list) -> None:
-    """Let the workers write the shards `todo`, each the next one as soon as it is free, and show how it goes.
+    """Let the workers write the shards `todo`. Each takes the next one as soon as it is free. Progress is printed.
 
     Raises:
-        UserError: if one of them fails; what is finished stays.
+        UserError: if one of them fails. Finished shards stay.
     """
     remaining = iter(todo)  # taking the next one is atomic
 
@@ -254,12 +254,12 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
             for answer in worker.answers():
                 if "split" in answer:
                     progress.note(answer)
-                if answer.get("done", True):  # or it has just begun
+                if answer.get("done", True):  # otherwise it has just begun
                     give(worker)
-        except Exception as error:  # otherwise this would be waited for in vain
+        except Exception as error:  # otherwise the main thread would wait forever
             worker.failure = f"a process that prepares the store can't be understood: {error!r}"
 
-    give(workers[0])  # which has told the plan
+    give(workers[0])  # it has already sent the plan
     for worker in workers:
         threading.Thread(target=follow, args=(worker,), daemon=True).start()
     while len(progress.done) < len(todo):
@@ -268,7 +268,9 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
         failures = [worker.failure for worker in workers if worker.failure]
         if failures:
             done = len(progress.done)
-            goes_on = f" ({done} of {len(todo)} shards were finished now and stay; the same command goes on from them)"
+            goes_on = (
+                f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them)"
+            )
             raise UserError(failures[0] + goes_on * (done > 0))
     progress.show(last=True)
 
@@ -288,31 +290,31 @@ class ShardProgress:
         self.documents = sum(counts) - before if None not in counts else None
 
     def note(self, told: dict) -> None:
-        """What a worker says of its shard."""
+        """Record a worker's report about its shard."""
         key = told["split"], told["shard"]
         self.told[key] = told
         if told["done"]:
             self.done.add(key)
 
     def part(self) -> float:
-        """The part of the work that is done: of documents if their number is known, else of files' bytes, else 0."""
+        """The finished part of the work: of documents if their number is known, else of files' bytes, else 0."""
         if self.documents:
             return sum(told["documents"] for told in list(self.told.values())) / self.documents
         read = 0
         for key, told in list(self.told.items()):
             size = self.sizes.get(key, 0)
-            read += size if key in self.done else min(size, told["bytes"])  # of compressed files it is a guess
+            read += size if key in self.done else min(size, told["bytes"])  # an estimate for compressed files
         return read / max(1, sum(self.sizes.get(key, 0) for key in self.todo))
 
     def show(self, last: bool = False) -> None:
-        """Print the line, at most every two seconds unless it is the last one."""
+        """Print the line, at most every two seconds except for the last one."""
         now = time.monotonic()
         if now - self.shown < 2 and not last or not self.told:
             return
         self.shown, seconds, told = now, now - self.start, list(self.told.values())
         tokens, documents = (sum(shard[what] for shard in told) for what in ("tokens", "documents"))
         part = self.part()
-        told_enough = seconds > 5 and 0.01 < part <= 1  # before that it would be a wild guess
+        told_enough = seconds > 5 and 0.01 < part <= 1  # an earlier estimate would be too rough
         left = f"  {duration(seconds / part - seconds)} left" if told_enough and not last else ""
         done = self.shards - len(self.todo) + len(self.done)
         print(
@@ -323,17 +325,17 @@ class ShardProgress:
 
 
 def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
-    """The sums over a split's shards, and the shards."""
+    """The totals over a split's shards, and the list of shards."""
     accounts = [finished(partial, split, index) for index in range(shards)]
     sums = {name: sum(account[name] for account in accounts) for name in ("tokens", "documents", "bytes")}
     return {**sums, "shards": accounts}
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
-    """Verify every shard, write `store.json`, and give the folder its name.
+    """Verify every shard, write `store.json`, and rename the folder.
 
     Raises:
-        UserError: if a split has no text, or a shard isn't what was written.
+        UserError: if a split has no text, or a shard differs from what was written.
     """
     for split, entry in about["splits"].items():
         if not entry["documents"]:
@@ -346,7 +348,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     (partial / "store.json").write_text(json.dumps(about, indent=1))
     read_about(partial)
     partial.rename(folder)
-    for path in folder.iterdir():  # only now: a kill before this finds every account
+    for path in folder.iterdir():  # only now: after an earlier kill, every record is still there
         if path.name in ("plan.json", "lock") or path.name.endswith(".bin.json"):
             path.unlink()
     for split, entry in about["splits"].items():

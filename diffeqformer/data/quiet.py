@@ -1,4 +1,4 @@
-"""TensorFlow, brought in without noise and without taking an accelerator's memory."""
+"""Import TensorFlow without its log messages and without taking an accelerator's memory."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from absl import logging
 
 @contextlib.contextmanager
 def quiet():
-    """Drop what C++ libraries write to standard error meanwhile; none of their settings stops all of it."""
+    """Discard what C++ libraries write to standard error in the block. None of their settings silences all of it."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -23,12 +23,12 @@ def quiet():
 
 
 def import_tensorflow():
-    """Import TensorFlow and SeqIO without the lines that their libraries print about devices, and give TensorFlow."""
+    """Import TensorFlow and SeqIO without their libraries' messages about devices, and return TensorFlow."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.set_verbosity(logging.ERROR)
     with quiet():
         import seqio  # noqa: F401
         import tensorflow as tf
 
-        tf.config.set_visible_devices([], "GPU")  # it would take all of its memory
+        tf.config.set_visible_devices([], "GPU")  # otherwise TensorFlow takes all of its memory
     return tf

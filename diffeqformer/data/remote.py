@@ -1,6 +1,6 @@
-"""Token stores behind a URL, such as gs://bucket/stores: copied there once, and from there to each training host.
+"""Token stores at a URL, such as gs://bucket/stores: copied there once, and from there to each training host.
 
-Anything that fsspec opens will do; gs:// needs the package gcsfs.
+Any URL that fsspec can open works; gs:// needs the package gcsfs.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
-AT_ONCE = 8  # files copied at the same time
+AT_ONCE = 8  # files copied in parallel
 CHUNK = 1 << 24  # bytes
 
 
@@ -24,7 +24,7 @@ def open_remote(remote: str, name: str) -> tuple[fsspec.AbstractFileSystem, str]
     """The file system of a URL, and the path of a store in it.
 
     Raises:
-        UserError: if there is no such file system, or its package isn't installed.
+        UserError: if the file system is unknown, or its package isn't installed.
     """
     try:
         system, path = fsspec.url_to_fs(remote)
@@ -34,9 +34,9 @@ def open_remote(remote: str, name: str) -> tuple[fsspec.AbstractFileSystem, str]
 
 
 def upload(folder: pathlib.Path, remote: str) -> None:
-    """Copy a whole local store to a URL. `store.json` comes last, so that no host takes an unfinished one.
+    """Copy a complete local store to a URL. `store.json` comes last, so that no host takes an unfinished store.
 
-    `uploading.json` says which store is being copied, so that an interrupted copy of it goes on.
+    `uploading.json` identifies the store that is being copied, so that an interrupted copy can be resumed.
 
     Raises:
         UserError: if the URL can't be written.
@@ -73,10 +73,10 @@ def upload(folder: pathlib.Path, remote: str) -> None:
 
 
 def stage(remote: str, folder: pathlib.Path) -> None:
-    """Copy the store at a URL to `folder`, verifying every shard's SHA-256. What an earlier call copied right stays.
+    """Copy the store at a URL to `folder`, verifying every shard's SHA-256. Intact shards of an earlier call are kept.
 
     Raises:
-        UserError: if there is none, it can't be read, a shard isn't what was written, or the local disk is full.
+        UserError: if there is no store, it can't be read, a shard differs from what was written, or the disk is full.
     """
     system, there = open_remote(remote, folder.name)
     partial = folder.with_name(f"{folder.name}.copying")
@@ -119,7 +119,7 @@ def stage(remote: str, folder: pathlib.Path) -> None:
 
 
 def each_shard(copy: Callable[[dict], int], shards: list[dict], what: str) -> None:
-    """Copy every shard, several at once, with a progress line; `copy` returns the bytes of each."""
+    """Copy every shard, several in parallel, with a progress line. `copy` returns the number of bytes of a shard."""
     start, shown, size = time.monotonic(), 0.0, 0
     print(what, flush=True)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:

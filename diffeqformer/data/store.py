@@ -1,9 +1,9 @@
 """The token store: a corpus's ids on disk, and `batch(step)` as a pure function.
 
-A store is a folder with `<split>-<number>.bin` (the ids of documents one after another, end-of-text after
-each, little-endian, 16 bits wide if the vocabulary allows it, else 32) and `store.json` (task, tokenizer,
-origin, and of each split the tokens, documents, bytes of text, SHA-256, and the shards with theirs). It
-appears under its name only when it is complete. `diffeqformer.data.preparation` makes it.
+A store is a folder with two kinds of files. `<split>-<number>.bin` has the ids of documents one after another, with
+end-of-text after each: little-endian, 16 bits wide if the vocabulary allows it, else 32. `store.json` has the task, the
+tokenizer and the origin, and for each split the tokens, documents, bytes of text, SHA-256 and shards (with their own).
+The folder gets its final name only when it is complete. `diffeqformer.data.preparation` makes it.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ SPLITS = ("train", "validation")
 class Split:
     """The ids of one split, and their windows: window i of length S holds the ids [i S, (i + 1) S) of the whole text.
 
-    shards: the ids, memory-mapped; none of them is empty.
-    text_bytes: bytes of the text they came from, end-of-text ids not counted.
+    shards: the ids, memory-mapped; no shard is empty.
+    text_bytes: bytes of the source text; end-of-text ids aren't counted.
     sha256: hash of the ids.
     """
 
@@ -47,7 +47,7 @@ class Split:
         return int(self.ends[-1])
 
     def ids(self, start: int, stop: int) -> Int[np.ndarray, "_"]:
-        """The ids at [start, stop), or as many of them as there are, as int32."""
+        """The ids at [start, stop), cut at the end of the split, as int32."""
         stop, parts = min(stop, self.size), []
         shard = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
@@ -58,7 +58,7 @@ class Split:
         return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
     def windows(self, indices: Integer[np.ndarray, "B"], sequence_length: int) -> Int[np.ndarray, "B S"]:
-        """Whole windows by their index, as int32."""
+        """Complete windows by their index, as int32."""
         batch = np.empty((len(indices), sequence_length), np.int32)
         for row, start in zip(batch, (np.asarray(indices, np.int64) * sequence_length).tolist()):
             row[:] = self.ids(start, start + sequence_length)
@@ -67,9 +67,9 @@ class Split:
     def batch(
         self, step: int, batch_size: int, sequence_length: int, seed: int, rows: slice = slice(None)
     ) -> Int[np.ndarray, "B S"]:
-        """The global batch of a step, or some rows of it: a function of (seed, step) and of nothing else.
+        """The global batch of a step, or some rows of it: a function of (seed, step) only.
 
-        Every epoch goes through all whole windows once, in an order of its own; a batch may span two epochs.
+        Every epoch visits all complete windows once, each time in a different order. A batch may span two epochs.
         """
         count = self.size // sequence_length
         examples = step * batch_size + np.arange(batch_size)[rows]
@@ -83,9 +83,9 @@ class Split:
     def evaluation_batch(
         self, number: int, batch_size: int, sequence_length: int, rows: slice = slice(None)
     ) -> tuple[Int[np.ndarray, "B S"], Bool[np.ndarray, "B 1"]]:
-        """Of all whole windows in order the `number`-th batch, or some rows of it, and whether each window counts.
+        """The `number`-th batch of all complete windows in order, or some rows of it, and whether each window counts.
 
-        What fills up the last batch doesn't.
+        Windows that pad the last batch don't count.
         """
         count = self.size // sequence_length
         indices = (number * batch_size + np.arange(batch_size))[rows]
@@ -99,7 +99,7 @@ def _order(seed: int, epoch: int, count: int) -> Integer[np.ndarray, "N"]:
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """The type of ids on disk."""
+    """The integer type of ids on disk."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -110,11 +110,11 @@ def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
     """The shards of a store's splits, as its `store.json` lists them.
 
     Args:
-        place: of that file, for the message.
+        place: path of that file, for the message.
 
     Raises:
-        UserError: if a `file` isn't a plain file name; a foreign store could name any file of this machine.
-        KeyError, TypeError: if there is no such list.
+        UserError: if a `file` isn't a plain file name. A foreign store could name any file on this machine.
+        KeyError, TypeError: if the list is missing.
     """
     shards = [shard for split in about["splits"].values() for shard in split["shards"]]
     for shard in shards:
@@ -124,10 +124,10 @@ def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
 
 
 def read_about(folder: pathlib.Path) -> dict:
-    """What a store says of itself, after checking that it is one and that its files have their sizes.
+    """The content of `store.json`, after checking that the folder is a store and its files have the right sizes.
 
     Raises:
-        UserError: if it isn't whole.
+        UserError: if the store is incomplete.
     """
     path = folder / "store.json"
     try:
@@ -157,7 +157,7 @@ def read_about(folder: pathlib.Path) -> dict:
 
 
 def sha256(*paths: pathlib.Path) -> str:
-    """The SHA-256 of files' contents, one after another."""
+    """The SHA-256 of the concatenated contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -167,9 +167,9 @@ def sha256(*paths: pathlib.Path) -> str:
 
 
 def verify(folder: pathlib.Path, about: dict) -> None:
-    """Read a store's shards again and compare them with what `about` says: SHA-256 of each, and of each split's ids.
+    """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
-    The latter says which text it is, however it was cut into shards; it is put into `about` if it is missing there.
+    The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
 
     Raises:
         UserError: for the first file that differs.
@@ -186,16 +186,16 @@ def verify(folder: pathlib.Path, about: dict) -> None:
 def open_store(
     folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = "", task: str | None = None
 ) -> dict[str, Split]:
-    """The training and validation splits of the store in `folder`, after checking that it is whole and the right one.
+    """The training and validation splits of the store in `folder`, after checking that it is complete and fits.
 
     Args:
         tokenizer: name of the tokenizer.
-        files: fingerprint of the local files that take the task's place (`diffeqformer.data.preparation.fingerprint`),
-            empty for none, None for any.
+        files: fingerprint of the local files that replace the task (`diffeqformer.data.preparation.fingerprint`), empty
+            for none, None for any.
         task: name of the corpus; None for any.
 
     Raises:
-        UserError: if the store is missing, incomplete, of another tokenizer or text, or shorter than one window.
+        UserError: if the store is missing or incomplete, has another tokenizer or text, or is shorter than one window.
     """
     folder = pathlib.Path(folder)
     about = read_about(folder)

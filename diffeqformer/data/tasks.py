@@ -5,8 +5,8 @@
     tasks.add_task("wikitext103", open_tokenizer("gpt2"))
     seqio.get_mixture_or_task("wikitext103_gpt2")
 
-A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`,
-their text. A module of yours adds a corpus with `add_corpus`; name it in `config.data.module`.
+A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
+Your own module can add a corpus with `add_corpus`; name the module in `config.data.module`.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
-VALIDATION_PART = 50  # one file of the standard library in so many
-MOST_SHARDS = 256  # of a split of local files: each costs a tenth of a second, and an open file in training
+VALIDATION_PART = 50  # one in this many files of the standard library
+MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
-    """One of our tokenizers as SeqIO wants it. No id is special but end-of-text."""
+    """One of our tokenizers as a SeqIO vocabulary. End-of-text is the only special id."""
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
@@ -63,7 +63,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
         return self.tokenizer.decode(ids)
 
     def _encode_tf(self, s):
-        def encode(text):  # bytes within a pipeline, an array of no dimensions outside
+        def encode(text):  # bytes within a pipeline, a 0-dimensional array outside
             return np.array(self.tokenizer.encode(np.asarray(text).item().decode("utf-8")), np.int32)
 
         return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32, stateful=False), [None])
@@ -78,11 +78,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
 class LocalFiles(seqio.DataSource):
     """Documents in local files: text (a file is a document), JSON lines or Parquet.
 
-    A shard is a file, or of very many files the next few of them.
+    A shard is one file, or a group of consecutive files if there are very many.
 
     Args:
         files: paths of each split.
-        cut: makes the documents of a text file out of its content.
+        cut: splits the content of a text file into documents.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class LocalFiles(seqio.DataSource):
 class Corpus(NamedTuple):
     """Where documents come from.
 
-    source: of examples with the feature `text`.
-    origin: the same for people; written into the token store.
-    cut: how a local text file in the corpus's place becomes documents.
+    source: SeqIO source of examples with the feature `text`.
+    origin: its description for readers; written into the token store.
+    cut: splits a local text file that replaces the corpus into documents.
     """
 
     source: seqio.DataSource
@@ -133,7 +133,7 @@ CORPORA: dict[str, Corpus] = {}
 
 
 def configure(module: str, tfds_dir: str) -> None:
-    """Take what a config says: a module that adds corpora, and the folder of TensorFlow Datasets (empty: as they are).
+    """Apply a config's settings: a module that adds corpora, and the folder of TensorFlow Datasets (empty: unchanged).
 
     Raises:
         UserError: if the module can't be imported.
@@ -148,10 +148,10 @@ def configure(module: str, tfds_dir: str) -> None:
 
 
 def fetch(task: seqio.Task) -> None:
-    """Download a task's corpus and write it as a TensorFlow data set, if it has to be and isn't there.
+    """Download a task's corpus and write it as a TensorFlow data set, if it needs one and doesn't have it yet.
 
     Raises:
-        UserError: if it can't be had.
+        UserError: if it can't be downloaded or written.
     """
     if isinstance(task.source, seqio.TfdsDataSource):
         try:
@@ -162,7 +162,7 @@ def fetch(task: seqio.Task) -> None:
 
 
 def one_sentence(error: Exception) -> str:
-    """What an error says: a UserError that TensorFlow wrapped comes out again."""
+    """An error's message. For a UserError that TensorFlow has wrapped, the original message."""
     wrapped = re.search(r"UserError: (.*)", str(error))
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return wrapped.group(1).strip() if wrapped else lines[0][:300]
@@ -174,17 +174,17 @@ def add_corpus(name: str, source: seqio.DataSource, origin: str, **how) -> None:
 
 
 def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The text under SeqIO's name for what is to be tokenized."""
+    """The text, under the name that SeqIO expects for text to be tokenized."""
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
 def add_task(
     corpus: str, tokenizer: Tokenizer, files: dict[str, Sequence[str]] | None = None, suffix: str = "", **more
 ) -> seqio.Task:
-    """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, anew if it is there.
+    """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, replacing any earlier one of that name.
 
     Args:
-        files: local files of each split in the corpus's place, which then needs no entry in `CORPORA`.
+        files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
         more: other arguments of `seqio.TaskRegistry.add`; `preprocessors` come after the tokenization.
 
     Raises:
@@ -213,10 +213,10 @@ def add_task(
 
 
 def stdlib_files(split: str) -> list[pathlib.Path]:
-    """The `.py` files of this Python's standard library, tests left out, in order of their paths.
+    """The `.py` files of this Python's standard library without its tests, sorted by path.
 
-    A hash of the path below the library's folder decides the split, so a file stays on its side
-    whatever else is installed. Files that aren't UTF-8 are left out.
+    A hash of the path below the library's folder decides the split, so a file stays in its split regardless of what
+    else is installed. Files that aren't UTF-8 are left out.
     """
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []

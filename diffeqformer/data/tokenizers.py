@@ -1,8 +1,8 @@
 """Tokenizers: plain objects with `encode` and `decode`, no TensorFlow.
 
-Each has a `name` (two tokenizers with the same name give the same ids), `vocab_size`, and the id
-`end_of_text` that ends a document and never comes out of `encode`: a text that spells a special token is
-text. `save` gives what a checkpoint keeps, so that it can be opened where the tokenizer's file isn't.
+Each has a `name` (two tokenizers with the same name give the same ids), a `vocab_size`, and the id `end_of_text`, which
+ends a document. `encode` never returns that id: the spelling of a special token in a text is ordinary text. `save`
+returns the data to store in a checkpoint, so that the checkpoint can be opened without the tokenizer's file.
 """
 
 import base64
@@ -15,7 +15,7 @@ from diffeqformer.errors import UserError
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and one id that ends a document."""
+    """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
     name = "bytes"
     end_of_text = 256
@@ -30,7 +30,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def save(self) -> str:
-        """Nothing beyond its name."""
+        """An empty string: the name is enough."""
         return ""
 
 
@@ -43,7 +43,7 @@ GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 
 
 class GPT2Tokenizer:
-    """Byte-level byte-pair encoding with GPT-2's way of cutting a text into words, by `tiktoken`.
+    """Byte-level byte-pair encoding with GPT-2's way of splitting text into words, by `tiktoken`.
 
     Args:
         ranks: the id of every piece, from 0 in the order in which pieces are merged; end-of-text comes after them.
@@ -65,7 +65,7 @@ class GPT2Tokenizer:
         """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, tiktoken's cache, or by download.
 
         Raises:
-            UserError: if they can't be had, or aren't GPT-2's by their SHA-256.
+            UserError: if they can't be read or downloaded, or their SHA-256 isn't GPT-2's.
         """
         import requests
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -73,7 +73,7 @@ class GPT2Tokenizer:
         source = str(pathlib.Path(folder)) if folder else GPT2_URL
         remedy = "name a folder that holds GPT-2's vocab.bpe and encoder.json in config.data.tokenizer_file"
         try:
-            for name in GPT2_FILES if folder else ():  # tiktoken would fetch a damaged file again
+            for name in GPT2_FILES if folder else ():  # tiktoken would download a damaged file again
                 data = (pathlib.Path(folder) / name).read_bytes()
                 if hashlib.sha256(data).hexdigest() != GPT2_FILES[name]:
                     raise UserError(f"{folder}/{name}: isn't GPT-2's by its SHA-256; {remedy}")
@@ -97,11 +97,11 @@ class GPT2Tokenizer:
         """The ids of a text, without the end-of-text id.
 
         Raises:
-            UserError: for a run of white space of about a million characters, which tiktoken can't take.
+            UserError: for a run of white space of about a million characters, which tiktoken can't handle.
         """
         try:
             return self._encoding.encode_ordinary(text)
-        except BaseException as error:  # of pyo3, which names it in no module
+        except BaseException as error:  # a pyo3 exception, which no module exports
             if type(error).__name__ != "PanicException":
                 raise
             raise UserError(

@@ -12,8 +12,8 @@ TITLE = re.compile(r"= (?!=)\S(.*\S)?(?<!=) =")
 def articles(text: str) -> Iterator[str]:
     """The articles of a WikiText file, `wiki.train.tokens` or raw, each from its title line to the next one.
 
-    Joined, they are the text again; only blank lines before the first title are left out. Text before the
-    first title that isn't blank is an article of its own.
+    Joined, they give the text again, except for blank lines before the first title. Any other text before the first
+    title is an article of its own.
     """
     return articles_of_lines(io.StringIO(text, newline="\n"))
 
@@ -36,8 +36,8 @@ def articles_of_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 LEFT = set(", . ; : ! ? % ) ] } ° ′ ″ ½ ¼ ¾ ” ...".split())  # no space before these,
-RIGHT = set("( [ { $ £ € ₤ ¥ “ ‘".split())  # none after these,
-BOTH = set("@-@ @,@ @.@ ‑ — ⁄".split())  # and none on either side of these
+RIGHT = set("( [ { $ £ € ₤ ¥ “ ‘".split())  # no space after these,
+BOTH = set("@-@ @,@ @.@ ‑ — ⁄".split())  # and no space on either side of these
 ENDING = re.compile(r"['’](\w.*)?")  # 's, 't, 'll, and the second part of O 'Neil
 CONTRACTION = re.compile(r"(s|t|m|re|ve|ll|d|al)")
 MONTHS = set(
@@ -48,10 +48,10 @@ MONTHS = set(
 def detokenize(text: str) -> str:
     """Undo WikiText's tokenisation, line by line: `the 1 @,@ 000 dogs ' ( or so )` becomes `the 1,000 dogs' (or so)`.
 
-    Only white space and the `@` of `@-@`, `@,@` and `@.@` change. `<unk>` stays, because the words behind it are lost.
-    Where the tokens are ambiguous, the more common reading is taken. Quotation marks open and close in turn within a
-    line. A lone `'` after an s is a possessive unless another one can close it. En dashes lose their spaces only
-    between numbers. Slashes lose them except before a capital that follows a small letter, as in verse.
+    Only white space and the `@` of `@-@`, `@,@` and `@.@` change. `<unk>` stays, because the original words are lost.
+    Ambiguous tokens get the more common reading. Quotation marks open and close alternately within a line. A lone `'`
+    after an s is a possessive unless another one can close it. En dashes lose their spaces only between numbers.
+    Slashes lose their spaces except before a capital that follows a small letter, as in verse.
     """
     return "\n".join(_detokenize_line(line.split()) for line in text.split("\n"))
 
@@ -79,7 +79,7 @@ def _ends_in_s(word: str) -> bool:
 
 
 def _has_partner(tokens: list[str], start: int) -> bool:
-    """Whether the `'` at `start` may open a quotation: the next one isn't that of a possessive."""
+    """Whether the `'` at `start` may open a quotation: the next `'` doesn't belong to a possessive."""
     try:
         end = tokens.index("'", start + 1)
     except ValueError:
@@ -88,7 +88,7 @@ def _has_partner(tokens: list[str], start: int) -> bool:
 
 
 def _spaces(tokens: list[str]) -> list[bool]:
-    """For each token whether a space stands before it."""
+    """For each token, whether a space precedes it."""
     spaces, glued, quoted, single = [], True, False, False
     for i, token in enumerate(tokens):
         before, after = tokens[i - 1] if i else "", tokens[i + 1] if i + 1 < len(tokens) else ""

@@ -1,9 +1,9 @@
 """A process that reads text for `diffeqformer.data.preparation`, which itself imports no TensorFlow.
 
-Requests come as lines of JSON on standard input. Answers go as lines of JSON to what was standard output;
-anything else that is printed goes to standard error. The first request says which task, `plan` has the corpus fetched
-and asks what there is to do, and `shard` has one written. Shard i of n holds the documents of the i-th of the
-source's n files, so the shards don't depend on the number of processes.
+Requests arrive as lines of JSON on standard input. Answers are lines of JSON on the original standard output; anything
+else that is printed goes to standard error. The first request names the task. `plan` fetches the corpus and asks for
+the list of work, and `shard` writes one shard. Shard i of n holds the documents of the i-th of the source's n files, so
+the shards don't depend on the number of processes.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from diffeqformer.errors import UserError
 
 
 def answer(**fields) -> None:
-    """One line of JSON for the process that waits for it."""
+    """Send one line of JSON to the waiting process."""
     try:
         ANSWERS.write(json.dumps(fields) + "\n")
         ANSWERS.flush()
     except BrokenPipeError:
-        os._exit(1)  # that process was killed; the next one removes what is unfinished here
+        os._exit(1)  # that process was killed; the next one removes unfinished files here
 
 
 def open_task(request: dict):
@@ -43,7 +43,7 @@ def open_task(request: dict):
 
 
 def plan(task, request: dict) -> None:
-    """Fetch the corpus if it isn't there, and answer with its origin and each split's number of shards and documents.
+    """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards and documents.
 
     Raises:
         UserError: if it can't be fetched.
@@ -67,7 +67,7 @@ def plan(task, request: dict) -> None:
 
 
 def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count: int) -> None:
-    """Write one shard and the account of it, each under its name only when it is complete.
+    """Write one shard and its record. Each gets its final name only when it is complete.
 
     Raises:
         OSError: if the disk is full or the folder can't be written.
@@ -97,7 +97,7 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        partial.unlink(missing_ok=True)  # a full disk has room again
+        partial.unlink(missing_ok=True)  # frees space on a full disk
         raise
     partial.rename(folder / name)
     about = dict(
@@ -113,7 +113,7 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers terminates this one
     tf = import_tensorflow()
     from diffeqformer.data.tasks import one_sentence
 
@@ -127,7 +127,7 @@ def main() -> None:
                 plan(task, first)
             else:
                 folder, shard = pathlib.Path(request["folder"]), request["shard"]
-                with quiet():  # a broken document is told twice, with its whole traceback
+                with quiet():  # otherwise a broken document is reported twice, with a full traceback
                     write_shard(task, token_type(tokenizer.vocab_size), folder, *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")

@@ -6,11 +6,11 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
-with P stored as [inputs, E, outputs], so that kernels for all times come out of one projection as
-[T, inputs, outputs] without a relayout. e(t) and h(t) are fp32 whatever the compute type.
+with P stored as [inputs, E, outputs], so that one projection yields the kernels for all times as [T, inputs, outputs]
+without a relayout. e(t) and h(t) are always fp32, regardless of the compute type.
 
-e(t) is common to all layers. Each layer has an MLP h of its own; in the paper's alternative design
-(section D.2, Fig. 17) all layers, norms included, read the same h(t).
+All layers share e(t). Each layer has its own MLP h; in the paper's alternative design (section D.2, Fig. 17) all
+layers, norms included, share one h(t).
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ def time_features(
 ) -> Float[np.ndarray | Array, "T features"]:
     """e(t) for every time: [T, 2 K + 1] fp32 with K = `sinusoidal_dim`.
 
-    Times on the host are evaluated there in float64, because the angle reaches `time_frequency` radians. In bf16 it
-    would be off by whole radians, in fp32 by 6e-5. Random times are drawn on the device and stay in fp32.
+    For times on the host, it is computed there in float64, because the angle reaches `time_frequency` radians. In bf16
+    the angle would be off by whole radians, in fp32 by 6e-5. Random times are drawn on the device and stay in fp32.
     """
     traced = isinstance(times, Array)
     of, times = (jnp, times[:, None]) if traced else (np, np.asarray(times, np.float64)[:, None])
@@ -50,11 +50,11 @@ def project(
 ) -> Float[Array, "T inputs outputs"]:
     """kernel(t) = h(t) P + B for all times at once, in fp32: P is read once forward, once backward.
 
-    Operands stay fp32 at the backend's default precision: TPUs and GPUs multiply in bf16 or TF32 as
-    they read, and the gradient of P is accumulated in fp32, which a cast beforehand would prevent.
+    Operands stay fp32, at the backend's default precision: TPUs and GPUs convert to bf16 or TF32 as they read. The
+    gradient of P is accumulated in fp32, which an explicit cast of the operands would prevent.
 
-    All three products are written as matrix products batched over `inputs`, the order in which P is
-    stored. The derivative is spelled out because the automatic one transposes P's gradient at the end.
+    All three products are matrix products batched over `inputs`, the order in which P is stored. The derivative is
+    written by hand because the automatic one transposes P's gradient at the end.
     """
     batched = jnp.broadcast_to(h, (len(projection), *h.shape))
     return (batched @ projection).swapaxes(0, 1) + constant
@@ -77,7 +77,7 @@ project.defvjp(_project_forward, _project_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P (by E) and B."""
+    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P (given E) and B."""
 
     mlp: float | None
     projection: Callable[[int], float]
@@ -89,21 +89,21 @@ GENERATOR_STARTS = {
     "constant": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.02),
     "varying": Start(mlp=None, projection=lambda width: 0.015 / math.sqrt(width), constant=0.02),
 }
-"""How the hypernetwork starts (`model.generator_start`).
+"""The initialisation of the hypernetwork (`model.generator_start`).
 
-published: as in the authors' code; kernels begin at an rms of 1e-3 to 6e-3, so blocks almost as the identity.
-constant: as published, but B at a vanilla transformer's 0.02.
-varying: B at 0.02 and a hypernetwork whose output varies with t from the first step (P at 0.003 for E = 24).
+published: as in the authors' code. Kernels start at an rms of 1e-3 to 6e-3, so blocks are almost the identity.
+constant: as published, but B has a vanilla transformer's 0.02.
+varying: B has 0.02, and the hypernetwork's output varies with t from the first step (P has 0.003 for E = 24).
 """
 
 
 def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T outputs"]:
-    """A small product in fp32 on every backend: by default TPUs and GPUs would round its operands."""
+    """A small matrix product in fp32 on every backend. By default, TPUs and GPUs would round its operands."""
     return jnp.matmul(x, matrix[...], precision="highest")
 
 
 class TimeMLP(nnx.Module):
-    """h(t) = lin2(silu(lin1(e(t)))), of width E; one for each layer of the vector field."""
+    """h(t) = lin2(silu(lin1(e(t)))), of width E. Each layer of the vector field has one."""
 
     def __init__(self, features: int, width: int, stddev: float | None, rngs: nnx.Rngs):
         self.lin1 = parameter(rngs, (features, width), (None, "time_embed"), stddev=stddev or features**-0.5)
@@ -155,7 +155,7 @@ class GeneratedWeights(DepthWeights):
     Args:
         config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c), and
             `generator_start`, a key of `GENERATOR_STARTS`.
-        layers: of the vector field.
+        layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
 
@@ -180,7 +180,7 @@ class GeneratedWeights(DepthWeights):
         return self.from_features(self.features(grid))
 
     def features(self, grid: Grid) -> Float[np.ndarray | Array, "T features"]:
-        """e(t) at `grid.times`: [T, 2 K + 1] fp32, for `from_features`. It is made on the host if the grid is."""
+        """e(t) at `grid.times`: [T, 2 K + 1] fp32, for `from_features`. Computed on the host if the grid is there."""
         return time_features(grid.times, self.sinusoidal_dim, self.time_frequency)
 
     def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
@@ -193,6 +193,6 @@ class GeneratedWeights(DepthWeights):
 
 
 class AlternativeWeights(GeneratedWeights):
-    """The paper's alternative design (section D.2, Fig. 17): one MLP of time for all layers instead of one for each."""
+    """The paper's alternative design (section D.2, Fig. 17): all layers share one MLP of time."""
 
     shared_mlp = True

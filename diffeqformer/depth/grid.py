@@ -1,4 +1,4 @@
-"""How depth is cut into steps."""
+"""How depth is divided into steps."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 TRAINING_TIMES = ("fixed", "jittered", "shifted")
-"""At which times the weights of a hypernetwork are trained (`model.training_times`).
+"""The times at which the weights of a hypernetwork are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
 jittered: each time is moved back at random within its step. The steps don't change.
-shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and a last step is
-    added.
+shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
+    added at the end.
 """
 
 
@@ -24,8 +24,8 @@ class Grid:
     Grids of a fixed number of steps are NumPy arrays in float64. Random ones are fp32 arrays on the device.
 
     ends: the time at which each step ends; the first one starts at 0.
-    times: when the solver takes weights: at its nodes within each step, step by step. A node that two steps share
-        comes twice, which costs less than sorting it out.
+    times: the times at which the solver takes weights: its nodes within each step, step by step. A node shared by two
+        steps occurs twice, which costs less than removing the duplicate.
     """
 
     ends: Float[np.ndarray | Array, "T"]
@@ -51,9 +51,9 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
 
     Args:
         grid: uniform, on the host.
-        nodes: of the solver.
+        nodes: the solver's nodes.
         how: jittered or shifted, see `TRAINING_TIMES`.
-        key: of this training step.
+        key: random key of this training step.
     """
     if how == "shifted":
         size = float(grid.ends[0])
@@ -64,5 +64,5 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
 
 
 def _library(times):
-    """The library to compute with, and the times: in float64 on the host, or unchanged on the device."""
+    """The library to compute with (NumPy or JAX), and the times: in float64 on the host, or unchanged on the device."""
     return (jnp, times) if isinstance(times, Array) else (np, np.asarray(times, np.float64))

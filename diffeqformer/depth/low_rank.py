@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): of each step's kernel a frozen base and two trained factors, base + (alpha / rank) a b.
+"""Low-rank adapters (LoRA). Each step's kernel is a frozen base plus two trained factors: base + (alpha / rank) a b.
 
-A layer's adapter rides beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs], and is merged
-inside the solver's step in training: nothing of the size of all kernels is made. Elsewhere weights are merged once.
+A layer's adapter is stored beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs]. In training it is
+merged inside the solver's step, so that no second copy of all kernels is made. Elsewhere, weights are merged once.
 
 @inproceedings{hu2022lora,
   title={{LoRA}: Low-Rank Adaptation of Large Language Models},
@@ -22,24 +22,24 @@ from diffeqformer.fields.layers import Linear, Norm, as_it_is, parameter
 
 FACTORS = ("a", "b")
 ADAPTER_STARTS = ("zero", "published")
-"""How adapters start (`model.lora_start`), both without any effect, or almost.
+"""The initialisation of adapters (`model.lora_start`), as standard deviations. Adapters have almost no effect at first.
 
-zero: a at 1 / sqrt(inputs), b at 0, as is usual.
-published: both at 1e-6, as in the authors' code.
+zero: a has 1 / sqrt(inputs), b has 0, as is usual.
+published: both have 1e-6, as in the authors' code.
 """
 
 
 def adapted_layers(layers: dict[str, Linear | Norm], pattern: str, rank: int) -> list[str]:
-    """The names of the linear layers that a regular expression matches as a whole, which get adapters.
+    """The names of the linear layers that get adapters: those whose whole name matches a regular expression.
 
     Raises:
-        UserError: if the pattern is none or matches no linear layer, or one is smaller than the rank.
+        UserError: if the pattern is invalid or matches no linear layer, or a matrix is smaller than the rank.
     """
     linear = [name for name, layer in layers.items() if isinstance(layer, Linear)]
     try:
         matched = [name for name in linear if re.fullmatch(pattern, name)]
     except re.error as error:
-        raise UserError(f"config.model.lora_layers: {pattern!r} is no regular expression: {error}") from None
+        raise UserError(f"config.model.lora_layers: {pattern!r} isn't a regular expression: {error}") from None
     if not matched:
         raise UserError(f"config.model.lora_layers: must match a layer ({', '.join(linear)}), but it is {pattern!r}")
     for name in matched:
@@ -54,10 +54,10 @@ def adapted_layers(layers: dict[str, Linear | Norm], pattern: str, rank: int) ->
 def add_adapters(
     stack: nnx.Dict, layers: dict[str, Linear | Norm], pattern: str, rank: int, start: str, rngs: nnx.Rngs
 ) -> None:
-    """Give the layers of `adapted_layers` their factors, one pair for each step.
+    """Add factors to the layers of `adapted_layers`, one pair for each step.
 
     Args:
-        stack: the parameters of every layer with the axis T in front, to which the factors are added.
+        stack: the parameters of every layer, with the axis T in front. The factors are added to it.
         layers: their shapes.
         start: one of `ADAPTER_STARTS`.
     """
@@ -71,11 +71,11 @@ def add_adapters(
 
 
 def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
-    """The layers without adapters that do the same: kernel + a b. Kernels come out in the type of the factors.
+    """Equivalent layers without adapters: kernel + a b. Kernels are returned in the type of the factors.
 
     Args:
-        layers: of one step, or stacked. Layers without adapters don't change.
-        gather: makes the layers whole, of which a device has parts; kernels are in the factors' type by then.
+        layers: the layers of one step, or stacked. Layers without adapters don't change.
+        gather: gathers sharded layers. At that point, kernels are already in the factors' type.
     """
     dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
     if dtypes:

@@ -1,4 +1,4 @@
-"""The two plain kinds of depth weights, whose parameters are the weights themselves: per layer, and shared."""
+"""The two plain kinds of depth weights, per layer and shared. Their parameters are the weights themselves."""
 
 from flax import nnx
 
@@ -34,7 +34,7 @@ class PlainWeights(DepthWeights):
         self.layers = nnx.Dict(**{name: plain_layer(rngs, layer, stack) for name, layer in layers.items()})
 
     def __call__(self, grid: Grid) -> dict:
-        """The weights, whatever the grid."""
+        """The weights, which don't depend on the grid."""
         return {name: nnx.to_pure_dict(nnx.state(layer)) for name, layer in self.layers.items()}
 
 
@@ -48,9 +48,9 @@ class SharedWeights(PlainWeights):
 
 
 class PerLayerWeights(PlainWeights):
-    """Each step has weights of its own, and adapters if the config has a `lora_rank`.
+    """Each step has its own weights, and its own adapters if the config has a `lora_rank`.
 
-    Vanilla transformers and discretized models are of this kind.
+    Vanilla transformers and discretized models use this kind.
     """
 
     fixed_depth = True
@@ -66,7 +66,7 @@ class PerLayerWeights(PlainWeights):
         """The weights of all layers, stacked.
 
         Raises:
-            UserError: if the grid has another number of times than there are layers.
+            UserError: if the number of times in the grid differs from the number of layers.
         """
         if len(grid.times) != self.num_layers:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What depth weights are: where the weights of the vector field at the solver's times come from."""
+"""The interface of depth weights: where the weights of the vector field at the solver's times come from."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,13 +16,13 @@ class DepthWeights(nnx.Module):
     """A kind of depth weights: a module that maps a `Grid` to the weights at the grid's times.
 
     Its constructor takes (config, layers, rngs): the `model` part of a config, the layers of the vector field and the
-    source of the initial parameters. Called with a grid, it gives {layer: {kernel | bias | scale | shift: [T, ...]}} in
-    the type of the parameters, one set for each of `grid.times`. Adapters come beside their kernel as `a` and `b`
-    (`diffeqformer.depth.low_rank`).
+    source of the initial parameters. Called with a grid, it returns {layer: {kernel | bias | scale | shift: [T, ...]}}
+    in the type of the parameters, one set for each of `grid.times`. An adapter is returned beside its kernel as `a` and
+    `b` (`diffeqformer.depth.low_rank`).
 
     generated: the weights are a function of time, so there are weights for any grid.
-    constant: one set serves all times, and the axis T is left out.
-    fixed_depth: there is one set for each step of one number of steps.
+    constant: one set is used at all times, and there is no axis T.
+    fixed_depth: there is one set for each step, and the number of steps is fixed.
     """
 
     generated: ClassVar[bool] = False
@@ -33,13 +33,13 @@ class DepthWeights(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackedWeights:
-    """The weights of every step of depth, ready for a solver to walk.
+    """The weights of every step of depth, ready for a solver.
 
     layers: {layer: {kernel | bias | scale | shift: [T, ...]}}, one set for each node of each step of the solver, in
-        their order; without the axis T if `constant`.
+        order; without the axis T if `constant`.
     step_sizes: the length of each step, fp32.
-    constant: the same weights serve every step.
-    gather: makes the layers of one step whole where devices share them (`diffeqformer.parallel.sharding`).
+    constant: every step uses the same weights.
+    gather: gathers the layers of one step if they are sharded (`diffeqformer.parallel.sharding`).
     """
 
     layers: dict
@@ -57,7 +57,7 @@ class StackedWeights:
 
 
 def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
-    """The logical axes of a layer's kernel, bias, scale, shift or factor of an adapter at one time."""
+    """The logical axes of a layer's kernel, bias, scale, shift or adapter factor at one time."""
     if isinstance(layer, Norm):
         return ("embed",)
     inputs, outputs = layer.axes
@@ -67,7 +67,7 @@ def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
 def in_compute_type(layers: dict, dtype) -> dict:
     """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
 
-    Where there are adapters, kernels keep their type until the adapters are merged. So they aren't held twice.
+    In a model with adapters, kernels keep their type until the adapters are merged, so that they aren't held twice.
     """
     adapted = any("a" in weights for weights in layers.values())
 

@@ -1,1 +1,1 @@
-"""Vector fields: what one block does to a state, given the block's weights at that time."""
+"""Vector fields: the action of one block on a state, given the block's weights at that time."""

@@ -1,4 +1,4 @@
-"""Causal attention, equation (1) of the paper for every head, by the fastest implementation of each platform."""
+"""Causal attention, equation (1) of the paper for every head, with the fastest implementation for each platform."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ BLOCKS = (512, 384, 256, 128)  # positions of a tile of splash attention
 def plain(
     query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
 ) -> Float[Array, "B S H K"]:
-    """Everywhere: XLA's own, which holds all S x S scores of each head."""
+    """For all platforms: XLA's own attention, which holds all S x S scores of each head."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def cudnn(
     query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
 ) -> Float[Array, "B S H K"]:
-    """On NVIDIA GPUs: cuDNN's flash attention."""
+    """For NVIDIA GPUs: cuDNN's flash attention."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
@@ -28,7 +28,7 @@ def splash(
     value: Float[Array, "B S H K"],
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
-    """On TPUs: the Pallas kernel that comes with JAX. Its backward pass computes the scores again, tile by tile."""
+    """For TPUs: the Pallas kernel that comes with JAX. Its backward pass recomputes the scores, tile by tile."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     _, sequence, heads, width = query.shape
@@ -47,9 +47,10 @@ def splash(
 
 
 def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[Callable, str]:
-    """The implementation for devices like this one, and a word for the log. The device may be of a described topology.
+    """The implementation for devices like this one, and its description for the log.
 
-    Both libraries have limits. Beyond them attention is plain, and the word says why.
+    The device may belong to a topology description. cuDNN and splash have limits. Beyond them, attention is plain, and
+    the description gives the reason.
     """
     if device.platform == "tpu":
         if sequence_length % 128 == 0:

@@ -1,4 +1,4 @@
-"""What a vector field is: the right-hand side of dx/dt = f(x; t), given the weights at time t."""
+"""The interface of a vector field: the right-hand side of dx/dt = f(x; t), given the weights at time t."""
 
 import abc
 from typing import ClassVar
@@ -10,7 +10,7 @@ from diffeqformer.fields.layers import Context, Linear, Norm
 
 
 class VectorField(abc.ABC):
-    """Two branches and their sum, equation (3) of the paper. A solver needs no more than this.
+    """Two branches and their sum, equation (3) of the paper. This is all that a solver needs.
 
     A splitting solver calls the branches one after the other. Each branch includes its own norm.
     """
@@ -30,14 +30,14 @@ class VectorField(abc.ABC):
 
 
 class Block(VectorField):
-    """The vector field of a language model: a transformer block, and what the model around it has to know.
+    """The vector field of a language model: a transformer block, and the properties that the model depends on.
 
     A block is a frozen dataclass of sizes. It lists its layers; the depth weights turn that list into parameters.
 
     learned_positions: the model adds a learned position embedding to the tokens.
     rotary: positions rotate pairs of a head's entries, so the width of a head must be even.
     tied_head: logits come from the transposed token embedding.
-    embedding_stddev: of the token embedding at initialisation.
+    embedding_stddev: standard deviation of the token embedding at initialisation.
     generator_decays: if a hypernetwork generates the weights, weight decay acts on all parameters (the authors' runs).
     """
 
@@ -53,7 +53,7 @@ class Block(VectorField):
     @classmethod
     @abc.abstractmethod
     def from_config(cls, config, vanilla: bool) -> "Block":
-        """The block of the `model` part of a config. With `vanilla` it is that of the usual GPT or Llama."""
+        """The block for the `model` part of a config; with `vanilla`, the block of the usual GPT or Llama."""
 
     @abc.abstractmethod
     def layers(self) -> dict[str, Linear | Norm]:
@@ -71,7 +71,7 @@ class Block(VectorField):
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
         """Query, key and value matrices [..., H, D, K], and the parts [..., H, K, D] of the output matrix, by head.
 
-        Biases and rotations are left out.
+        Biases and rotations are ignored.
         """
 
     @abc.abstractmethod

@@ -1,14 +1,14 @@
-"""What a vector field is made of: the shapes, logical axes and initial values of its weights.
+"""The building blocks of a vector field: the shapes, logical axes and initial values of its weights.
 
-A vector field lists its layers once, as `Linear` and `Norm` entries; the depth weights
-(`per_layer`, `shared`, `generated`) turn the same list into parameters of their own kind.
+A vector field lists its layers once, as `Linear` and `Norm` entries. Each kind of depth weights (`diffeqformer.depth`)
+turns this list into its own parameters.
 A layer's weights at one time are a plain dictionary:
 
     Linear: kernel [inputs, outputs], bias [outputs] (if it has one)
     Norm:   scale [D], shift [D] (if it has one)
 
-Kernels are kept two-dimensional, heads flattened into one axis: a trailing axis of a head's
-width would be padded to twice its size by a TPU's 8 x 128 tiles.
+Kernels are two-dimensional, with all heads flattened into one axis: a TPU's 8 x 128 tiles would pad a trailing axis of
+a head's width to twice its size.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A normalisation over the model width D, with scale and, if asked for, shift."""
+    """A normalisation over the model width D, with a scale and optionally a shift."""
 
     width: int
     shift: bool = True
@@ -56,8 +56,8 @@ def parameter(
 
     Args:
         axes: the logical axis of each dimension (`diffeqformer.parallel.sharding`).
-        decays: weight decay acts on it.
-        always_trains: it trains even if the model has adapters, beside which most parameters are frozen.
+        decays: whether weight decay acts on it.
+        always_trains: whether it is trained even in a model with adapters, where most parameters are frozen.
     """
     assert len(shape) == len(axes), (shape, axes)
     value = jnp.full(shape, mean, jnp.float32)
@@ -67,12 +67,12 @@ def parameter(
 
 
 def as_it_is(x):
-    """What one device does where several would sum or gather."""
+    """The identity: what a single device does in place of a sum or gather over several."""
     return x
 
 
 def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_is) -> Float[Array, "*B outputs"]:
-    """Apply one linear layer in the type of its kernel; `total` sums the products of devices that share the inputs."""
+    """Apply a linear layer in the type of its kernel; `total` sums the products of devices that split the inputs."""
     y = total(x.astype(weights["kernel"].dtype) @ weights["kernel"])
     return y + weights["bias"] if "bias" in weights else y
 
@@ -93,13 +93,13 @@ def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Ar
 
 
 class Context(NamedTuple):
-    """What a vector field needs beside weights and state.
+    """What a vector field needs besides weights and state.
 
-    keys: one random key per example for the dropout masks of this depth step; None, no dropout.
+    keys: one random key per example for the dropout masks of this depth step; None: no dropout.
     dropout: the share of each branch's outputs that is dropped.
-    position: of the first token; beyond 0 only while a text is written token by token.
-    attend: (query, key, value) -> mixed values; faster ones and a key-value cache take the place of the default.
-    total: sums a branch's outputs over the devices that share its heads or hidden units.
+    position: position of the first token; above 0 only when text is generated token by token.
+    attend: (query, key, value) -> mixed values; faster implementations and a key-value cache replace the default.
+    total: sums a branch's outputs over the devices that split its heads or hidden units.
     """
 
     keys: Key[Array, "B"] | None = None
@@ -114,7 +114,7 @@ class Context(NamedTuple):
 
 
 def rows_from(table, start: int | Int[Array, ""], count: int) -> Float[Array, "count width"]:
-    """`count` rows of a table from row `start` on; past its end, the last row again."""
+    """`count` rows of a table from row `start` on. Past its end, the last row is repeated."""
     if isinstance(start, int):
         return jnp.asarray(table[start : start + count])
     return jnp.take(jnp.asarray(table), start + jnp.arange(count), axis=0, mode="clip")
@@ -126,7 +126,7 @@ def fold_in(keys: Key[Array, "B"], number) -> Key[Array, "B"]:
 
 
 def dropout(x: Float[Array, "B S D"], context: Context, site: int) -> Float[Array, "B S D"]:
-    """Inverted dropout; each example's mask comes from its own key, so it does not depend on the batch."""
+    """Inverted dropout. Each example's mask comes from its own key, so it does not depend on the batch."""
     if context.keys is None or context.dropout == 0.0:
         return x
     keep = 1.0 - context.dropout

@@ -38,14 +38,14 @@ def rotary_table(positions: int, head_width: int) -> tuple[np.ndarray, np.ndarra
 class Llama(Block):
     """dx/dt = attention(n; t) + feed_forward(norm_mlp(n; t); t) with n = norm_attention(x; t).
 
-    Section C.6 of the paper. That the second norm reads the first one's output is what the authors'
-    code does; without `norm_of_norm` it reads x, as the first one does.
+    Section C.6 of the paper. The second norm reads the first one's output, as in the authors' code. Without
+    `norm_of_norm` it reads x, like the first.
 
     Args:
         width, heads, mlp: D, H, F; the head width D / H must be even.
         positions: the longest sequence, for which rotations are tabulated.
         norm_of_norm: the second norm reads the first one's output.
-        epsilon: of the block's norms; the final norm has 1e-5.
+        epsilon: epsilon of the block's norms; the final norm has 1e-5.
         shift: whether the block's norms have a shift.
     """
 
@@ -65,7 +65,7 @@ class Llama(Block):
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "Llama":
-        """A DiffEqFormer's norms have epsilon 1e-6 and a shift, as published; a vanilla Llama's 1e-5 and no shift."""
+        """Norms have epsilon 1e-6 and a shift, as published, or 1e-5 and no shift in a vanilla Llama."""
         sizes = config.width, config.heads, config.mlp, config.max_length
         if vanilla:
             return cls(*sizes, norm_of_norm=False, epsilon=1e-5, shift=False)
@@ -87,10 +87,10 @@ class Llama(Block):
         }
 
     def rotate(self, x: Float[Array, "B S H K"], position: int | Int[Array, ""]) -> Float[Array, "B S H K"]:
-        """Turn each pair (k, k + K / 2) of every head by the angle of its position, in fp32.
+        """Rotate each pair (k, k + K / 2) of every head by the angle of its position, in fp32.
 
         Args:
-            position: of the first token.
+            position: position of the first token.
         """
         cos, sin = (
             rows_from(table, position, x.shape[1])[:, None, :] for table in rotary_table(self.positions, x.shape[-1])

@@ -1,1 +1,1 @@
-"""What a trained model is used for: scoring text and writing it."""
+"""Using a trained model: scoring text and generating it."""

@@ -1,7 +1,7 @@
-"""A grid of depth that a tolerance chooses once, on calibration text.
+"""A grid of depth that a tolerance determines once, on calibration text.
 
-The grid stays the same for every text, so that a token's probability depends on earlier tokens alone, and not on what
-else is in the batch.
+The grid is the same for every text. So a token's probability depends on earlier tokens only, not on the rest of the
+batch.
 """
 
 import functools
@@ -23,7 +23,7 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.heun import HEUN
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
-MOST = 16  # times the trained number of steps: no grid gets finer
+MOST = 16  # no grid has more than this times the trained number of steps
 
 
 def calibration_tokens(patterns: str, tokenizer: Tokenizer, window: int, count: int = 8) -> Int[Array, "count window"]:
@@ -47,12 +47,12 @@ def calibration_tokens(patterns: str, tokenizer: Tokenizer, window: int, count: 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def _try(graph, params, features, dt, x):
-    """Heun's step of length dt, and the root mean square of how far Euler's is from it."""
+    """Heun's step of length dt, and the root mean square of its difference from Euler's step."""
     model = nnx.merge(graph, params)
     layers = in_compute_type(model.depth.from_features(features), model.dtype)
     start, end = (jax.tree.map(lambda leaf, node=node: leaf[node], layers) for node in (0, 1))
     following = HEUN.step(model.field, [start, end], x, dt, Context())
-    embedded = x + dt * model.field(start, x, Context())  # Heun's own first evaluation, which the compiler shares
+    embedded = x + dt * model.field(start, x, Context())  # also Heun's first evaluation: the compiler computes it once
     return following, jnp.sqrt(jnp.mean((following - embedded) ** 2))
 
 
@@ -62,10 +62,11 @@ def _last_state(graph, params, tokens, weights):
 
 
 def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float) -> tuple[float, ...]:
-    """The ends of the steps, of different lengths, with which Heun's method walks depth to a tolerance.
+    """The ends of steps of different lengths, chosen so that Heun's method meets a tolerance.
 
-    In each step the distance of the embedded Euler step, as a root mean square over all tokens, is at most the
-    tolerance times that of the last state on the trained grid. The next step's length follows from its square root.
+    The error of a step is its distance from the embedded Euler step. Its root mean square over all tokens is at most
+    the tolerance times the root mean square of the last state on the trained grid. The next step's length follows from
+    the square root of the error.
 
     @book{hairer1993solving,
       title={Solving Ordinary Differential Equations {I}: Nonstiff Problems},
@@ -78,7 +79,7 @@ def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float
         tolerance: positive.
 
     Raises:
-        UserError: if it takes more than `MOST` times as many steps as trained.
+        UserError: if this takes more than `MOST` times the trained number of steps.
     """
     (graph, params), depth = split_model(model), model.depth
     last_state = _last_state(graph, params, tokens, weights_at(model))

@@ -1,4 +1,4 @@
-"""A model's weights at the times of one grid, as a model without hypernetwork."""
+"""A model's weights at the times of one grid, as a model without a hypernetwork."""
 
 import functools
 
@@ -15,9 +15,9 @@ from diffeqformer.transformer import MODELS, Transformer, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
-    """The config of a model of `num_steps` steps, computed in `dtype`, whose generated weights become stored ones.
+    """The config of the model with `num_steps` steps, computed in `dtype`, that stores the generated weights.
 
-    It keeps the solver of training, unless that solver takes weights at several times in a step. Then it is Euler.
+    It keeps the solver of training, unless that solver needs weights at several times per step. Then it uses Euler.
     """
     config = config.copy_and_resolve_references()
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
@@ -41,7 +41,7 @@ def _discretized_params(graph, params, num_steps, dtype, solver):
 
 
 def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
-    """The model of `discretized_config` that does what `model` does in `num_steps` steps, computed in `dtype`.
+    """The model of `discretized_config` that computes the same as `model` in `num_steps` steps, in `dtype`.
 
     Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
 

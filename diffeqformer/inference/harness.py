@@ -1,4 +1,4 @@
-"""Models of the family as a model of lm-evaluation-harness (package `lm_eval`, the extra `eval`)."""
+"""This project's models as a model class of lm-evaluation-harness (package `lm_eval`, the extra `eval`)."""
 
 import sys
 
@@ -27,12 +27,12 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     Args:
         opened: from `checkpoint.load`.
         num_steps: steps of depth; None: as trained.
-        batch_size: sequences scored at once, over all devices; changes the speed alone.
+        batch_size: sequences scored at once, over all devices; affects only the speed.
         window: ids that the model sees at once, at most its positions; None: the sequence length of training.
         mesh: the devices to use; None: all.
 
     Raises:
-        UserError: if one of these is out of its range, or the model can't take that number of steps.
+        UserError: if one of these is out of range, or the model can't take that number of steps.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
         """The model that lm-eval's command line describes: workdir and, if given, num_steps, window and batch_size.
 
-        lm-eval's `device` and `max_batch_size` have no meaning here: all devices that JAX finds are used.
+        lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
 
         Raises:
-            UserError: for a missing workdir, an unknown argument, one that isn't a number, and what
-                `checkpoint.load` and the constructor refuse.
+            UserError: for a missing workdir, an unknown argument, or a value that isn't a number, and for the reasons
+                given in `checkpoint.load` and the constructor.
         """
         values = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
         values = {name: value for name, value in values.items() if name not in ("device", "max_batch_size")}
@@ -65,7 +65,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
         for name, value in values.items():
             if name not in ("num_steps", "window", "batch_size"):
-                raise UserError(f"{name}: there is no such argument; take workdir, num_steps, window or batch_size")
+                raise UserError(f"{name}: there is no such argument; use workdir, num_steps, window or batch_size")
             try:
                 values[name] = int(value)
             except ValueError:
@@ -84,11 +84,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a document, and stands before a text without context."""
+        """The id that ends a document and precedes a text without context."""
         return self.opened.tokenizer.end_of_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """The ids of a text; no tokenizer of ours adds special ones.
+        """The ids of a text. None of our tokenizers adds special tokens.
 
         Raises:
             UserError: if it isn't valid text.
@@ -96,7 +96,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return encode_prompt(self.opened.tokenizer, string) if string else []
 
     def get_model_info(self) -> dict:
-        """What lm-eval keeps beside its results."""
+        """What lm-eval stores alongside its results."""
         return {
             "model_source": "diffeqformer",
             "model_config": self.opened.config.name,
@@ -107,7 +107,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         }
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation in nats, and whether greedy decoding writes it.
+        """Log-probability of each continuation in nats, and whether greedy decoding would produce it.
 
         Context and continuation are encoded together; a missing context is an end-of-text. A context too long for the
         window loses its start; a continuation too long for it is scored window by window.
@@ -121,11 +121,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """What `loglikelihood` gives, of ((context, continuation), the ids of both)."""
+        """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
         for (context, continuation), _, ids in requests:
             if not ids:
                 raise _nothing_to_score(context, continuation)
-        # a context of spaces alone has become part of the continuation
+        # a context of only spaces has become part of the continuation
         groups = [self._stretches(context or [self.eot_token_id], ids) for _, context, ids in requests]
         results = self._score(groups, "Scoring", disable_tqdm)
         for (texts, _, _), result in zip(requests, results):
@@ -133,14 +133,14 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
-        """The continuation after as much of the context's end as the window holds; no id of it is left out."""
+        """The whole continuation, after as much of the end of the context as fits into the window."""
         if len(continuation) > self.max_length:
             return list(sliding_windows(continuation, self.max_length, self.max_length, context[-1]))
         ids = (context + continuation)[-(self.max_length + 1) :]
         return [Stretch(ids, len(ids) - len(continuation))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text in nats, by windows that meet; the first id comes after end-of-text."""
+        """Log-probability of each whole text in nats, from adjacent windows. The first id follows end-of-text."""
         texts = [request.args[0] for request in requests]
         window, before = self.max_length, self.eot_token_id
         groups = [list(sliding_windows(self.tok_encode(text), window, window, before)) for text in texts]
@@ -150,7 +150,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """For each group of stretches the sum of its log-probabilities, and whether all its ids are the likeliest."""
+        """For each group of stretches: the sum of its log-probabilities, and whether all its ids are the likeliest."""
         stretches = [stretch for group in groups for stretch in group]
         with _bar(sum(len(ids) - first for ids, first in stretches), what, " tokens", disable_tqdm) as bar:
             scores = iter(self.scorer(stretches, show=bar.update))
@@ -162,13 +162,13 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of its stop strings, which is left out.
+        """The model's text after each context, up to its first stop string, which is not included.
 
-        One text after another, so that none depends on the others; everything is compiled once. The likeliest token is
-        taken unless the request asks for `do_sample` or a temperature. A context that is too long loses its start.
+        Texts are generated one after another, so that none depends on the others. Everything is compiled once. Decoding
+        is greedy unless the request sets `do_sample` or a temperature. A context that is too long loses its start.
 
         Raises:
-            UserError: if a request asks for something that there isn't, or for more tokens than the window holds.
+            UserError: if a request has an unsupported option, or asks for more tokens than the window holds.
         """
         prepared = [self._generation(*request.args) for request in requests]
         results = []
@@ -178,7 +178,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _generation(self, context: str, options: dict) -> tuple[list[int], list[str], int, Choice]:
-        """The ids of the prompt, the stop strings, how many tokens to write at most, and how to choose them."""
+        """The ids of the prompt, the stop strings, the maximum number of tokens, and how to choose them."""
         options = normalize_gen_kwargs(options, min(256, self.max_length // 2))
         unknown = sorted(set(options) - GENERATION_FIELDS)
         if unknown:
@@ -219,7 +219,7 @@ def _nothing_to_score(context: str, continuation: str) -> UserError:
 
 
 def _bar(iterable_or_total, what: str, unit: str, disabled: bool) -> tqdm:
-    """A progress bar, often redrawn on a terminal and every 15 s elsewhere."""
+    """A progress bar, which is redrawn often on a terminal and every 15 s elsewhere."""
     often = 0.2 if sys.stderr.isatty() else 15.0
     options = dict(desc=what, unit=unit, unit_scale=True, mininterval=often, maxinterval=often, disable=disabled)
     if isinstance(iterable_or_total, int):

@@ -1,7 +1,7 @@
 """Perplexities as SeqIO metrics, and the evaluation that computes them. Imports TensorFlow.
 
-docs/evaluation.md defines them. Two tasks score the same text: one its disjoint windows, as the paper
-does, and one its documents, every token of them.
+docs/evaluation.md defines them. Two tasks score the same text: one scores disjoint windows, as in the paper; the other
+scores every token of every document.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
 LARGEST = 700.0  # exponents beyond this overflow
-GROUP = 4096  # windows that exist at once
+GROUP = 4096  # windows held in memory at once
 
 
 @flax.struct.dataclass
 class WindowPerplexity(seqio.metrics.Metric):
-    """The paper's: of all tokens but the first in disjoint windows."""
+    """The paper's perplexity: over all tokens but the first of disjoint windows."""
 
     model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
     log_likelihood: float = 0.0
@@ -43,7 +43,7 @@ class WindowPerplexity(seqio.metrics.Metric):
 
 @flax.struct.dataclass
 class TextPerplexity(seqio.metrics.Metric):
-    """The full one: of every token of every document; and by word and by byte of the text they came from."""
+    """The full perplexity: over every token of every document, and also per word and per byte of their text."""
 
     model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
     log_likelihood: float = 0.0
@@ -79,7 +79,7 @@ class TextPerplexity(seqio.metrics.Metric):
 
 
 class AsTheyAre(seqio.FeatureConverter):
-    """Hands a model the ids as they are, without padding: so no id can be taken for padding and lose its score."""
+    """Passes ids to a model without padding, so that no id can be mistaken for padding and left unscored."""
 
     TASK_FEATURES = {"targets": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)}
     MODEL_FEATURES = {"targets": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)}
@@ -92,13 +92,13 @@ class AsTheyAre(seqio.FeatureConverter):
 
 
 def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The documents that have any text, as in a token store."""
-    blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # what Python calls white space
+    """The documents that aren't blank, as in a token store."""
+    blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # Python's white space
     return dataset.filter(lambda example: not tf.strings.regex_full_match(example["targets_pretokenized"], blank))
 
 
 def disjoint(window: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-    """Makes documents, one after another, into windows of that many ids; what fills none is dropped."""
+    """Concatenate documents and cut them into windows of `window` ids. An incomplete last window is dropped."""
 
     def windows(dataset: tf.data.Dataset) -> tf.data.Dataset:
         dataset = dataset.map(lambda example: {"targets": example["targets"]})
@@ -112,9 +112,9 @@ class Evaluation:
 
     Args:
         corpus: name of the corpus.
-        files: local files of the split in the corpus's place, if any.
+        files: local files to use instead of the corpus, if any.
         window: tokens of a window.
-        stride: tokens by which the full perplexity's windows move on.
+        stride: tokens between the starts of the full perplexity's windows.
 
     Raises:
         UserError: if there is no such split, or less text in it than one window.
@@ -142,7 +142,7 @@ class Evaluation:
         if split not in documents.splits:
             raise UserError(f"--split: {corpus} has {', '.join(documents.splits)}, but it is '{split}'")
         try:
-            with quiet():  # a broken document is told twice, with its whole traceback
+            with quiet():  # otherwise a broken document is reported twice, with a full traceback
                 converter = AsTheyAre(pack=False, apply_length_check=False)
                 self.documents, self.windows = (
                     seqio.Evaluator(task.name, converter, split, async_compute_metrics=False)
@@ -159,18 +159,18 @@ class Evaluation:
             )
 
     def first_windows(self, count: int) -> list[Stretch]:
-        """The first disjoint windows, over again if there are fewer."""
+        """The first disjoint windows, repeated if there are fewer."""
         [dataset] = self.windows.cached_model_datasets.values()
         first = dataset.take(count).as_numpy_iterator()
         windows = [Stretch(example["targets"].tolist(), 1) for _, example in first]
         return [windows[i % len(windows)] for i in range(count)]
 
     def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
-        """The paper's perplexity; `show` is told how many tokens of how many have been scored."""
+        """The paper's perplexity; `show` is called with the number of scored tokens and their total."""
         return self._evaluate(self.windows, scorer, show, lambda ids: [Stretch(ids, 1)])
 
     def full(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
-        """The full perplexity, by token, word and byte."""
+        """The full perplexity, per token, word and byte."""
         return self._evaluate(
             self.documents, scorer, show,
             lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text),

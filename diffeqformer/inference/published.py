@@ -19,7 +19,7 @@ TASKS = {
 """Name of a task in lm-evaluation-harness -> its name in the paper, in the paper's order."""
 
 METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perplexity")
-"""The first of these that a task has is shown. The paper doesn't name its metric; `acc` is our reading of its values.
+"""The first of these that a task reports is shown. The paper doesn't name its metric; we infer `acc` from its values.
 On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
 `acc_norm` isn't."""
 PERCENT = ("acc", "exact_match", "f1")
@@ -55,7 +55,7 @@ _TABLE_5 = """
 
 
 class Value(NamedTuple):
-    """A result as it is shown: per cent for the metrics of PERCENT; without a standard error where lm-eval has none."""
+    """A result as text: per cent for the metrics in PERCENT, and with lm-eval's standard error if there is one."""
 
     value: float
     error: float | None
@@ -102,7 +102,7 @@ def is_number(value) -> bool:
 
 
 def shown_value(results: dict, shots: int) -> Value:
-    """The value of `shown_metric`, with its standard error; it says so if its task has a fixed number of shots."""
+    """The value of `shown_metric` with its standard error, and the number of shots if the task fixes it."""
     key = shown_metric(results)
     name, _, kind = key.partition(",")
     error = results.get(f"{name}_stderr,{kind}")
@@ -130,12 +130,12 @@ def describe(runs: list[dict]) -> str:
 
 
 def table(columns: list[Column], fields: Iterable[str], metrics: dict[str, str], examples: dict[str, int]) -> str:
-    """Our columns and the published ones beside them as a Markdown table in the layout of Tables 4 and 5.
+    """Our columns beside the published ones, as a Markdown table in the layout of Tables 4 and 5.
 
     Args:
         columns: ours; all with the same shots and tasks.
-        fields: the vector fields of our models, for which published columns are added, where there are some.
-        metrics: task -> name of the metric shown, in the order of the rows; those of the paper come first.
+        fields: the vector fields of our models. Their published columns are added if there are any.
+        metrics: task -> name of the metric shown, in the order of the rows; the paper's tasks come first.
         examples: task -> number of examples.
     """
     shots = list(columns[0].values)

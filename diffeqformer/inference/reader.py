@@ -1,4 +1,4 @@
-"""The second phase of a model by itself: what compiled functions need to read tokens."""
+"""The second phase of a model, without the first: what compiled functions need to read tokens."""
 
 from flax import nnx
 
@@ -11,7 +11,7 @@ def split_reader(
 ) -> tuple[nnx.GraphDef, dict, StackedWeights]:
     """A model's structure and parameters without its depth weights, and the weights on one grid.
 
-    The many arrays of a hypernetwork have done their part then: each call takes fewer arguments.
+    The many arrays of a hypernetwork are no longer needed, so each call takes fewer arguments.
 
     Args:
         num_steps: steps of depth, or the times at which they end; None: as trained.

@@ -1,4 +1,4 @@
-"""The results of `diffeqformer.evaluate`: a table in Markdown, JSON, curves for TensorBoard and a picture."""
+"""The results of `diffeqformer.evaluate`: a Markdown table, JSON, curves for TensorBoard and a figure."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def name_of(row: dict) -> str:
 
 
 def series_of(row: dict) -> str:
-    """The curve to which a row belongs."""
+    """The name of the curve that a row belongs to."""
     return row["solver"] + (" by tolerance" if "tolerance" in row else "")
 
 
@@ -81,7 +81,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 
 def plot(results: dict, path: pathlib.Path) -> None:
-    """Draw perplexity against the number of steps, and against the time that a window takes."""
+    """Plot perplexity against the number of steps, and against the time per window."""
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     solvers = list(dict.fromkeys(map(series_of, results["rows"])))
     curves = {"perplexity": "o-"} if len(solvers) > 1 else {"paper_perplexity": "s--", "perplexity": "o-"}

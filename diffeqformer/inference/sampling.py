@@ -1,4 +1,7 @@
-"""Text from a model, token by token: depth weights generated once, keys and values kept for every step of depth."""
+"""Text generation, token by token.
+
+Depth weights are generated once, and keys and values are cached for every step of depth.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -18,15 +21,15 @@ from diffeqformer.inference.reader import split_reader
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
-CHUNK = 64  # positions of the prompt that are read at once; the cache's length is a multiple of it
+CHUNK = 64  # positions of the prompt that are processed at once; the cache's length is a multiple of this
 
 
 class Choice(NamedTuple):
     """How the next token is chosen.
 
-    temperature: divides the logits; 0, and what is as good as 0, takes the likeliest token.
-    top_k: keep that many of the likeliest tokens; 0 keeps all.
-    top_p: of these keep the fewest likeliest ones that together have at least this probability; 1 keeps all.
+    temperature: divides the logits; 0, or a value practically equal to 0, takes the likeliest token.
+    top_k: keep this many of the likeliest tokens; 0 keeps all.
+    top_p: of these, keep the smallest set of likeliest tokens with at least this total probability; 1 keeps all.
     """
 
     temperature: float = 0.8
@@ -34,10 +37,10 @@ class Choice(NamedTuple):
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Check that the values make sense.
+        """Check that the values are in range.
 
         Raises:
-            UserError: for the first that doesn't, with its name.
+            UserError: for the first that isn't, with its name.
         """
         for name, value, holds, needed in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
@@ -67,7 +70,9 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
     if choice.top_p < 1:
         ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the tokens likelier than each
+        before = (
+            jnp.cumsum(probabilities, axis=-1) - probabilities
+        )  # total probability of the tokens likelier than each
         least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.vmap(jax.random.categorical)(keys, logits)
@@ -77,9 +82,9 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
 def read_prompt(
     graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "1 length"], count: Int[Array, ""]
 ) -> tuple[Float[Array, "1 V"], KeyValueCache]:
-    """The logits after the first `count` tokens, and the cache that holds them; compiled once for all prompts.
+    """The logits after the first `count` tokens, and the cache that holds these tokens; compiled once for all prompts.
 
-    `tokens` fill the cache's whole length; only the chunks in which the prompt lies are computed.
+    `tokens` fill the cache's whole length. Only the chunks that contain the prompt are computed.
     """
     model, length = nnx.merge(graph, params), tokens.shape[1]
     field = model.field
@@ -112,7 +117,7 @@ def read_token(
     tokens: Int[Array, "B"],
     position: Int[Array, ""],
 ) -> tuple[Float[Array, "B V"], KeyValueCache]:
-    """The logits after one more token in each sample, and the cache with it; the cache that goes in is donated."""
+    """The logits after one more token in each sample, and the updated cache. The input cache is donated."""
     model = nnx.merge(graph, params)
     states, cache = model.extend(tokens[:, None], weights, cache, position)
     return model.head(states)[:, 0], cache
@@ -122,7 +127,7 @@ def read_token(
 def choose_next(
     logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, ""], choice: Choice, vocab_size: int
 ) -> Int[Array, "B"]:
-    """The token at `position` in every sample, among the first `vocab_size`."""
+    """The token chosen at `position` in every sample, among the first `vocab_size` ids."""
     return draw(logits[:, :vocab_size], fold_in(keys, position), choice).astype(jnp.int32)
 
 
@@ -137,22 +142,22 @@ def write_tokens(
     samples: int = 1,
     num_steps: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """What the model writes after a prompt: `count` times the next token of every sample, [samples] int32.
+    """Generate text after a prompt: yields `count` times the next token of every sample, [samples] int32.
 
-    The device works on the next token while the caller has this one. A sample's random choices depend on
-    its number and on the position, not on how many samples there are.
+    The device computes the next token while the caller handles this one. A sample's random choices depend on its number
+    and on the position, not on how many samples there are.
 
     Args:
         prompt: at least one id; with `count` at most `model.max_length` of them.
         count: tokens to write in each sample.
         key: random key of all choices.
-        vocab_size: ids from here on are never written (they pad the vocabulary).
+        vocab_size: ids from this one on are never written (they pad the vocabulary).
         choice: how each token is chosen.
-        samples: texts, all after the same prompt.
+        samples: number of texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
 
     Raises:
-        UserError: if one of these is out of its range.
+        UserError: if one of these is out of range.
     """
     choice.check()
     for name, value in (("samples", samples), ("tokens", count)):
@@ -185,10 +190,10 @@ def continue_prompt(
     vocab_size: int,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
-    """`write_tokens` without its checks, for a model that is split already, with its weights.
+    """`write_tokens` without its checks, for a model that is already split and whose weights are already generated.
 
     Args:
-        graph, params: of a model of `max_length` positions; its `depth` isn't used.
+        graph, params: structure and parameters of a model of `max_length` positions; its `depth` isn't used.
         prompt: ids, at least one; with `count` at most `max_length` of them.
         keys: a random key for each sample.
     """
@@ -207,10 +212,10 @@ def continue_prompt(
 
 
 class Samples:
-    """The samples of one prompt while they are being written.
+    """The samples of one prompt while they are being generated.
 
     Args:
-        prompt: its ids. Some tokenizers write an id differently at the beginning of a text.
+        prompt: its ids. Some tokenizers decode an id differently at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int):
@@ -220,23 +225,23 @@ class Samples:
         self.ended = [False] * count
 
     def add(self, tokens: np.ndarray) -> None:
-        """Add the next token of every sample; end of text and what comes after it are left out."""
+        """Add the next token of every sample. End-of-text and everything after it are dropped."""
         for sample, token in enumerate(tokens.tolist()):
             self.ended[sample] |= token == self.tokenizer.end_of_text
             if not self.ended[sample]:
                 self.ids[sample].append(token)
 
     def finished(self) -> bool:
-        """Whether every sample has come to its end of text."""
+        """Whether every sample has reached its end-of-text."""
         return all(self.ended)
 
     def text(self, sample: int) -> str:
-        """What has been written of a sample."""
+        """The text of a sample so far."""
         return self.tokenizer.decode(self.prompt + self.ids[sample])[self.before :]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt; of an empty one the end of another text, after which texts begin.
+    """The ids of a prompt. An empty prompt gives end-of-text, which precedes every text in training.
 
     Raises:
         UserError: if it can't be encoded.
@@ -260,14 +265,14 @@ def generate(
     samples: int = 1,
     num_steps: int | None = None,
 ) -> list[str]:
-    """What a model writes after a prompt: a text for each sample, of up to `tokens` tokens or until its end of text.
+    """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
     Args:
         model: any model of the family.
-        tokenizer: of `diffeqformer.data.tokenizers`.
+        tokenizer: one of `diffeqformer.data.tokenizers`.
         prompt: may be empty.
 
-    For the other arguments and for what can be wrong see `write_tokens`.
+    See `write_tokens` for the other arguments and the errors.
     """
     ids = encode_prompt(tokenizer, prompt)
     written = Samples(tokenizer, ids, samples)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given ids: what perplexities and multiple-choice scores are made of."""
+"""Log-probabilities of given ids, from which perplexities and multiple-choice scores are computed."""
 
 import collections
 import functools
@@ -19,30 +19,30 @@ from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel.sharding import make_mesh, sharding
 from diffeqformer.transformer import Transformer
 
-SHORTEST = 32  # positions; sequences are filled up to this times a power of two, so that few shapes are compiled
+SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
 
 
 class Stretch(NamedTuple):
-    """Ids of which those from `first` on (at least 1) are to be scored, given all ids before each of them."""
+    """Ids to score, from index `first` (at least 1) on. Each is scored given all ids before it."""
 
     ids: Sequence[int]
     first: int
 
 
 class Scores(NamedTuple):
-    """Of each scored id its log-probability in nats, and whether it is the likeliest one."""
+    """For each scored id: its log-probability in nats, and whether it is the likeliest one."""
 
     log_probs: Float[np.ndarray, "N"]
     likeliest: Bool[np.ndarray, "N"]
 
 
 def window_size(window: int | None, config, positions: int, name: str = "window", of: str = "of the model") -> int:
-    """Tokens of a window: `window`, by default those of a sequence in training.
+    """Tokens of a window: `window`, or by default the sequence length of training.
 
     Args:
-        config: of the run.
-        positions: that the model has.
-        name, of: what a message calls the window and the model.
+        config: the config of the run.
+        positions: the number of positions of the model.
+        name, of: what an error message calls the window and the model.
 
     Raises:
         UserError: if the model can't take it.
@@ -56,12 +56,12 @@ def window_size(window: int | None, config, positions: int, name: str = "window"
 def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -> Iterator[Stretch]:
     """Sequences of at most `window` inputs that score every id of a text once.
 
-    The first scores up to `window` ids, each further one up to `stride` more and sees as many ids before
-    them as the window has room for. With a stride as long as the window, only the last window looks back.
+    The first scores up to `window` ids. Each further one scores up to `stride` more, and also sees as many earlier ids
+    as the window has room for. With a stride as long as the window, only the last window sees earlier ids again.
 
     Args:
         ids: the text; may be empty.
-        before: the id that stands before its first one, end-of-text.
+        before: the id that precedes the first one: end-of-text.
     """
     stream, done = [before, *ids], 0
     while done < len(ids):
@@ -86,7 +86,7 @@ class Scorer:
     Args:
         model: any model of the family.
         num_steps: steps of depth, or the times at which they end; None: as trained.
-        batch_size: sequences at once, over all devices; filled up to a multiple of their number.
+        batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
 
     Raises:
@@ -110,11 +110,11 @@ class Scorer:
         self.batch_size = -(-batch_size // mesh.size) * mesh.size
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
-        """The scores of each sequence, in their order. Sequences of like length share a batch.
+        """The scores of each sequence, in order. Sequences of similar length share a batch.
 
         Args:
-            sequences: whose inputs (all ids but the last) fit into the model's positions.
-            show: called after each batch with the number of ids that have been scored in it.
+            sequences: their inputs (all ids but the last) must fit into the model's positions.
+            show: called after each batch with the number of ids scored in it.
 
         Raises:
             UserError: if one is too long.
@@ -130,20 +130,20 @@ class Scorer:
             show(sum(len(results[i].log_probs) for i in indices))
 
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
-        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # the longest first: it needs most memory
+        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first: it needs the most memory
         while order:
             length = lengths[order[0]]
             indices = [i for i in order[: self.batch_size] if lengths[i] == length]
             order = order[len(indices) :]
             pending.append((indices, self._score([sequences[i].ids for i in indices], length)))
-            if len(pending) > 1:  # the device works on one batch while this one is read
+            if len(pending) > 1:  # read this batch while the device computes the next
                 read()
         while pending:
             read()
         return results
 
     def _positions(self, inputs: int) -> int:
-        """The number of positions to which that many inputs are filled up."""
+        """The number of positions to which `inputs` inputs are padded."""
         if inputs > self.max_length:
             raise UserError(f"tokens: {inputs} positions, but this model has {self.max_length}")
         length = SHORTEST
@@ -152,7 +152,7 @@ class Scorer:
         return min(length, self.max_length)
 
     def _score(self, batch: list[Sequence[int]], length: int):
-        """Fills up with id 0 after the ends, which no scored position sees."""
+        """Pads the ends with id 0, which no scored position sees."""
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence

@@ -11,16 +11,16 @@ from diffeqformer.inference.scoring import window_size
 def define_text_flags(folder: str) -> None:
     """The options that choose a model, a text and the `folder` of results, for all commands that score."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    flags.DEFINE_string("task", None, "The corpus; by default the one of the training.")
-    flags.DEFINE_string("split", "validation", "Its split: validation, or test where there is one.")
+    flags.DEFINE_string("task", None, "The corpus; by default the training's.")
+    flags.DEFINE_string("split", "validation", "Its split: validation, or test if there is one.")
     flags.DEFINE_string(
         "files",
         None,
-        "Local files in its place (.txt, .jsonl, .parquet; patterns, with commas); empty: the corpus itself.",
+        "Local files to use instead (.txt, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
     )
     flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
-    flags.DEFINE_string("tfds_dir", None, "Where corpora are downloaded to; by default as in training.")
-    flags.DEFINE_integer("window", None, "Tokens of a window; by default as many as in training.")
+    flags.DEFINE_string("tfds_dir", None, "Download folder for corpora; by default as in training.")
+    flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.")
     flags.DEFINE_string(
         "output", None, f"Folder of the results; by default <workdir>/{folder}, or within runs/ for one on gs://."
@@ -28,7 +28,7 @@ def define_text_flags(folder: str) -> None:
 
 
 def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
-    """The corpus to be read, and the local files in its place: by default those of the training.
+    """The corpus, and the local files to use instead of it; both are by default as in training.
 
     Raises:
         UserError: if no file matches.
@@ -39,7 +39,7 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
     if patterns is None and task == data.task and options.split in ("train", "validation"):
         patterns, name = (
             data[f"{options.split}_files"],
-            f"--files: those of the training, config.data.{options.split}_files",
+            f"--files: the default, config.data.{options.split}_files of the training",
         )
     return task, matching_files(patterns, name) if patterns else None
 
@@ -54,7 +54,7 @@ def window_of(options, opened: Checkpoint) -> int:
 
 
 def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
-    """The text to be scored, a `diffeqformer.inference.perplexity.Evaluation`; TensorFlow comes with it.
+    """The text to score, a `diffeqformer.inference.perplexity.Evaluation`. This imports TensorFlow.
 
     Raises:
         UserError: if there is no such text, or less than one window.

@@ -1,1 +1,1 @@
-"""Many devices and many hosts: the mesh, and what hosts agree on."""
+"""Many devices and many hosts: the device mesh, and coordination of the hosts."""

@@ -5,14 +5,14 @@ from diffeqformer.parallel.sharding import mesh_shape
 
 
 def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positions: int) -> None:
-    """Check that a config's mesh makes up the devices, and cuts batch, heads and rows evenly.
+    """Check that a config's mesh uses all devices, and splits batch, heads and rows evenly.
 
-    On TPUs rows must be cut into whole tiles. A part of 20 rows, say, would be padded to 24 or 32 at every gather,
-    which is slower than not sharing at all.
+    On TPUs, rows must be split into whole tiles. A part of 20 rows, for example, would be padded to 24 or 32 at every
+    gather, which is slower than not sharding at all.
 
     Args:
-        vocabulary: rows of the embedding.
-        positions: rows of the position embedding; 0 if there is none.
+        vocabulary: number of rows of the embedding.
+        positions: number of rows of the position embedding; 0 if there is none.
 
     Raises:
         UserError: with the sizes that would work.
@@ -41,14 +41,14 @@ def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positio
 
 
 def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
-    """Check that rows are cut evenly and, if memory is `tiled`, into whole tiles of the type that is gathered.
+    """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered.
 
     Raises:
         UserError: with the sizes that would work.
     """
 
     def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
-        """What is not cut well, its rows, and the rows of a tile."""
+        """Yield the name of each array that is not split well, its rows, and the rows of a tile."""
         rows = [
             ("config.model.width", model.width, 16),
             ("the heads' width of a device", model.width // tensor, 16),

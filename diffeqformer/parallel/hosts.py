@@ -1,4 +1,4 @@
-"""One run on many hosts: connecting them, what only one of them does, and stopping together."""
+"""One run on many hosts: connecting them, work that only one of them does, and stopping together."""
 
 import contextlib
 import os
@@ -24,26 +24,24 @@ from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, 
 
 def define_flags() -> None:
     """The options of a command that runs on several hosts."""
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, where no cluster tells it (as Cloud TPU, GKE and Slurm do)."
-    )
-    flags.DEFINE_integer("num_processes", None, "Processes of the run: one a host, or one a GPU.", lower_bound=1)
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; not needed on Cloud TPU, GKE and Slurm.")
+    flags.DEFINE_integer("num_processes", None, "Processes of the run: one per host, or one per GPU.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
 
 
 def connect(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int) -> None:
-    """Connect to the other processes of the run, if there are any, before anything asks for devices.
+    """Connect to the other processes of the run, if there are any, before anything accesses devices.
 
-    Without a coordinator, the environment of Cloud TPU, GKE, Slurm or Open MPI tells who they are. From here on only
-    process 0 prints, but every process says what is wrong.
+    Without a coordinator, the processes are found from the environment of Cloud TPU, GKE, Slurm or Open MPI. From here
+    on only process 0 prints, but every process reports its errors.
 
     Raises:
-        UserError: if the options don't fit together, or a process doesn't arrive in time.
+        UserError: if the options are inconsistent, or a process doesn't connect in time.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
-        raise UserError("--coordinator, --num_processes and --process_id: must come together")
+        raise UserError("--coordinator, --num_processes and --process_id: must be given together")
     port = (coordinator or "").rpartition(":")[2]
     if coordinator is not None and not (port.isdecimal() and 0 < int(port) < 2**16 and process_id < num_processes):
         raise UserError(
@@ -52,10 +50,10 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
         )
     many = f"{num_processes} processes" if num_processes else "processes of the run"
     late = (
-        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each that did "
-        "says this, so start the one that says nothing, and see that it can reach process 0"
+        f"--join_timeout: {socket.gethostname()} waited {timeout} s, and not all of the {many} arrived; each one that "
+        "did prints this message, so start the one that prints nothing, and check that it can reach process 0"
     )
-    # JAX's own notice counts steps from 0, also in a resumed run; `Notice` takes its place
+    # JAX's own preemption notice counts steps from 0 even in a resumed run; `Notice` replaces it
     jax.config.update("jax_enable_preemption_service", False)
     watchdog = threading.Timer(timeout, leave, (1, late))  # JAX itself would abort with a stack trace
     watchdog.start()
@@ -65,7 +63,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
         if coordinator is None and "coordinator_address" in str(error):
             return  # no cluster: this is the only process
         raise UserError(f"the processes of the run can't be joined: {error}") from None
-    except RuntimeError as error:  # a port that is taken, for one
+    except RuntimeError as error:  # for example, a port that is in use
         raise UserError(f"--coordinator: {str(error).splitlines()[0]}") from None
     finally:
         watchdog.cancel()
@@ -75,33 +73,33 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Let processes that stop leave together, and one that fails leave at once: JAX would wait minutes for the others.
+    """Let processes that stop exit together, and one that fails exit at once: JAX would wait minutes for the others.
 
-    If one leaves alone, JAX aborts the others after at most 100 s.
+    If one exits alone, JAX aborts the others after at most 100 s.
     """
     try:
         yield
     except (Stopped, UserErrorEverywhere):
         if jax.process_count() > 1:
-            with contextlib.suppress(Exception):  # another may have been killed meanwhile
+            with contextlib.suppress(Exception):  # another process may have been killed meanwhile
                 jax.distributed.shutdown()
         raise
     except UserError:
-        raise  # which ends the process at once
+        raise  # this ends the process at once
     except Exception as error:
         if jax.process_count() == 1 or out_of_memory(error):
             raise
         traceback.print_exc()
-        leave(1, f"process {jax.process_index()} failed, and the others can't go on without it")
+        leave(1, f"process {jax.process_index()} failed, and the others can't continue without it")
 
 
 def is_first() -> bool:
-    """Whether this process writes what is written once."""
+    """Whether this is the process that writes files on behalf of all."""
     return jax.process_index() == 0
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Check that every process of several sees the same work folder.
+    """Check that all processes see the same work folder.
 
     Raises:
         UserError: on every process, if one doesn't.
@@ -126,13 +124,13 @@ def check_shared(workdir: epath.Path) -> None:
 
 @contextlib.contextmanager
 def all_succeed(what: str) -> Iterator[None]:
-    """Wait at the end of the `with` block until all processes are there. It can take hours, or fail on one alone.
+    """Wait at the end of the `with` block for all processes. The block can take hours, or fail on only one of them.
 
     Args:
-        what: name of what is done in it, for the message.
+        what: name of the block's work, for the message.
 
     Raises:
-        UserErrorEverywhere: on every process, if one raised a UserError; the others say which.
+        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process.
     """
     error = None
     try:
@@ -140,16 +138,18 @@ def all_succeed(what: str) -> Iterator[None]:
     except UserError as raised:
         error = UserErrorEverywhere(str(raised))
     if jax.process_count() > 1:
-        get_barrier_sync_fn()(key=what, timeout_ms=7 * 24 * 3600 * 1000)  # the devices' own patience ends after minutes
+        get_barrier_sync_fn()(
+            key=what, timeout_ms=7 * 24 * 3600 * 1000
+        )  # a wait on the devices would time out after minutes
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
         if error is None and len(failed):
-            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed, and says why")
+            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed; see its message")
     if error is not None:
         raise error
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:
-    """Check that every process has the same.
+    """Check that something is the same on every process.
 
     Args:
         what: its name, for the message.
@@ -157,7 +157,7 @@ def check_same(what: str, digest: str, remedy: str) -> None:
         remedy: what to do if it differs.
 
     Raises:
-        UserErrorEverywhere: on every process, if one has another.
+        UserErrorEverywhere: on every process, if it differs on one of them.
     """
     if jax.process_count() == 1:
         return
@@ -168,7 +168,7 @@ def check_same(what: str, digest: str, remedy: str) -> None:
 
 
 class Notice(contextlib.AbstractContextManager):
-    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it takes the machine away."""
+    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it reclaims the machine."""
 
     def __enter__(self) -> "Notice":
         self.told, self.previous, self.before = False, None, None
@@ -183,9 +183,10 @@ class Notice(contextlib.AbstractContextManager):
         self.told = True
 
     def now(self) -> bool:
-        """Whether to stop after this step; the same on all hosts, whichever of them was told.
+        """Whether to stop after this step. The answer is the same on all hosts, no matter which one got the notice.
 
-        They agree by a reduction on their devices, read one call late, so that no host waits for the step in flight.
+        The hosts agree through a reduction on their devices. It is read one call late, so that no host waits for the
+        step in progress.
         """
         if jax.process_count() == 1:
             return self.told

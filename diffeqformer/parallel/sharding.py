@@ -2,14 +2,14 @@
 
 Every device has a place on three axes:
 
-    data    has copies of the parameters of its own (or, over several slices or nodes, the slow network within it)
-    fsdp    shares the parameters, and a step of depth gathers its weights before it uses them
-    tensor  shares heads, hidden units and the vocabulary: the work of every token
+    data    replicates the parameters; with several slices or nodes, the slow network lies within this axis
+    fsdp    shards the parameters; a step of depth gathers its weights before it uses them
+    tensor  shards heads, hidden units and the vocabulary, so devices share the work of every token
 
-Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these
-shardings. The loop itself is written for one device (`by_device`), since what it moves decides the speed: a
-step gathers its weights W(t_n) and never P, its backward pass scatters their gradient, and what is summed over
-`data` is dW, once for all microbatches.
+Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these shardings.
+The loop itself is written for one device (`by_device`), because communication determines its speed. A step gathers its
+weights W(t_n) and never P. Its backward pass scatters their gradient. Over `data` only dW is summed, once for all
+microbatches.
 """
 
 from collections.abc import Callable
@@ -22,27 +22,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diffeqformer.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
-BATCH = ("data", "fsdp")  # between which examples are shared
-ROWS = "fsdp"  # the rows of a matrix, its first axis, are shared over it as well: parts of rows are whole tiles
+BATCH = ("data", "fsdp")  # the axes over which examples are split
+ROWS = "fsdp"  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
 
 LOGICAL_AXES = {
     "batch": BATCH,  # examples are independent
     "heads": "tensor",  # so are heads, until their outputs are summed
     "mlp": "tensor",  # and hidden units
-    "vocab": "tensor",  # rows, gathered for the embedding and the loss, where devices share positions instead
+    "vocab": "tensor",  # rows, gathered for the embedding and the loss, where devices split positions instead
     "sequence": None,
     "embed": None,  # norms and the residual stream need the whole width
     "time": None,  # each step of depth reads all of its weights
-    "rank": None,  # of adapters: their other side is shared as that of their kernel, and over fsdp
+    "rank": None,  # of adapters: their other side is sharded like their kernel's, and over fsdp
     "time_embed": None,  # contracted by the generator, on every device for its part of W
 }
 
 
 def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
-    """The sizes of the mesh's axes, from the `mesh` part of a config; -1 there is what the others leave.
+    """The sizes of the mesh's axes, from the `mesh` part of a config. There, -1 stands for all remaining devices.
 
     Raises:
-        UserError: if they don't make up the devices.
+        UserError: if their product isn't the number of devices.
     """
     sizes = [config[axis] for axis in AXES]
     for axis, size in zip(AXES, sizes):
@@ -60,11 +60,11 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
 
 
 def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
-    """A mesh of `devices` (by default all of the run), with neighbours on fast links where they matter most.
+    """A mesh of `devices` (by default all of the run), with neighbours on fast links where this matters most.
 
     Args:
         shape: sizes of the axes; by default all devices are on `data`. Over several slices of TPUs, `data` must be a
-            multiple of their number: only it crosses the network between them.
+            multiple of their number: only this axis crosses the network between them.
 
     Raises:
         UserError: if it isn't.
@@ -87,14 +87,14 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = 
 
 
 def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """How an array whose dimensions have these logical axes (None: never split) lies on the mesh.
+    """The partition spec of an array whose dimensions have these logical axes (None: never split).
 
     Raises:
-        KeyError: for an axis that `LOGICAL_AXES` doesn't know.
+        KeyError: for an axis that isn't in `LOGICAL_AXES`.
     """
     places = [axis and LOGICAL_AXES[axis] for axis in axes]
     sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]
-    if len(sides) == 2 or "rank" in axes:  # a matrix; vectors are small enough to be everywhere
+    if len(sides) == 2 or "rank" in axes:  # a matrix; vectors are small enough to be replicated
         rows = sides[0]
         places[rows] = (places[rows], ROWS) if places[rows] else ROWS
     return PartitionSpec(*places)
@@ -108,17 +108,17 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
     """`function`, run by every device on its own parts of the arguments.
 
-    A device sees the other parts only through the sums and gathers in the function.
+    A device gets other devices' data only through the sums and gathers in the function.
     """
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def gather(values, specs, over: tuple[str, ...]):
-    """Every array whole over some axes of the mesh; the gradient is summed and scattered again. Within `by_device`.
+    """Gather every array over some axes of the mesh; its gradient is summed and scattered. Used within `by_device`.
 
     Args:
         values: a tree of arrays, each device's parts.
-        specs: a tree like it, of `partition`'s results.
+        specs: a tree like `values`, of results of `partition`.
         over: names of mesh axes.
     """
 
@@ -133,7 +133,7 @@ def gather(values, specs, over: tuple[str, ...]):
 
 
 def sum_copies(values, specs):
-    """The sums of arrays over the devices that have copies of the same part. Within `by_device`."""
+    """The sums of arrays over the devices that hold copies of the same part. Used within `by_device`."""
 
     def add(value, spec):
         named = {axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ())}

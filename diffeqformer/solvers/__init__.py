@@ -1,4 +1,4 @@
-"""Solvers: how depth is walked, by name. Each file has one, in the form of `walk.Solver`."""
+"""Solvers, by name: numerical methods that move a state through depth. Each file defines one `walk.Solver`."""
 
 from diffeqformer.solvers.cache import KeyValueCache
 from diffeqformer.solvers.euler import EULER

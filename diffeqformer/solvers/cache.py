@@ -1,4 +1,4 @@
-"""Attention over the keys and values of earlier tokens, kept for every evaluation of the attention in depth."""
+"""Attention over the cached keys and values of earlier tokens, for every evaluation of the attention in depth."""
 
 from typing import NamedTuple
 
@@ -15,21 +15,21 @@ class KeyValueCache(NamedTuple):
 
     @classmethod
     def empty(cls, evaluations: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
-        """Room for `length` positions and `evaluations` evaluations, over all steps."""
+        """An empty cache for `length` positions and `evaluations` evaluations, over all steps."""
         zeros = jnp.zeros((evaluations, batch, length, heads, head_width), dtype)
         return cls(zeros, zeros)
 
 
 class CachedAttention:
-    """`attend` of one step of depth: write the new tokens' keys and values, then attend to all up to each token.
+    """`attend` for one step of depth: store the new tokens' keys and values, then attend to all tokens up to each one.
 
-    Lives while one step is traced; the solver's loop takes `cache` out again. A token's state at an evaluation
-    depends on no later token, so keys and values of every evaluation can be kept, however many a step has.
+    It exists while one step is traced; the solver's loop then takes `cache` out again. A token's state at an evaluation
+    doesn't depend on later tokens. So the keys and values of every evaluation can be cached, however many a step has.
 
     Args:
-        cache: of all steps.
-        first: the number of this step's first evaluation among all.
-        position: of the first new token; what the cache holds from there on is not looked at.
+        cache: the cache of all steps.
+        first: index of this step's first evaluation among those of all steps.
+        position: position of the first new token. The cache's content from there on is ignored.
     """
 
     def __init__(self, cache: KeyValueCache, first: Int[Array, ""], position: int | Int[Array, ""]):

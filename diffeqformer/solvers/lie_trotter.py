@@ -1,4 +1,4 @@
-"""Lie-Trotter splitting, which is what a vanilla transformer does.
+"""Lie-Trotter splitting. A vanilla transformer is an example of it.
 
 @article{lu2019understanding,
   title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
@@ -12,7 +12,7 @@ from diffeqformer.solvers.walk import Solver
 
 
 def step(field, layers, x, dt, context):
-    """Attention over the whole step, then feed-forward over the whole step, by Euler's method each.
+    """Attention over the whole step, then feed-forward over the whole step, each by Euler's method.
 
     With dt = 1 and weights per layer this is the pre-norm transformer.
     """

@@ -1,4 +1,4 @@
-"""Symmetric splitting: half of the attention's step, all of the feed-forward's, the other half of the attention's.
+"""Strang's symmetric splitting: a half step of attention, a full step of feed-forward, a half step of attention.
 
 @article{strang1968construction,
   title={On the Construction and Comparison of Difference Schemes},
@@ -13,7 +13,7 @@ from diffeqformer.solvers.walk import Solver
 def step(field, layers, x, dt, context):
     """exp(dt/2 A) exp(dt F) exp(dt/2 A) x with weights at the step's middle.
 
-    Each exponential is the flow of one branch, by the midpoint method, so that the whole is of order 2.
+    Each exponential is the flow of one branch. It is computed by the midpoint method, so the whole step is of order 2.
     """
     [middle] = layers
 

@@ -1,4 +1,4 @@
-"""What a solver is, and the depth loop that all of them share."""
+"""The definition of a solver, and the depth loop that all solvers share."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
 
 def _of_examples(_, *operands, **__) -> bool:
-    """Whether a value comes from examples, whose states have three axes, and not from weights alone.
+    """Whether a value is computed from examples, whose states have three axes, and not from weights alone.
 
-    Gathered or merged weights, kept step by step, would end up as all weights.
+    If gathered or merged weights were stored in every step, all weights would end up in memory.
     """
     return any(operand.ndim > 2 for operand in operands)
 
@@ -42,8 +42,8 @@ REMAT = {
         POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
     ),
 }
-"""What is stored for the backward pass: everything; the state between steps; that, products with weights and attention.
-Gathered and merged weights never are.
+"""What is stored for the backward pass: everything; the state between steps; or the state between steps, products with
+weights, and attention. Gathered and merged weights are never stored.
 """
 
 
@@ -52,8 +52,8 @@ class Solver:
     """A method with fixed steps.
 
     step: (field, layers, x, dt, context) -> x after a step of length dt; `layers` has the weights at each node.
-    nodes: where in a step the weights are taken, from 0 (its start) to 1.
-    order: of convergence, where the weights are smooth in time.
+    nodes: the points in a step at which weights are taken, from 0 (its start) to 1 (its end).
+    order: order of convergence if the weights are smooth in time.
     """
 
     step: Callable[[VectorField, list, Array, Array, Context], Array]
@@ -62,14 +62,14 @@ class Solver:
 
     @functools.cached_property
     def evaluations(self) -> int:
-        """Evaluations of the attention in a step, counted by tracing it. A cache keeps keys and values of each."""
+        """Evaluations of the attention in a step, counted by tracing it. A cache holds keys and values for each."""
         field = _CountedField()
         jax.eval_shape(lambda x: self.step(field, [{}] * len(self.nodes), x, x.sum(), Context()), jnp.zeros((1, 1, 1)))
         return field.evaluations
 
 
 class _CountedField(VectorField):
-    """A field that counts how often a solver asks for the attention."""
+    """A field that counts how often a solver evaluates the attention."""
 
     def __init__(self):
         self.evaluations = 0
@@ -95,14 +95,14 @@ def walk(
 ) -> Float[Array, "B S D"] | Float[Array, "T B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
     """Move the state x(0) along a vector field to x(1), in one `jax.lax.scan` over the stacked weights.
 
-    The state is carried in the type in which it comes. The compiled program does not grow with the number of steps.
+    The state keeps its type. The compiled program does not grow with the number of steps.
 
     Args:
-        weights: at the solver's nodes of every step, and the steps' sizes.
-        remat: a key of `REMAT`: what the backward pass computes again instead of storing it.
+        weights: the weights at the solver's nodes in every step, and the steps' sizes.
+        remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
         trajectory: return the state after every step, [T, B, S, D], instead of the last one.
-        cache: keys and values of earlier tokens, which these attend to as well; return it, with theirs
-            added from `context.position` on, beside the last state.
+        cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
+            state, with the new tokens' keys and values from `context.position` on.
     """
     steps, nodes = len(weights.step_sizes), len(solver.nodes)
 
@@ -119,7 +119,9 @@ def walk(
 
     adapted = any("a" in layer for layer in weights.layers.values())
     if remat != "none" or adapted or weights.gather is not as_it_is:
-        body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)  # in a scan, steps' expressions can't merge
+        body = jax.checkpoint(
+            body, policy=REMAT[remat], prevent_cse=False
+        )  # in a scan, common expressions of steps aren't merged anyway
     if weights.constant:
         whole, layers = nodes * [merge(weights.layers, weights.gather)], None
     else:

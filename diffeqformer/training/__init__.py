@@ -1,1 +1,1 @@
-"""Training: the loop, the programs that it compiles, and their loss and optimizer."""
+"""Training: the loop, the functions that it compiles, the loss and the optimizer."""

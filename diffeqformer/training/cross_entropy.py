@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token, without ever holding all logits.
+"""Cross-entropy of the next token, computed without holding all logits at once.
 
 At GPT-large's 256 x 1,024 positions and 50,304 entries, fp32 logits are 53 GB, far more than the model.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 1024  # positions whose logits exist at once
+CHUNK = 1024  # number of positions whose logits exist at once
 
 
 def cross_entropy(
@@ -22,10 +22,10 @@ def cross_entropy(
     """The sum over positions of `weights` times -log softmax(matrix x)[target], in nats, fp32.
 
     Args:
-        x: last states after their norm, in the compute type.
-        matrix: the head, in the compute type; rows from `vocab_size` on get no probability.
+        x: the last states after the final norm, in the compute type.
+        matrix: the head, in the compute type. Rows from `vocab_size` on get probability 0.
         targets: ids below `vocab_size`.
-        weights: fp32; 0 leaves a position out.
+        weights: fp32. A weight of 0 excludes a position.
     """
     return _cross_entropy(x, matrix, targets, weights, vocab_size)
 
@@ -50,7 +50,7 @@ def _losses(x, matrix, targets, vocab_size):
 
 
 def _chunks(*arrays):
-    """Each array cut into parts of at most `CHUNK` rows, the last one filled up with zeros (which weigh nothing)."""
+    """Each array split into chunks of at most `CHUNK` rows. The last is padded with zeros, which have weight 0."""
     rows = len(arrays[0])
     size = min(CHUNK, rows)
     count = -(-rows // size)
@@ -63,7 +63,7 @@ def _chunks(*arrays):
 
 
 def _forward(x, matrix, targets, weights, vocab_size):
-    """The gradient comes with the loss, chunk by chunk, so no logit is computed twice."""
+    """Compute the gradient together with the loss, chunk by chunk, so that no logit is computed twice."""
 
     def add(carry, chunk):
         total, d_matrix = carry

@@ -1,4 +1,4 @@
-"""A model's dynamics while it trains: spectral radii and the clustering measure (docs/analysis.md)."""
+"""A model's dynamics during training: spectral radii and the clustering measure (docs/analysis.md)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.hosts import is_first
 from diffeqformer.training.step import Program
 
-WINDOWS, TOKENS = 4, 128  # of the validation split, and of each of them, whose distances are measured
+WINDOWS, TOKENS = 4, 128  # windows of the validation split, and tokens of each whose distances are measured
 
 
 def radius(products: Float[np.ndarray, "*T K K"]) -> float:
@@ -31,7 +31,7 @@ class Recorder:
     """Measures the dynamics of parameters on a few windows of a split.
 
     Args:
-        program: of the run.
+        program: the compiled functions of the run.
         split: the validation split.
         sequence_length: tokens of a window.
     """
@@ -52,11 +52,11 @@ class Recorder:
         return qk, ov, states.astype(jnp.float32)[:, :, self.chosen]
 
     def __call__(self, params: dict) -> dict[str, float]:
-        """To be called by every process. Only the first gets results, the others an empty dictionary:
+        """Measure the dynamics. Every process must call this. The first gets results, the others an empty dictionary:
 
         qk_radius, ov_radius: the largest modulus of an eigenvalue of any head at any time
         closest, median_distance: the lowest and the middle quantile of the clustering measure, for tokens' last states
-        spread: the root mean square distance between last states, relative to that between first ones
+        spread: the root mean square distance between last states, divided by that between first states
         """
         tokens = jax.device_put(self.tokens, self.replicated)
         found = self.measure(params, self.program.weights(params, None), tokens)

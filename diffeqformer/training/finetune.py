@@ -1,8 +1,8 @@
-"""Begin a run with the weights of another, sampled at the times of any number of steps: section 6.2 of the paper.
+"""Start a run from the weights of another, sampled at the times of any number of steps: section 6.2 of the paper.
 
-A DiffEqFormer becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'; a
-GPT stays as it is. From there on it is a run like every other, of all weights or, with `config.model.lora_rank`,
-of adapters and embeddings.
+A DiffEqFormer becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'. A GPT
+is unchanged. From then on it is a run like any other. It trains all weights or, with `config.model.lora_rank`, only
+adapters and embeddings.
 """
 
 from etils import epath
@@ -16,14 +16,14 @@ from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.transformer import MODELS, split_model
 
 OWN = ("num_steps", "training_times", "dropout", "dtype", "state_dtype", "weights_dtype", "remat")
-"""The fields of `config.model` that a run chooses itself, beside those of adapters. It has all others from its base."""
+"""The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
 
 def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
-    """The config with the base's model: that of the run's own newest checkpoint, or else of `config.base`.
+    """The config with its base's model, taken from the run's own newest checkpoint or else from `config.base`.
 
     Raises:
-        UserError: if there is no base, or a field is neither the default nor the base's.
+        UserError: if there is no base, or a field has neither its default value nor the base's.
     """
     if not config.base:
         return config
@@ -31,7 +31,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
         model = checkpoint.load_config(workdir).model
     except checkpoint.NoCheckpoint:
         model = _model_of_base(config)
-    if config.model.kind not in (model.kind, "diffeqformer"):  # as which a config begins
+    if config.model.kind not in (model.kind, "diffeqformer"):  # a config's default
         needed = "a DiffEqFormer" if config.model.kind == "discretized" else f"a model of the kind {config.model.kind}"
         raise UserError(
             f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
@@ -50,7 +50,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
 
 
 def _model_of_base(config: ConfigDict) -> ConfigDict:
-    """The `model` part of the config of the model that a run begins with."""
+    """The `model` part of the config of the model that a run starts from."""
     try:
         with checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
             pass
@@ -66,17 +66,17 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
         )
     if config.data.tokenizer != base.data.tokenizer:
         raise UserError(
-            f"config.data.tokenizer: must be that of config.base, {base.data.tokenizer}, but it is "
+            f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
             f"{config.data.tokenizer}"
         )
     return discretized_config(base, num_steps, "float32").model
 
 
 def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
-    """What a new run records of its base: its workdir, the step of its newest checkpoint, and the hash of its data.
+    """What a new run records about its base: the workdir, the step of the newest checkpoint, and the data's hash.
 
     Args:
-        about: what the run's checkpoints will say of the tokenizer.
+        about: what the run's checkpoints will record about the tokenizer.
 
     Raises:
         UserError: if the base was trained with another tokenizer.
@@ -84,19 +84,19 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
-                f"config.data.tokenizer: must be that of config.base, {theirs.tokenizer}, but this one, "
+                f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "
                 f"{about.tokenizer}, gives other ids"
             )
         return {"workdir": config.base, "step": step, "data_sha256": theirs.data_sha256}
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
-    """The parameters, without adapters, with which a run of this config begins: those of its base at its own times.
+    """The initial parameters of a run, without adapters: the base's, sampled at the times of this config.
 
     Args:
-        config: as `inherit` made it.
-        step: of the base's checkpoint.
-        mesh: the devices that share them.
+        config: the result of `inherit`.
+        step: training step of the base's checkpoint.
+        mesh: the devices over which the parameters are sharded.
     """
     opened = checkpoint.load(config.base, mesh, step)
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

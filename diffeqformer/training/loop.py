@@ -32,19 +32,19 @@ from diffeqformer.transformer import MODELS, Transformer, random_key
 
 
 def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
-    """Train as `config` says, from the newest checkpoint in `workdir` if there is one, and print a sample.
+    """Train according to `config`, from the newest checkpoint in `workdir` if there is one, and print a sample.
 
     Args:
         config: see `diffeqformer.config`; checked before anything else is done.
-        workdir: folder of checkpoints and curves, on this machine or on gs://; made if it is missing.
+        workdir: folder of checkpoints and curves, on this machine or on gs://; created if it is missing.
         started: `time.monotonic()` when the process began, for the time to the first step; by default now.
 
     Returns:
         The trained model.
 
     Raises:
-        UserError: for anything the user can put right; the message says how.
-        Stopped: after SIGTERM, when the run has saved itself.
+        UserError: for anything the user can fix; the message says how.
+        Stopped: after SIGTERM, once the run has saved a checkpoint.
     """
     started = time.monotonic() if started is None else started
     check_fields(config)
@@ -69,14 +69,14 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
 
 
 def report_end(run: Run, step: int, finished_before: bool) -> None:
-    """Say how the run ended.
+    """Print how the run ended.
 
     Raises:
-        Stopped: if it has more steps to do.
+        Stopped: if steps remain.
     """
     steps, folder = run.config.steps, run.folder
     if step < steps:
-        raise Stopped(f"told to stop, and saved at step {step:,} in {folder}; the same command goes on from it")
+        raise Stopped(f"told to stop, and saved at step {step:,} in {folder}; the same command resumes from it")
     if finished_before:
         print(f"{folder}: this run has already finished its {steps:,} steps; here is its sample again")
         return
@@ -86,7 +86,7 @@ def report_end(run: Run, step: int, finished_before: bool) -> None:
 
 
 def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:
-    """The text that `config.sample` asks for: its prompt, and what the model writes after it."""
+    """The text that `config.sample` asks for: its prompt and the model's continuation."""
     prompt, key = config.sample.prompt, random_key(config.seed, "sample")
     tokens = config.sample.length - len(tokenizer.encode(prompt))
     [text] = generate(model, tokenizer, prompt, tokens=tokens, key=key, choice=Choice(config.sample.temperature))
@@ -94,7 +94,7 @@ def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:
 
 
 def describe(run: Run, params: dict) -> None:
-    """Say in four lines what will be trained; the table of all parameters goes into a file."""
+    """Print in four lines what will be trained, and write the table of all parameters to a file."""
     config, split = run.config, run.splits["train"]
     if hosts.is_first():
         with checkpoint.reachable("--workdir", run.folder):
@@ -118,7 +118,7 @@ def describe(run: Run, params: dict) -> None:
 
 
 def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> dict:
-    """Take the steps that remain, or those until a notice to stop.
+    """Train until the last step, or until a notice to stop.
 
     Scalars are read one step late, so dispatch never waits.
 
@@ -134,13 +134,13 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
     dynamics = (
         Recorder(run.program, run.splits["validation"], config.sequence_length) if config.dynamics_every else None
     )
-    if run.about.validation_due:  # what the base can do, or what a run that was told to stop left to this process
+    if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         show_validation(run, first, state["params"], progress, dynamics)
     pending = collections.deque()
     for step in range(first + 1, config.steps + 1):
         state, scalars = run.program.train_step(state, run.batch(step))
         if step == first + 1:
-            jax.block_until_ready((state, scalars))  # says so if there was no memory for it
+            jax.block_until_ready((state, scalars))  # raises an error if memory ran out
         pending.append((step, scalars))
         last, stopping = step == config.steps, notice.now()
         evaluating = last or (step % config.eval_every == 0 and not stopping)
@@ -150,7 +150,7 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
         pause = time.monotonic()
         if evaluating:
             show_validation(run, step, state["params"], progress, dynamics)
-        if saving:  # only now: the step's scalars are finite, and no curve stays behind the checkpoint
+        if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
             progress.flush()
             save(run, step, state, validation_due=not evaluating and step % config.eval_every == 0)
         progress.pause(time.monotonic() - pause)
@@ -196,8 +196,8 @@ def validate(
 ) -> dict[str, float]:
     """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
 
-    Windows are disjoint, as in training. Not scored are each window's first token and the end of the text that fills
-    no window. Bits per byte are the loss in bits times the split's tokens per byte of text.
+    Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
+    which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
     """
     weights = program.weights(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
@@ -214,7 +214,7 @@ def validate(
         )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
         pending.append(total)
-        if len(pending) > 2:  # the device has two batches to work on, and what is shown has been done
+        if len(pending) > 2:  # keeps two batches queued on the device, and shows only finished ones
             jax.block_until_ready(pending.popleft())
             done += config.batch_size * config.sequence_length
             show(done, split.size)
@@ -224,7 +224,7 @@ def validate(
 
 
 def diverged(run: Run, step: int, scalars: dict[str, float]) -> str:
-    """What to say when the loss or the gradient is no longer finite."""
+    """The message when the loss or the gradient is no longer finite."""
     checkpoint.check(run.checkpoints, wait=True)
     saved = run.checkpoints.latest_step()
     good = f"the last good checkpoint is step {saved or 0:,} in {run.folder}"
@@ -232,5 +232,5 @@ def diverged(run: Run, step: int, scalars: dict[str, float]) -> str:
         good = "no checkpoint had been saved yet"
     return (
         f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {good}; "
-        "begin in another --workdir with a lower config.optimizer.learning_rate"
+        "start again in another --workdir with a lower config.optimizer.learning_rate"
     )

@@ -1,6 +1,6 @@
 """The loss of a batch and its gradient, on many devices.
 
-What happens to a batch of tokens [B, S] (T steps of depth, L = T x the solver's nodes times):
+The path of a batch of tokens [B, S] (T steps of depth; L times, the product of T and the solver's number of nodes):
 
     grid                  -> layers {name: [L, inputs, outputs], ...}    generated once; each device makes its part
     each device, for each microbatch of its examples:
@@ -35,7 +35,7 @@ EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
 
 
 class ShardedLoss:
-    """The loss of one model on one mesh. Each device works on its examples and its part of the weights.
+    """The loss of one model on one mesh. Each device computes with its own examples and its own part of the weights.
 
     Args:
         graph: the structure of the model.
@@ -55,7 +55,7 @@ class ShardedLoss:
         self.merged_specs = select(self.layer_specs, lambda path: path[-1] not in FACTORS)
 
     def trained_and_frozen(self, tree: dict) -> tuple[dict, dict]:
-        """What trains of a tree like the parameters, and what is frozen."""
+        """The trained and the frozen part of a tree that is shaped like the parameters."""
         return select(tree, self.trains), select(tree, lambda path: not self.trains(path))
 
     def mean_and_gradient(
@@ -66,15 +66,15 @@ class ShardedLoss:
         microbatches: int = 1,
         grid: Grid | None = None,
     ) -> tuple[Float[Array, ""], dict]:
-        """The mean loss of the next token in nats, and its gradient: a tree like `params`, without what is frozen.
+        """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
         The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
-        other parameters. The cotangents add up in fp32 on each device and are summed once over the devices that have
-        copies of the same part. Then the generator is pulled back, once.
+        other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
+        hold copies of the same part. Finally they are pulled back through the generator, once.
 
         Args:
             keys: one dropout key for each example, or None.
-            microbatches: parts of each device's examples, taken one after the other.
+            microbatches: number of parts of each device's examples, processed one after the other.
             grid: the steps of depth; by default the model's own grid.
 
         Raises:
@@ -103,7 +103,7 @@ class ShardedLoss:
 
         Args:
             params: all parameters.
-            depth: the parameters of the depth weights that train, by which this is differentiated.
+            depth: the trained parameters of the depth weights, with respect to which this is differentiated.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
         layers = in_compute_type(model.depth(grid), model.weights_dtype)
@@ -112,7 +112,7 @@ class ShardedLoss:
     def device_mean(
         self, stack: Callable, frozen: dict, step_sizes, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
-        """One device's part of the mean loss of a microbatch; of the mean over all microbatches if `scale` says so."""
+        """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape).at[:, :-1].set(scale)
@@ -121,7 +121,8 @@ class ShardedLoss:
     def device_sum(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
 
-        Devices that share the work of every token (`tensor`) compute all states, and share the positions of the loss.
+        Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
+        the loss.
         """
         others = gather(others, self.other_specs, ("fsdp", "tensor"))
         model = nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
@@ -144,7 +145,7 @@ class ShardedLoss:
     def sum_and_count(
         self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The summed loss in nats of all tokens but the first of each valid window, and the number of these tokens."""
+        """The summed loss in nats, and the number of tokens in it: all but the first of each valid window."""
 
         def on_device(others, layers, step_sizes, tokens, valid):
             here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
@@ -167,7 +168,7 @@ def _sum_over_tensor(y):
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:
-    """The microbatches of a batch. The m-th has rows m, m + parts, ..., so every device has its share of each.
+    """The microbatches of a batch. The m-th has rows m, m + parts, ..., so every device has a share of each.
 
     Raises:
         UserError: if they don't divide the batch.

@@ -1,7 +1,7 @@
-"""Whether a run fits into memory, compared before anything is allocated.
+"""Whether a run fits into memory, checked before anything is allocated.
 
-On a CPU, too much is otherwise said late or never: JAX 0.10 can wait for ever for scalars of a program whose
-allocation failed, and Linux kills a process that uses more memory than there is.
+Without this check, running out of memory on a CPU is reported late or never. JAX 0.10 can wait forever for scalars of
+a program whose allocation failed, and Linux kills a process that uses more memory than there is.
 """
 
 import math
@@ -16,9 +16,9 @@ from diffeqformer.training.step import Program
 
 
 def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
-    """Compare what a run needs on each device of this process with what is free there, if the device tells.
+    """Compare a run's memory needs with the free memory of each device of this process, if the device reports it.
 
-    The train step is compiled for this, once: its first call finds it compiled.
+    This compiles the train step. Its first call then finds it compiled.
 
     Args:
         state: shapes and shardings of the whole state.
@@ -59,12 +59,12 @@ def bytes_of_program(compiled: jax.stages.Compiled) -> int:
     stats = compiled.memory_analysis()
     if stats is None:
         return 0
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # what is donated is used again
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # donated buffers are reused
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 
 
 def free_bytes(devices: list) -> int | None:
-    """Free memory of each of this process's devices, which on a CPU share the host's; None if it isn't known."""
+    """Free memory of each of this process's devices; CPU devices share the host's. None if it isn't known."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -72,7 +72,7 @@ def free_bytes(devices: list) -> int | None:
 
 
 def free_on_host() -> int:
-    """Free bytes of this machine, or of the container around this process; all it has if it doesn't say."""
+    """Free bytes of this machine or of the container around this process; all its memory if free bytes aren't known."""
     limit, table = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/proc/meminfo")
     if not table.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -83,5 +83,5 @@ def free_on_host() -> int:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes, for people."""
+    """A number of bytes as readable text."""
     return f"{count / 1e9:,.1f} GB"

@@ -1,4 +1,4 @@
-"""AdamW as published: clipping, decay masks, linear warm-up and cosine decay to a tenth."""
+"""AdamW as published: clipping, weight decay masks, linear warm-up and cosine decay to a tenth."""
 
 import jax
 import optax
@@ -22,10 +22,10 @@ def learning_rate_schedule(config, steps: int) -> optax.Schedule:
 
 
 def decay_mask(model: Transformer) -> dict:
-    """Which parameters of a model decay, as in the authors' runs: a tree like the parameters.
+    """Which parameters get weight decay, as in the authors' runs: a tree like the parameters.
 
-    Embeddings decay, and the kernels of per-layer and shared weights and of adapters, but nothing of a generator. Of a
-    DiffEqFormer of the Llama flavour everything does.
+    Embeddings decay, and so do the kernels of per-layer weights, shared weights and adapters. A generator's parameters
+    don't. In a DiffEqFormer with the block of a Llama, all parameters decay.
     """
     everything = model.depth.generated and model.field.generator_decays
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
@@ -35,7 +35,7 @@ def make_optimizer(config, decays: dict) -> optax.GradientTransformation:
     """AdamW over a run of `config.steps` updates, from its `optimizer` part.
 
     Args:
-        decays: which of the parameters that train decay.
+        decays: which of the trained parameters get weight decay.
     """
     adamw = optax.adamw(
         learning_rate_schedule(config.optimizer, config.steps),

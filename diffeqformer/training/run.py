@@ -1,4 +1,4 @@
-"""Opening a run: what all hosts have to agree on, its folder, and the state from which it goes on."""
+"""Opening a run: what all hosts must agree on, its folder, and its initial or restored state."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ class Run:
 
     Args:
         config: complete and checked, with the model of the base if there is one.
-        folder: where checkpoints and curves are; no other run writes there.
+        folder: holds checkpoints and curves; no other run writes there.
         program: the compiled functions.
         splits: the token store's `train` and `validation`.
-        checkpoints: those of the run so far, and the one writer of new ones.
-        about: what the next checkpoint says of itself, `validation_due` aside: that is what the newest one says.
+        checkpoints: the manager of the run's checkpoints, and the only writer of new ones.
+        about: the record of the next checkpoint, except that `validation_due` comes from the newest one.
     """
 
     config: ConfigDict
@@ -59,17 +59,17 @@ class Run:
 
 
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
-    """The token store's splits, and what checkpoints will say of themselves: the same on all processes.
+    """The token store's splits and the record of the run's checkpoints, which are the same on all processes.
 
     Raises:
-        UserError: on every process, if one can't go on or found something else than the others.
+        UserError: on every process, if one of them can't continue, or finds something different from the others.
     """
     about = About(config.to_dict(), tokenizer.name, tokenizer.save())
-    if jax.process_count() > 1:  # from here on processes must find the same, or they would wait for one another
+    if jax.process_count() > 1:  # from here on processes must agree, or they would wait for one another
         make_folder(folder)
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):
-        saved = read_saved(config, folder, about)  # what can't go on is said before a corpus is prepared for hours
+        saved = read_saved(config, folder, about)  # fail before a corpus is prepared for hours
         if config.base:
             about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
     if config.base:
@@ -85,16 +85,16 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
 
 @contextlib.contextmanager
 def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], about: About) -> Iterator[Run]:
-    """The run in a folder, which is held against other runs; at the end of the `with` block saves have ended.
+    """The run in a folder, which is locked against other runs. Saves are complete when the `with` block ends.
 
     Raises:
-        UserError: if this config can't go on from the newest checkpoint.
+        UserError: if the newest checkpoint can't be resumed with this config.
     """
     with contextlib.ExitStack() as stack:
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
                 stack.enter_context(only_run(folder))
-            saved = read_saved(config, folder, about)  # again: another run may have gone on meanwhile
+            saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             check_unchanged("data_sha256", about, saved, folder)
         if saved:
             about = dataclasses.replace(about, base=saved.base, validation_due=saved.validation_due)
@@ -106,10 +106,10 @@ def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], a
 
 
 def make_folder(workdir: epath.Path) -> None:
-    """Make the work folder if it is missing.
+    """Create the work folder if it is missing.
 
     Raises:
-        UserError: if it can't be made or written.
+        UserError: if it can't be created or written.
     """
     with checkpoint.reachable("--workdir", workdir):
         (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -117,10 +117,10 @@ def make_folder(workdir: epath.Path) -> None:
 
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
-    """What the newest checkpoint says of itself; None if there is none.
+    """The record of the newest checkpoint; None if there is none.
 
     Raises:
-        UserError: if a run of this config can't go on from it.
+        UserError: if it can't be resumed with this config.
     """
     try:
         with checkpoint.open_to_read(workdir) as (_, _, saved, config_there):
@@ -129,7 +129,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         return None
     if saved.materialized_from is not None:
         raise UserError(
-            f"{workdir}: holds a materialized model, which has no optimizer to go on with; use another --workdir"
+            f"{workdir}: holds a materialized model, which has no optimizer state to resume; use another --workdir"
         )
     check_resumable(config, config_there, workdir)
     check_unchanged("tokenizer", about, saved, workdir)
@@ -148,12 +148,12 @@ def check_unchanged(what: str, about: About, saved: About | None, workdir: epath
     if ours != theirs:
         raise UserError(
             f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
-            f"({theirs}); use another --workdir, or the old store"
+            f"({theirs}); use another --workdir, or the run's own store"
         )
 
 
 def start_or_resume(run: Run) -> dict:
-    """A new state, or that of the newest checkpoint.
+    """A new state, or the state of the newest checkpoint.
 
     Raises:
         UserError: if processes see different checkpoints, it can't be read, or there isn't enough memory.
@@ -170,7 +170,9 @@ def start_or_resume(run: Run) -> dict:
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
         state = restored_state(run, step, shapes)
-    return jax.block_until_ready(state)  # the whole: if there was no memory for it, one scalar may never be ready
+    return jax.block_until_ready(
+        state
+    )  # wait for all of it: after a failed allocation, a single scalar may never be ready
 
 
 def abstract_state(program: Program) -> dict:
@@ -189,7 +191,7 @@ def first_state(run: Run) -> dict:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
     if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
-        print(f"it was trained with {theirs}, which takes weights at several times in a step; this run walks by Euler")
+        print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):
         checkpoint.save_frozen(run.folder, frozen, base)
@@ -197,7 +199,7 @@ def first_state(run: Run) -> dict:
 
 
 def restored_state(run: Run, step: int, shapes: dict) -> dict:
-    """The state that was saved after `step` steps, and the frozen parameters that were saved once."""
+    """The state that was saved after `step` steps, together with the frozen parameters, which were saved once."""
     trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
     state = checkpoint.restore_state(run.checkpoints, step, {**shapes, "params": trained})
     if frozen:

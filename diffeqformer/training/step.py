@@ -1,6 +1,6 @@
 """The pure functions that a run compiles: initial state, train step, weights, evaluation.
 
-The state is a plain tree, {"params": ..., "optimizer": ..., "step": int32}. A checkpoint that holds it forgets nothing,
+The state is a plain tree, {"params": ..., "optimizer": ..., "step": int32}. It is all that a checkpoint needs to hold,
 since data and dropout are functions of the seed and the step.
 """
 
@@ -38,20 +38,20 @@ def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""])
 
 
 class Program:
-    """The compiled functions of one run on one mesh. Making them compiles nothing yet.
+    """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
     graph: the model's structure, to be merged with `state["params"]`
-    attention: a word on which attention is used
-    state_shardings, batch_sharding: where the state and a batch [B, S] live
-    init(base) -> state; base: parameters that don't start at random (donated), or None
-    train_step(state, tokens [B, S]) -> (state, scalars); the state that goes in is donated
+    attention: a short description of the attention in use
+    state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
+    init(base) -> state; base: parameters that aren't initialised at random (donated), or None
+    train_step(state, tokens [B, S]) -> (state, scalars); the input state is donated
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
     Args:
         config: a checked config.
         mesh: the devices.
-        attention: causal attention, and a word on it for the log; by default the fastest for the mesh's devices.
+        attention: causal attention and its description for the log; by default the fastest for the mesh's devices.
     """
 
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
@@ -79,15 +79,15 @@ class Program:
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
 
     def trained(self, tree: dict) -> dict:
-        """The part of a tree like the parameters that trains."""
+        """The trained part of a tree that is shaped like the parameters."""
         return self.loss.trained_and_frozen(tree)[0]
 
     def frozen(self, tree: dict) -> dict:
-        """The rest of it."""
+        """The frozen part of such a tree."""
         return self.loss.trained_and_frozen(tree)[1]
 
     def _place(self, specs):
-        """The specs of a tree as shardings on this program's mesh."""
+        """A tree of specs as shardings on this program's mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def _state_shardings(self) -> dict:

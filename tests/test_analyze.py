@@ -91,7 +91,7 @@ WRONG = {
         "diffeqformer",
         "^--heads: this model has the heads 0 to 3, .* is 4$",
     ),
-    "no number": ({"heads": ["x"]}, "diffeqformer", "^--heads: must be whole numbers"),
+    "no number": ({"heads": ["x"]}, "diffeqformer", "^--heads: must be comma-separated whole numbers"),
     "another depth of a vanilla model": (
         {"num_steps": 3},
         "gpt",

@@ -122,7 +122,7 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
     for changes, sentence in (
         ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
         ({"shots": ["-1"]}, "--shots: must be comma-separated whole numbers of at least 0, but it has '-1'"),
-        ({"num_steps": ["0"]}, "--num_steps: must be whole numbers from 1 on"),
+        ({"num_steps": ["0"]}, "--num_steps: must be comma-separated whole numbers of at least 1"),
         ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
         ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
         ({"window": 0}, "--window: must be from 2 to the 64 positions of .*, but it is 0"),

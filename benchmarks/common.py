@@ -16,8 +16,9 @@ from absl import flags
 
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import UserError
+from diffeqformer.fields import FIELDS
 from diffeqformer.solvers.walk import REMAT as REMAT_KINDS
-from diffeqformer.transformer import FIELDS, MODELS
+from diffeqformer.transformer import MODELS
 
 MODEL_NAMES = flags.DEFINE_list(
     "models",

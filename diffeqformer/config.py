@@ -15,10 +15,11 @@ from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
+from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
-from diffeqformer.transformer import FIELDS, MODELS, padded_vocabulary, vector_field
+from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
 def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:

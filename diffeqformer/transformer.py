@@ -16,15 +16,11 @@ from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_compute_type, weight_axes
 from diffeqformer.errors import UserError
+from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
-from diffeqformer.fields.gpt import GPT
 from diffeqformer.fields.layers import Context, dropout, parameter, rows_from
-from diffeqformer.fields.llama import Llama
 from diffeqformer.parallel.sharding import partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
-
-FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama}
-"""The vector fields by name (`model.field`)."""
 
 
 @dataclasses.dataclass(frozen=True)

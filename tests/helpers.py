@@ -15,11 +15,12 @@ from flax import nnx
 import authors
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.fields import FIELDS
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import FIELDS, MODELS, Transformer, new_model, split_model
+from diffeqformer.transformer import MODELS, Transformer, new_model, split_model
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")

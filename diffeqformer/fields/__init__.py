@@ -1,1 +1,7 @@
-"""Vector fields: the action of one block on a state, given the block's weights at that time."""
+"""Vector fields by name (`model.field`): what one block does to a state, given the block's weights at that time."""
+
+from diffeqformer.fields.field import Block
+from diffeqformer.fields.gpt import GPT
+from diffeqformer.fields.llama import Llama
+
+FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama}

@@ -170,9 +170,8 @@ def start_or_resume(run: Run) -> dict:
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
         state = restored_state(run, step, shapes)
-    return jax.block_until_ready(
-        state
-    )  # wait for all of it: after a failed allocation, a single scalar may never be ready
+    # Wait for all of it: after a failed allocation, a single scalar may never be ready.
+    return jax.block_until_ready(state)
 
 
 def abstract_state(program: Program) -> dict:

@@ -70,9 +70,7 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
     if choice.top_p < 1:
         ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = (
-            jnp.cumsum(probabilities, axis=-1) - probabilities
-        )  # total probability of the tokens likelier than each
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of all likelier tokens
         least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.vmap(jax.random.categorical)(keys, logits)

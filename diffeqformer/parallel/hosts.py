@@ -138,9 +138,8 @@ def all_succeed(what: str) -> Iterator[None]:
     except UserError as raised:
         error = UserErrorEverywhere(str(raised))
     if jax.process_count() > 1:
-        get_barrier_sync_fn()(
-            key=what, timeout_ms=7 * 24 * 3600 * 1000
-        )  # a wait on the devices would time out after minutes
+        a_week = 7 * 24 * 3600 * 1000  # in ms; a wait on the devices would time out after minutes
+        get_barrier_sync_fn()(key=what, timeout_ms=a_week)
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
         if error is None and len(failed):
             error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed; see its message")

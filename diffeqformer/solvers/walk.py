@@ -119,9 +119,8 @@ def walk(
 
     adapted = any("a" in layer for layer in weights.layers.values())
     if remat != "none" or adapted or weights.gather is not as_it_is:
-        body = jax.checkpoint(
-            body, policy=REMAT[remat], prevent_cse=False
-        )  # in a scan, common expressions of steps aren't merged anyway
+        # In a scan, common expressions of different steps can't be merged anyway.
+        body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
     if weights.constant:
         whole, layers = nodes * [merge(weights.layers, weights.gather)], None
     else:

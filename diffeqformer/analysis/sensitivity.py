@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps, lyapunov
 from diffeqformer.analysis.common import check_text, in_float32
@@ -10,7 +11,7 @@ from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.console.progress import printable, show_progress
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.transformer import weights_at
+from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side
 
@@ -45,6 +46,31 @@ def draw(labels: list[str], measures: dict[str, np.ndarray]):
     return figure
 
 
+def measure(
+    model: Transformer, tokens: Int[Array, "S"], target: int, num_steps: int | None, published_pairing: bool
+) -> tuple[dict[str, Float[np.ndarray, "S"]], dict[str, np.ndarray]]:
+    """The four measures of each token's influence by name, and the arrays behind the first two.
+
+    Args:
+        target: the id whose log probability is differentiated.
+    """
+    added = lyapunov.exponents(
+        model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
+    )
+    derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
+    sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
+    with np.errstate(divide="ignore"):
+        measures = {
+            "Lyapunov sensitivity: largest exponent of equation (7)": added.sum(0).max(-1),
+            "total derivative: log of the largest singular value": np.log(sizes),
+            "attention rollout": attention_maps.rollout(model, tokens, num_steps),
+            "gradient of the prediction's log probability": attention_maps.input_gradients(
+                model, tokens, target, num_steps
+            ),
+        }
+    return measures, {"exponents": added, "derivative_sizes": sizes}
+
+
 @in_float32
 def section(
     opened: Checkpoint, ids: list[int], *, num_steps: int | None = None, published_pairing: bool = False
@@ -64,20 +90,7 @@ def section(
     tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
     logits = model(tokens[None], weights_at(model, num_steps))[0, -1]
     target = int(jnp.argmax(logits[: opened.tokenizer.vocab_size]))
-    added = lyapunov.exponents(
-        model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
-    )
-    derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
-    sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
-    with np.errstate(divide="ignore"):
-        measures = {
-            "Lyapunov sensitivity: largest exponent of equation (7)": added.sum(0).max(-1),
-            "total derivative: log of the largest singular value": np.log(sizes),
-            "attention rollout": attention_maps.rollout(model, tokens, num_steps),
-            "gradient of the prediction's log probability": attention_maps.input_gradients(
-                model, tokens, target, num_steps
-            ),
-        }
+    measures, arrays = measure(model, tokens, target, num_steps, published_pairing)
     predicted = opened.tokenizer.decode([target])
     exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
     shown = [
@@ -108,5 +121,5 @@ def section(
         "Sensitivity of a token",
         "".join(shown),
         numbers,
-        {"exponents": added, "derivative_sizes": sizes},
+        arrays,
     )

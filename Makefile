@@ -1,6 +1,7 @@
 # make train      train a small Neural ODE Transformer on real text (about five minutes on two cores)
 # make test       the test suite
 # make test-fast  a subset for use after every change
+# make test-shuffled  the test suite in random order; it prints its seed, PYTEST='--randomly-seed=N' repeats it
 # make test-slow  tests that take half a minute or more: several processes, full disks, a kill in the middle of a save
 # make test-kill  ten minutes of kills at random moments, each of which a run must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (ten minutes)
@@ -13,19 +14,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md tests/data/README.md third_party/README.md
+SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
+  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-slow test-kill test-tpu lint format help
+.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu lint format help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
-	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+	$(SUITE)
 
 test-fast: .venv/installed-test
-	$(BIN)/python -m pytest -m fast
+	$(SUITE) -m fast
+
+test-shuffled: .venv/installed-test
+	$(SUITE) -p randomly $(PYTEST)
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import re
 import shutil
 import threading
@@ -10,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffeqformer.data import lock
 from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
@@ -254,17 +256,17 @@ def test_an_interrupted_replacement_is_no_store(small_store, tmp_path, monkeypat
         stage(remote, tmp_path / "here" / "task")
 
 
-def test_a_second_process_waits_for_the_first(small_store, tmp_path, capsys):
+def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch):
     """By then, the other process may have made the store or abandoned it."""
-    remote, here = "memory://seventh/stores", tmp_path / "here" / "task"
+    remote, here, said = "memory://seventh/stores", tmp_path / "here" / "task", queue.Queue()
+    monkeypatch.setattr(lock, "print", lambda text, **_: said.put(text), raising=False)
     upload(small_store, remote)
     for finished in (True, False):
         with contextlib.ExitStack() as first:
             first.enter_context(only_process(here.with_suffix(".copying")))
             second = threading.Thread(target=stage, args=(remote, here))
             second.start()
-            while "waiting for it" not in capsys.readouterr().out:
-                assert second.is_alive()
+            assert "waiting for it" in said.get(timeout=60)
             assert not here.exists()
             if finished:
                 shutil.copytree(small_store, here)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from flax import nnx
 from diffeqformer import checkpoint
 from diffeqformer.config import check_config
 from diffeqformer.console.progress import Progress
+from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
@@ -366,8 +368,9 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")
 
 
-def test_a_second_run_waits_for_the_first_one(tmp_path, capsys):
-    order, workdir = [], epath.Path(tmp_path)
+def test_a_second_run_waits_for_the_first_one(tmp_path, monkeypatch):
+    order, workdir, said = [], epath.Path(tmp_path), queue.Queue()
+    monkeypatch.setattr(lock, "print", lambda text, **_: said.put(text), raising=False)
 
     def second():
         with only_run(workdir):
@@ -376,8 +379,7 @@ def test_a_second_run_waits_for_the_first_one(tmp_path, capsys):
     with only_run(workdir):
         thread = threading.Thread(target=second)
         thread.start()
-        while "another run is using this folder; waiting for it to end" not in capsys.readouterr().out:
-            assert thread.is_alive()
+        assert "another run is using this folder; waiting for it to end" in said.get(timeout=60)
         order.append("first")
     thread.join()
     assert order == ["first", "second"]

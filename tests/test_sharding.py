@@ -38,7 +38,7 @@ def run_and_score(config, mesh):
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
     ],
 )
-def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
+def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):
     config = sharded_config(kind, field, **changes)
     alone, expected = run_and_score(config, ONE_DEVICE)
     for shape in meshes:
@@ -46,6 +46,7 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes):
         np.testing.assert_allclose(losses, expected, rtol=3e-6)
         for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=3e-5)
+    assert compilations("_train_step") == 1 + len(meshes)  # the state comes back as it went in
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.task = "openwebtext"  # a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files
-    config.data.module = ""  # your own Python module that calls diffeqformer.data.tasks.add_corpus
+    config.data.module = ""  # your own Python module that calls diffeqformer.data.corpora.add_corpus
     # Local files to use instead of a corpus: comma-separated patterns of .txt, .jsonl or .parquet files.
     config.data.train_files = ""
     config.data.validation_files = ""

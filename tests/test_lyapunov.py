@@ -93,7 +93,7 @@ def test_a_linear_system_has_its_known_exponents():
     layers, dt = [{"c": jnp.asarray(np.diag(rates) + rest, jnp.float32)}], jnp.float32(0.05)
     tangents, total, x = jnp.tile(jnp.eye(4), (5, 1, 1)), 0, jnp.ones((5, 4))
     for _ in range(20):
-        tangents, logs = lyapunov._advance(SOLVERS["euler"], Mean(), layers, dt, x, tangents)
+        tangents, logs = lyapunov.advance(SOLVERS["euler"], Mean(), layers, dt, x, tangents)
         total = total + logs
     np.testing.assert_allclose(total, np.tile(20 * np.log(1 + 0.05 * rates / 5), (5, 1)), atol=1e-5)
 

@@ -82,7 +82,7 @@ def last_increment(
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
-def _advance(solver, field, layers, dt, x, tangents):
+def advance(solver, field, layers, dt, x, tangents):
     """Y -> (I + J) Y for every input token, as Q and log |diag R|."""
     increment, pull = jax.vjp(lambda x: last_increment(solver, field, layers, x[None], dt)[0], x)
     rows = jnp.eye(increment.size, dtype=increment.dtype)
@@ -140,7 +140,7 @@ def exponents(
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
-            tangents, logs = _advance(solver, model.field, layers, dt, states[step], tangents)
+            tangents, logs = advance(solver, model.field, layers, dt, states[step], tangents)
             added.append(np.asarray(logs))
             progress(step + 1, steps)
     return np.stack(added)

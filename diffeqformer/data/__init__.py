@@ -1,11 +1,11 @@
 """Data: SeqIO task -> token store -> `batch(step)`.
 
-`tasks`, `builders` and `worker` import TensorFlow; so does `diffeqformer.inference.perplexity`. Training doesn't: it
-leaves preparation to separate processes.
+`corpora`, `tasks`, `builders` and `worker` import TensorFlow; so does `diffeqformer.inference.perplexity`. Training
+doesn't: it leaves preparation to separate processes.
 """
 
 CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")
-"""The names of the corpora in `diffeqformer.data.tasks`, available without importing TensorFlow."""
+"""The names of the corpora in `diffeqformer.data.corpora`, available without importing TensorFlow."""
 
 TASK_NAME = r"\w[\w.-]*"
 TASK_NAME_SAYS = "must be a name of letters, digits, dots, hyphens and underscores"

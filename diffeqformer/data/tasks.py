@@ -1,35 +1,27 @@
-"""Corpora and their SeqIO tasks. Import this module only where TensorFlow may be imported.
+"""The SeqIO tasks of corpora. Import this module only where TensorFlow may be imported.
 
     import seqio
     from diffeqformer.data import tasks
     tasks.add_task("wikitext103", open_tokenizer("gpt2"))
     seqio.get_mixture_or_task("wikitext103_gpt2")
 
-A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
-Your own module can add a corpus with `add_corpus`; name the module in `config.data.module`.
-"""
+A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text."""
 
-import hashlib
 import importlib
 import itertools
-import pathlib
-import platform
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS, builders  # noqa: F401 (registers the TFDS builders)
+from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
+from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.files import PLAIN, kind, read_texts
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
-VALIDATION_PART = 50  # one in this many files of the standard library
 MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
 
 
@@ -116,22 +108,6 @@ class LocalFiles(seqio.DataSource):
         return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
-class Corpus(NamedTuple):
-    """Where documents come from.
-
-    source: SeqIO source of examples with the feature `text`.
-    origin: its description for readers; written into the token store.
-    cut: splits a local text file that replaces the corpus into documents.
-    """
-
-    source: seqio.DataSource
-    origin: str
-    cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
-
-
-CORPORA: dict[str, Corpus] = {}
-
-
 def configure(module: str, tfds_dir: str) -> None:
     """Apply a config's settings: a module that adds corpora, and the folder of TensorFlow Datasets (empty: unchanged).
 
@@ -166,11 +142,6 @@ def one_sentence(error: Exception) -> str:
     wrapped = re.search(r"UserError: (.*)", str(error))
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return wrapped.group(1).strip() if wrapped else lines[0][:300]
-
-
-def add_corpus(name: str, source: seqio.DataSource, origin: str, **how) -> None:
-    """Add a corpus; see `Corpus`."""
-    CORPORA[name] = Corpus(source, origin, **how)
 
 
 def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -210,59 +181,3 @@ def add_task(
         output_features={"targets": seqio.Feature(TokenizerVocabulary(tokenizer), add_eos=True, dtype=tf.int32)},
         **more,
     )
-
-
-def stdlib_files(split: str) -> list[pathlib.Path]:
-    """The `.py` files of this Python's standard library without its tests, sorted by path.
-
-    A hash of the path below the library's folder decides the split, so a file stays in its split regardless of what
-    else is installed. Files that aren't UTF-8 are left out.
-    """
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if any(part in ("site-packages", "dist-packages", "test", "tests", "idle_test") for part in parts):
-            continue
-        digest = hashlib.sha256("/".join(parts).encode()).digest()
-        is_validation = int.from_bytes(digest[:8], "big") % VALIDATION_PART == 0
-        if is_validation == (split == "validation"):
-            files.append(path)
-    return files
-
-
-def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
-    """One document per file; always in the same order."""
-
-    def texts():
-        for path in stdlib_files(split):
-            try:
-                yield {"text": path.read_bytes().decode("utf-8")}
-            except UnicodeDecodeError:
-                continue
-
-    return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
-
-
-add_corpus(
-    "python_stdlib",
-    seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")),
-    f"standard library of Python {platform.python_version()}",
-)
-add_corpus(
-    "wikitext103",
-    seqio.TfdsDataSource("wikitext103/detokenized:1.0.0"),
-    "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir",
-    cut=lambda text: map(detokenize, articles(text)),
-)
-add_corpus(
-    "wikitext103_raw",
-    seqio.TfdsDataSource("wikitext103/raw:1.0.0"),
-    "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir",
-    cut=articles,
-)
-add_corpus(
-    "openwebtext",
-    seqio.TfdsDataSource("openwebtext:1.0.0"),
-    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; 0.0005 of it is validation",
-)

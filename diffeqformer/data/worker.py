@@ -48,7 +48,8 @@ def plan(task, request: dict) -> None:
     Raises:
         UserError: if it can't be fetched.
     """
-    from diffeqformer.data.tasks import CORPORA, fetch
+    from diffeqformer.data.corpora import CORPORA
+    from diffeqformer.data.tasks import fetch
 
     fetch(task)
     missing = [split for split in SPLITS if split not in task.splits]

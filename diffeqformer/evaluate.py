@@ -139,11 +139,13 @@ def evaluate(options) -> dict:
 
 
 def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[float]:
-    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate."""
-    seconds = [[] for _ in scorers]
+    """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
+
+    All scorers have the same batch size.
+    """
+    seconds, windows = [[] for _ in scorers], evaluation.first_windows(scorers[0].batch_size)
     for _ in range(rounds + 1):
         for scorer, times in zip(scorers, seconds):
-            windows = evaluation.first_windows(scorer.batch_size)
             start = time.monotonic()
             scorer(windows)
             times.append((time.monotonic() - start) / len(windows))

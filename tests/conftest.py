@@ -3,6 +3,8 @@
 import gc
 import os
 import pathlib
+import sys
+import types
 
 from flags import FAST_COMPILATION
 
@@ -14,6 +16,7 @@ import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 
 

@@ -1,7 +1,8 @@
 """A process that has already imported what the commands need, and runs each command in a fork of itself.
 
 So a command under test is a separate process, with its own environment, output and exit status, but doesn't spend
-seconds on imports. Nothing here may start threads before a fork: JAX and TensorFlow start theirs when first used.
+seconds on imports. With the argument `tensorflow` it has imported that, too. Nothing here may start threads before a
+fork: JAX and TensorFlow start theirs when first used.
 
 Reads a request as a line of JSON from standard input, and answers with a line: the command's exit status.
 """
@@ -32,6 +33,11 @@ def become(request: dict) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["tensorflow"]:
+        from diffeqformer.data.quiet import import_tensorflow
+
+        import_tensorflow()
+        importlib.import_module("diffeqformer.inference.perplexity")
     for name in COMMANDS:
         importlib.import_module(f"diffeqformer.{name}")
     answers = os.fdopen(os.dup(1), "w")

@@ -71,17 +71,22 @@ def curves(workdir) -> dict[str, dict[int, float]]:
 
 
 @functools.cache
-def forking() -> subprocess.Popen:
+def forking(*imports: str) -> subprocess.Popen:
     """The process that runs commands. It exits when its standard input closes, that is, together with this process."""
     environment = {**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8"}
-    script = ROOT / "tests" / "forking.py"
     return subprocess.Popen(
-        [sys.executable, script], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, ROOT / "tests" / "forking.py", *imports],
+        cwd=ROOT,
+        env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # no threads before a fork
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
     """Run a command in a fork of a process with the imports done; `environment` is added to this process's."""
+    process = forking("tensorflow") if module == "evaluate" else forking()
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):
@@ -94,7 +99,7 @@ def command(module: str, *arguments, environment: dict | None = None, input: str
             "environment": {**os.environ, "XLA_FLAGS": FAST_COMPILATION, **(environment or {})},
             "files": [str(file) for file in files],
         }
-        print(json.dumps(request), file=forking().stdin, flush=True)
-        status = int(forking().stdout.readline())
+        print(json.dumps(request), file=process.stdin, flush=True)
+        status = int(process.stdout.readline())
         said = [file.read_bytes().decode() for file in files[1:]]
     return subprocess.CompletedProcess(request["arguments"], status, *said)

@@ -129,22 +129,24 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
+EXCEPT_CLUSTERING = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
+
+
 @pytest.mark.parametrize(
-    "kind, field, changes",
+    "kind, field, changes, parts",
     [
-        ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}),
-        ("shared", "llama", {"solver": "midpoint"}),
-        ("discretized", "gpt", {"lora_rank": 2}),
+        ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}, EXCEPT_CLUSTERING),
+        ("shared", "llama", {"solver": "midpoint"}, EXCEPT_CLUSTERING),
+        ("discretized", "gpt", {"lora_rank": 2}, ["spectra", "induction"]),
     ],
 )
-def test_every_kind_of_model_has_a_report(kind, field, changes, monkeypatch, tmp_path):
+def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):
     opened = opened_model(kind, field, num_steps=2, **changes)
     open_instead(opened, monkeypatch)
-    parts = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))
     assert [section.name for section in done] == parts
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert page.tags.count("img") == 6 + (field == "llama") and ("layer" in page.text) == (kind == "gpt")
+    assert page.tags.count("img") == len(parts) + 2 + (field == "llama") and ("layer" in page.text) == (kind == "gpt")
     assert ("within a step of this solver" in page.text) == (kind == "shared")
     for section in done:
         assert all(np.isfinite(values).all() for values in section.arrays.values()), section.name

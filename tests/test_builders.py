@@ -1,4 +1,4 @@
-"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) the TFDS builders."""
+"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) TFDS builders and SeqIO tasks."""
 
 import gzip
 import json
@@ -147,18 +147,10 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
 
 
 @pytest.mark.long
-def test_the_builders():
-    """Run the tests of builders_process.py in a process with TensorFlow and without the import hook."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        "tests/builders_process.py",
-    ]
+def test_builders_and_tasks():
+    """Run the tests of two other files in a process with TensorFlow and without the import hook."""
+    files = ["tests/builders_process.py", "tests/tasks_process.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

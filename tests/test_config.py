@@ -28,9 +28,12 @@ from runs import command
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_sound_and_its_state_has_shapes(name, model):
+    """Each config's DiffEqFormer, and each model of one config, also have a train step."""
     config = load_config(name, model)
     config.data.tokenizer_file = "a_model" if config.data.tokenizer == "sentencepiece" else ""
     check_config(config, num_devices=8)
+    if name != CONFIGS[0] and model != "diffeqformer":
+        return
     program = Program(config, make_mesh())
     state = jax.eval_shape(program.init)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")

@@ -105,19 +105,18 @@ def test_the_baselines_have_the_logits_of_hugging_face(kind, name):
     assert difference(model(jnp.asarray(arrays["tokens"]), model.weights()), arrays["logits"]) < 2e-6
 
 
-def reference_blocks(kind, params):
+def reference_blocks(kind, params, num_steps):
     if kind in ("diffeqformer", "alternative"):
-        return reference.generated_blocks(params, 6, 8), reference.euler
+        return reference.generated_blocks(params, num_steps, 8), reference.euler
     if kind in ("gpt", "llama"):
-        return reference.per_layer_blocks(params, 6), reference.lie_trotter
-    return {"shared": reference.shared_blocks, "discretized": reference.per_layer_blocks}[kind](
-        params, 6
-    ), reference.euler
+        return reference.per_layer_blocks(params, num_steps), reference.lie_trotter
+    blocks = {"shared": reference.shared_blocks, "discretized": reference.per_layer_blocks}[kind]
+    return blocks(params, num_steps), reference.euler
 
 
-def parameters(kind, field):
+def parameters(kind, field, num_steps):
     """The authors' parameters for their models; for the others a rearrangement of these."""
-    if (kind, field) in MODELS:
+    if kind == "diffeqformer":
         return authors.load(kind, field)[1]
     if kind == "alternative":
         params = authors.load("diffeqformer", field)[1]
@@ -127,13 +126,13 @@ def parameters(kind, field):
         return {**params, "depth": {"mlp": mlp, "layers": layers}}
     params = authors.load(field, field)[1]
     layers = params["depth"]["layers"]
-    if field == "llama":  # a DiffEqFormer's norms have shifts
+    if field == "llama" != kind:  # a DiffEqFormer's norms have shifts
         norms = {
             name: {**layers[name], "shift": 0.3 * layers[name]["scale"]} for name in ("norm_attention", "norm_mlp")
         }
         layers = {**layers, **norms}
-    if kind == "shared":  # one layer of the authors' model
-        layers = jax.tree.map(lambda leaf: leaf[2], layers)
+    part = 2 if kind == "shared" else slice(num_steps)
+    layers = jax.tree.map(lambda leaf: leaf[part], layers)
     return {**params, "depth": {"layers": layers}}
 
 
@@ -141,13 +140,13 @@ def parameters(kind, field):
     "kind, field, norm_of_norm", [*((*model, True) for model in FAMILY), ("diffeqformer", "llama", False)]
 )
 def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
-    params = parameters(kind, field)
+    params, num_steps = parameters(kind, field, 3), 3
     tokens = authors.load("gpt", "gpt")[0]["input_ids"]
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
 
         def loss_of(params):
-            blocks, solver = reference_blocks(kind, params)
+            blocks, solver = reference_blocks(kind, params, num_steps)
             if not norm_of_norm:
                 solver = functools.partial(solver, norm_of_norm=False)
             logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)
@@ -155,7 +154,8 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
 
         (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
         assert logits.dtype == jnp.float64
-    model = authors.build(authors.model_config(kind, field, norm_of_norm=norm_of_norm), params)
+    config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps)
+    model = authors.build(config, params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
     _, ours = loss_and_gradient(nnx.graphdef(model), jax.tree.map(jnp.asarray, params), jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
@@ -167,7 +167,7 @@ def test_the_reference_itself_agrees_with_the_authors(kind, field):
     arrays, params, _ = authors.load(kind, field)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
-        blocks, solver = reference_blocks(kind, params)
+        blocks, solver = reference_blocks(kind, params, 6)
         rows = [reference.forward(params, blocks, solver, row, heads=4) for row in arrays["input_ids"]]
         logits = np.stack([logits for logits, _ in rows])
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5

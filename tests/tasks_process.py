@@ -1,0 +1,77 @@
+"""Tests of the SeqIO tasks, which `test_builders.py` runs in a separate process."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from diffeqformer.data import CORPUS_NAMES, corpora, tasks
+from diffeqformer.data.store import open_store
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
+from helpers import ROOT
+
+
+def test_the_standard_library_task_agrees_with_its_files(tmp_path):
+    """SeqIO's ids are the bytes of the files without tests, split by path; a store has them all."""
+    tasks.add_task("python_stdlib", ByteTokenizer())
+    task = seqio.get_mixture_or_task("python_stdlib_bytes")
+    train, validation = (corpora.stdlib_files(split) for split in ("train", "validation"))
+    assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
+    vocabulary = task.output_features["targets"].vocabulary
+    first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))
+    text = validation[0].read_bytes()
+    assert bytes(first["targets"][:-1].astype(np.uint8)) == text == first["targets_pretokenized"]
+    assert first["targets"][-1] == vocabulary.eos_id == 256
+
+    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", "--config.data.processes=1"]
+    done = subprocess.run([*command, f"--config.data.dir={tmp_path}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    splits = open_store(tmp_path / "python_stdlib-bytes", "bytes", 128)
+    assert splits["validation"].text_bytes == sum(path.stat().st_size for path in validation)
+    assert splits["train"].size > 5e6
+
+
+def test_the_names_of_corpora_are_known_without_tensorflow():
+    assert tuple(corpora.CORPORA) == CORPUS_NAMES
+
+
+def test_a_tokenizer_is_a_vocabulary():
+    """Ids inside a pipeline and outside are the tokenizer's own; no id is padding, start or unknown."""
+    for tokenizer in (ByteTokenizer(), GPT2Tokenizer({bytes([b]): b for b in range(256)} | {b"<|": 256})):
+        vocabulary, text = tasks.TokenizerVocabulary(tokenizer), "naïve 🙂 <|endoftext|>!"
+        ids = tokenizer.encode(text)
+        assert vocabulary.encode(text) == ids and vocabulary.decode(ids) == text
+        assert vocabulary.encode_tf(tf.constant(text)).numpy().tolist() == ids
+        [inside] = tf.data.Dataset.from_tensors(text).map(vocabulary.encode_tf).as_numpy_iterator()
+        assert inside.tolist() == ids and vocabulary.decode_tf(tf.constant(ids)).numpy().decode() == text
+        assert (vocabulary.eos_id, vocabulary.bos_id, vocabulary.unk_id) == (tokenizer.end_of_text, None, None)
+        assert vocabulary.vocab_size == tokenizer.vocab_size and vocabulary == tasks.TokenizerVocabulary(tokenizer)
+    assert tasks.TokenizerVocabulary(ByteTokenizer()) != vocabulary
+
+
+def test_local_files_take_the_place_of_wikitext(tmp_path, monkeypatch):
+    """WikiText articles, detokenized or not; unchanged rows of other files. One shard per file or group of files."""
+    articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
+    (tmp_path / "a.txt").write_text("".join(articles))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": " = Three = \n \n As it is , here . \n"}) + "\n")
+    files = {"validation": [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]}
+
+    def texts(corpus, **more):
+        task = tasks.add_task(corpus, ByteTokenizer(), files)
+        dataset = task.get_dataset(split="validation", sequence_length=None, shuffle=False, **more)
+        return [example["targets_pretokenized"].decode() for example in dataset.as_numpy_iterator()]
+
+    raw = texts("wikitext103_raw")
+    assert raw[:2] == articles and raw[2].startswith(" = Three = ") and len(raw) == 3
+    detokenized = texts("wikitext103")
+    assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
+    assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
+    assert len(texts("openwebtext")) == 2  # a text file is a document there
+    monkeypatch.setattr(tasks, "MOST_SHARDS", 2)
+    files["validation"] = files["validation"][:1] * 2 + files["validation"][1:]
+    assert len(tasks.LocalFiles(files).list_shards("validation")) == 2
+    assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw]
+    assert texts("wikitext103_raw") == raw[:2] + raw

@@ -163,6 +163,7 @@ add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validat
 """)
     command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", "--config.data.task=mine"]
     more = ["--config.data.module=my_corpora", f"--config.data.dir={tmp_path}", "--config.sequence_length=16"]
+    more += ["--config.data.processes=1"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -97,19 +97,23 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
     assert sum(ours["all-reduce"]) < 1.05 * sum(theirs["all-reduce"])
 
 
-def test_the_state_is_shared_and_stays_in_place():
-    config = sharded_config(model__width=64, model__mlp=256)
-    sizes = {}
-    for shape in [(8, 1, 1), (2, 4, 1), (2, 2, 2)]:
-        program = Program(config, make_mesh(shape))
-        state = jax.eval_shape(program.init)
-        elements = jax.tree.map(
-            lambda leaf, place: math.prod(place.shard_shape(leaf.shape)), state, program.state_shardings
-        )
-        sizes[shape] = 4 * sum(jax.tree.leaves(elements))
-    assert sizes[2, 4, 1] < 0.27 * sizes[8, 1, 1] and sizes[2, 2, 2] < 0.27 * sizes[8, 1, 1]
+@pytest.mark.parametrize(
+    "shape, share",
+    [
+        ((2, 2, 2), 1 / 4),
+        pytest.param((2, 4, 1), 1 / 4, marks=pytest.mark.slow),
+        pytest.param((8, 1, 1), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_state_is_shared_and_stays_in_place(shape, share):
+    program = Program(sharded_config(model__width=64, model__mlp=256), make_mesh(shape))
+    state = jax.eval_shape(program.init)
+    places = zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True)
+    size = 4 * sum(math.prod(place.shard_shape(leaf.shape)) for leaf, place in places)
+    whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert share * whole <= size < 1.08 * share * whole
     memory = program.train_step.lower(state, jax.ShapeDtypeStruct((16, 16), "int32")).compile().memory_analysis()
-    assert sizes[2, 2, 2] <= memory.argument_size_in_bytes < 1.01 * sizes[2, 2, 2] + 1000
+    assert size <= memory.argument_size_in_bytes < 1.01 * size + 1000
     assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
 
 

@@ -1,8 +1,10 @@
 """Tests of the TFDS builders, which `test_builders.py` runs in a separate process. A small server plays the hub."""
 
+import contextlib
 import functools
 import hashlib
 import http.server
+import io
 import json
 import pathlib
 import shutil
@@ -83,30 +85,38 @@ def test_validation_rows_are_those_of_hugging_face():
     assert digest == "df00c240445075043bc15359133182a5a0d4e241fbff007f3664c958a9e4997e"
 
 
-def test_manual_files_in_their_order_and_without_network(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(builders, "_ask_hub", None)
-    builder = prepare("openwebtext", tmp_path, DUMMY)
+@pytest.fixture(scope="module")
+def manual(tmp_path_factory) -> tuple[pathlib.Path, str]:
+    """A folder with all data sets, made from files of a manual_dir without asking the hub, and what was printed."""
+    folder, said = tmp_path_factory.mktemp("manual"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(builders, "_ask_hub", None)
+        for name in ("openwebtext", "wikitext103/raw", "wikitext103/detokenized"):
+            prepare(name, folder, DUMMY)
+    return folder, said.getvalue()
+
+
+def test_manual_files_in_their_order_and_without_network(manual):
+    folder, said = manual
+    builder = tfds.builder("openwebtext", data_dir=folder)
     rows = builders.validation_rows(5000).tolist()
     assert texts(builder, "validation") == [PAGES[row] for row in rows] and rows != sorted(rows)
     assert texts(builder, "train") == [page for row, page in enumerate(PAGES) if row not in rows]
-    assert (
-        "5,000 documents instead of 8,013,769, so the validation split isn't the published" in capsys.readouterr().out
-    )
-    assert texts(prepare("wikitext103/raw", tmp_path, DUMMY), "train") == ARTICLES["train"]
-    prose = texts(prepare("wikitext103/detokenized", tmp_path, DUMMY), "train")
+    assert "5,000 documents instead of 8,013,769, so the validation split isn't the published" in said
+    assert texts(tfds.builder("wikitext103/raw", data_dir=folder), "train") == ARTICLES["train"]
+    prose = texts(tfds.builder("wikitext103/detokenized", data_dir=folder), "train")
     assert prose[2] == "= Kettle 2 =\n\nThe kettle no. 2 whistled-twice.\n\n"
     assert "apache_beam" not in sys.modules
 
 
-def test_seqio_finds_the_builders(tmp_path):
-    prepare("openwebtext", tmp_path, DUMMY)
-    prepare("wikitext103/detokenized", tmp_path, DUMMY)
-    source = seqio.TfdsDataSource("wikitext103/detokenized:1.0.0", tfds_data_dir=str(tmp_path))
+def test_seqio_finds_the_builders(manual):
+    folder = str(manual[0])
+    source = seqio.TfdsDataSource("wikitext103/detokenized:1.0.0", tfds_data_dir=folder)
     assert set(source.splits) == {"train", "validation", "test"} and source.num_input_examples("train") == 3
-    source = seqio.TfdsDataSource("openwebtext:1.0.0", tfds_data_dir=str(tmp_path), splits=["train", "validation"])
+    source = seqio.TfdsDataSource("openwebtext:1.0.0", tfds_data_dir=folder, splits=["train", "validation"])
     for split in ("train", "validation"):
         found = [example["text"].decode() for example in source.get_dataset(split, shuffle=False).as_numpy_iterator()]
-        assert found == texts(tfds.builder("openwebtext", data_dir=tmp_path), split)
+        assert found == texts(tfds.builder("openwebtext", data_dir=folder), split)
 
 
 def test_missing_manual_files_are_refused(tmp_path):

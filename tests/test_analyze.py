@@ -37,6 +37,7 @@ class Page(HTMLParser):
         self.text += text
 
 
+@pytest.mark.long
 def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
@@ -157,6 +158,7 @@ def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypat
     assert opened.model.dtype == opened.model.state_dtype == changes.get("dtype", "float32")
 
 
+@pytest.mark.long
 def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     """A model in bfloat16 is analyzed in fp32 and not modified."""
     opened = opened_model("diffeqformer", dtype="bfloat16")

@@ -25,6 +25,7 @@ def last_state(model, solver, grid) -> np.ndarray:
     return np.asarray(model.trajectory(TOKENS, weights_at(model, grid))[-1])
 
 
+@pytest.mark.long
 def test_each_step_meets_the_tolerance_and_is_not_much_shorter_than_it_must_be():
     model = smooth_model()
     scale = np.sqrt(np.mean(last_state(model, "euler", None) ** 2))

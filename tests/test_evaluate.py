@@ -89,6 +89,7 @@ def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...
     return losses
 
 
+@pytest.mark.long
 def test_perplexities_are_those_of_plain_sums(workdir, text, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
     texts = [text for text in DOCUMENTS if text.strip()]
@@ -120,6 +121,7 @@ def test_perplexities_are_those_of_plain_sums(workdir, text, results):
         assert row["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
 
+@pytest.mark.long
 def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000
@@ -200,6 +202,7 @@ def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentenc
         evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
 
 
+@pytest.mark.long
 def test_results_are_never_overwritten_and_stay_on_this_machine(results, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds results already; choose another folder"):
         results_folder(str(results[2]), str(tmp_path))
@@ -213,6 +216,7 @@ def test_results_are_never_overwritten_and_stay_on_this_machine(results, tmp_pat
     assert all(folder.is_dir() for folder in made) and len(set(made)) == 5 and made[3] == tmp_path / "mine"
 
 
+@pytest.mark.long
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):
     """The same text in a token store, as a run sees it."""
     documents = [text for text in DOCUMENTS if text.strip()]
@@ -227,6 +231,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path):
     """lm-evaluation-harness and SeqIO, with the same windows."""
     text = "One document of our own, longer than two windows: naïve 🙂."

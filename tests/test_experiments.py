@@ -51,6 +51,7 @@ def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     return done.stdout, json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.long
 def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
     printed, found = study(tmp_path, 3)
     assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 1

@@ -72,6 +72,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         np.testing.assert_allclose(logits, expected, atol=5e-6 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch):
     """Bit for bit as if it had not been interrupted. With adapters, checkpoints hold only these and the embeddings."""

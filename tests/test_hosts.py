@@ -76,6 +76,7 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
+@pytest.mark.long
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
     for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):
         assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors
@@ -90,6 +91,7 @@ def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
     assert second.startswith(f"diffeqformer: {damaged}") and second.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_process_that_never_arrives_is_said(tmp_path, short_stores):
     [(_, errors)] = finish(start(2, 1, [tmp_path], short_stores, "--join_timeout=3"), 1)
     assert "waited 3 s, and not all of the 2 processes arrived" in errors and errors.count("\n") == 1

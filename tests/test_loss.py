@@ -67,6 +67,7 @@ def test_all_logits_never_exist():
     assert temporaries(cross_entropy.cross_entropy) < 0.3 * logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_splash_attention_is_plain_attention(dtype, close):
     """Values and gradients, the kernel interpreted."""

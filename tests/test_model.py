@@ -94,6 +94,7 @@ def test_every_parameter_starts_at_its_published_scale(kind, field, start):
     np.testing.assert_array_equal(model.weights().layers["norm_mlp"]["scale"], 1.0)
 
 
+@pytest.mark.long
 def test_only_the_varying_start_makes_weights_that_vary_much_with_time():
     def share(start):  # of the kernels' scale that is due to time
         kernels = (

@@ -33,6 +33,7 @@ def test_smooth_weights_and_unrelated_weights_are_told_apart():
     assert all(row["ratio"] == pytest.approx(math.sqrt(3), rel=0.15) for row in unrelated.values())
 
 
+@pytest.mark.long
 def test_convergence_is_seen_where_weights_are_smooth_and_only_there():
     tokens = jnp.arange(12).reshape(2, 6)
     found = ode.convergence(model_of(5.0, num_steps=4), tokens, refinements=3)

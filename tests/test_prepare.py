@@ -57,6 +57,7 @@ def store(corpus, tmp_path_factory):
     return stores / "python_stdlib-bytes"
 
 
+@pytest.mark.long
 def test_a_store_has_every_document_and_its_end(corpus, store):
     folder, documents = corpus
     data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
@@ -115,6 +116,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
         preparation.begin_or_go_on(tmp_path / "python_stdlib-bytes.partial", plan | {"tokenizer": "gpt2"})
 
 
+@pytest.mark.long
 def test_a_prepared_store_is_verified_again(corpus, store):
     """Also: text that changed."""
     done = run(corpus, store.parent)
@@ -123,6 +125,7 @@ def test_a_prepared_store_is_verified_again(corpus, store):
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
 
 
+@pytest.mark.long
 def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
     data = toy_config(data__dir=str(store.parent), data__remote="memory://stores").data
     for folder in (corpus[0], "another/machine"):
@@ -134,6 +137,7 @@ def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
         preparation.open_prepared(data, TOKENIZER, 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "content, sentence",
     [

@@ -194,6 +194,7 @@ def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
         write_tokens(build_model("gpt"), prompt, **options)
 
 
+@pytest.mark.long
 def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path):
     opened = checkpoint.load(run)
     texts = generate(

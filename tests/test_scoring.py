@@ -73,6 +73,7 @@ def test_a_model_that_knows_nothing_scores_log_v(multiple):
     assert logits.shape[-1] == (96 if multiple == 48 else 64) and np.isneginf(logits[..., 64:]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
 def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
     """Padding rows get neither logits nor gradients."""

@@ -80,6 +80,7 @@ def test_each_solver_converges_with_its_order(name, problem):
     assert slope == pytest.approx(SOLVERS[name].order, abs=0.25), errors
 
 
+@pytest.mark.long
 def test_models_walk_as_in_float64():
     """On a coarse grid, where methods differ. This shows that each takes its own weights at its own times."""
     ours, expected, times = {}, {}, np.arange(1, 5) / 4

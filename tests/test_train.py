@@ -48,6 +48,7 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
     assert compilations("_train_step") == 1
 
 
+@pytest.mark.long
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
     program = Program(config, make_mesh())
@@ -141,6 +142,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     assert total == 11 * 15  # and nothing of the five ids that fill no window
 
 
+@pytest.mark.long
 def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp_path):
     config = toy_config(checkpoints_kept=9)
     program, state, _ = run_steps(config, make_mesh(), 2)
@@ -186,6 +188,7 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
     assert (tmp_path / "checkpoints" / "1" / "params").is_dir()
 
 
+@pytest.mark.long
 def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
@@ -213,6 +216,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
             run.read_saved(config, tmp_path, about)
 
 
+@pytest.mark.long
 def test_the_sample_comes_from_parameters_on_all_devices():
     config = toy_config()
     samples = []
@@ -334,6 +338,7 @@ def test_gpt_small_takes_a_step_on_a_cpu():
     assert np.isfinite(scalars).all() and int(state["step"]) == 1
 
 
+@pytest.mark.long
 def test_training_and_models_run_without_tensorflow(tmp_path, short_stores):
     script = f"""
 import sys

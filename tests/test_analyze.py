@@ -133,6 +133,7 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
 EXCEPT_CLUSTERING = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, field, changes, parts",
     [

@@ -49,6 +49,7 @@ def test_each_step_meets_the_tolerance_and_is_not_much_shorter_than_it_must_be()
     np.testing.assert_allclose(last_state(model, "heun", times), x, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_smaller_tolerance_takes_more_steps_and_comes_nearer():
     model = smooth_model()
     exact = last_state(model, "rk4", 64)

@@ -136,6 +136,7 @@ def test_results_are_shown_and_kept(workdir, results):
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
 
+@pytest.mark.long
 def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     """With rows that pad the vocabulary, and more windows than are scored at once."""
     config = toy_config("gpt", model__vocab_multiple=128)
@@ -154,6 +155,7 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     assert results["stride"] == 1  # half a window
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more, sentence",
     [
@@ -244,6 +246,7 @@ def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path
     assert -rolling / row["tokens"] == pytest.approx(row["loss"], rel=1e-6) and row["tokens"] == len(text.encode())
 
 
+@pytest.mark.long
 def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     done = evaluate(workdir, tmp_path / "short.txt")

@@ -69,7 +69,8 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         ours = nnx.merge(program.graph, state["params"])
         expected = base(TOKENS, base.weights(base.grid(num_steps)))
         logits = ours(TOKENS, ours.weights())
-        np.testing.assert_allclose(logits, expected, atol=5e-6 * float(jnp.abs(expected).max()))
+        shown = (logits[..., :257], expected[..., :257])  # logits of padding rows are -inf
+        np.testing.assert_allclose(*shown, atol=5e-6 * float(jnp.abs(shown[1]).max()))
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from helpers import FAMILY, ONE_DEVICE, toy_config
 from runs import command
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     done = command("materialize", "--workdir", run, "--num_steps=9", f"--dtype={dtype}", "--output", tmp_path / "out")

@@ -34,7 +34,7 @@ def forget_compiled():
     """Drop compiled functions when there are many. All of them take gigabytes, and more mappings than Linux allows."""
     yield
     mappings = pathlib.Path("/proc/self/maps")
-    if not mappings.exists() or mappings.read_bytes().count(b"\n") > 30_000:
+    if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
         gc.collect()
 

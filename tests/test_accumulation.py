@@ -17,7 +17,15 @@ def random_tokens(examples: int):
     return jax.random.randint(jax.random.key(1), (examples, 16), 0, 64)
 
 
-@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("llama", "llama")])
+@pytest.mark.parametrize(
+    "kind, field",
+    [
+        ("diffeqformer", "gpt"),
+        ("llama", "llama"),
+        pytest.param("alternative", "llama", marks=pytest.mark.slow),
+        pytest.param("shared", "gpt", marks=pytest.mark.slow),
+    ],
+)
 def test_microbatches_give_the_loss_and_gradient_of_the_whole_batch(kind, field):
     graph, params = split_model(lively_model(kind, field, dropout=0.2))
     tokens, keys = random_tokens(8), dropout_keys(0, jnp.int32(0), 8)

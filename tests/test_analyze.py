@@ -140,13 +140,12 @@ EXCEPT_CLUSTERING = [part for part in ANALYSES if part != "clustering"]  # most 
         ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}, EXCEPT_CLUSTERING),
         ("shared", "llama", {"solver": "midpoint"}, EXCEPT_CLUSTERING),
         ("discretized", "gpt", {"lora_rank": 2}, ["spectra", "induction"]),
+        pytest.param("discretized", "gpt", {"lora_rank": 2}, EXCEPT_CLUSTERING, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):
     opened = opened_model(kind, field, num_steps=2, **changes)
     open_instead(opened, monkeypatch)
-    if kind != "gpt":  # drawing takes longer than anything else here
-        monkeypatch.setattr(figures, "as_html", lambda figure, what: "<img>")
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))
     assert [section.name for section in done] == parts
     page = Page((tmp_path / "out" / "report.html").read_text())

@@ -51,6 +51,9 @@ def new_config(base, **changes):
         ("diffeqformer", "llama", [(9, 2, (4, 2, 1))]),
         ("gpt", "gpt", [(6, 2, None)]),
         ("shared", "gpt", [(9, 0, None)]),
+        pytest.param("diffeqformer", "llama", [(6, 0, None), (4, 2, None)], marks=pytest.mark.slow),
+        pytest.param("gpt", "gpt", [(6, 0, (4, 2, 1))], marks=pytest.mark.slow),
+        pytest.param("shared", "gpt", [(6, 0, None), (9, 0, (4, 2, 1))], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_path):

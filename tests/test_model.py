@@ -136,7 +136,10 @@ def test_no_logit_depends_on_a_later_token(kind, field):
     @jax.jit
     def influence(x):  # of the state at time 0, which is differentiable, on a random sum of each position's logits
         factors = jax.random.normal(jax.random.key(2), (64,))
-        sums = lambda x: model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0] @ factors  # noqa: E731
+
+        def sums(x):
+            return model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0] @ factors
+
         return jnp.abs(jax.jacrev(sums)(x)).sum((1, 3))  # [output position, input position]
 
     influence = np.asarray(influence(model.embed(tokens, NO_DROPOUT)))

@@ -5,7 +5,8 @@
     tasks.add_task("wikitext103", open_tokenizer("gpt2"))
     seqio.get_mixture_or_task("wikitext103_gpt2")
 
-A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text."""
+A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
+"""
 
 import importlib
 import itertools

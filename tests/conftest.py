@@ -18,6 +18,7 @@ import pytest  # noqa: E402
 
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
+gc.set_threshold(100_000)  # with the default, looking for garbage takes 4 % of the time
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,18 +1,21 @@
 """A process that has already imported what the commands need, and runs each command in a fork of itself.
 
 So a command under test is a separate process, with its own environment, output and exit status, but doesn't spend
-seconds on imports. With the argument `tensorflow` it has imported that, too. Nothing here may start threads before a
-fork: JAX and TensorFlow start theirs when first used.
+seconds on imports. With the argument `tensorflow` it has imported that, too, and what `prepare` starts are forks as
+well. Nothing here may start threads before a fork: JAX and TensorFlow start theirs when first used.
 
 Reads a request as a line of JSON from standard input, and answers with a line: the command's exit status.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import types
 
 COMMANDS = ("analyze", "downstream", "evaluate", "generate", "inspect", "main", "materialize", "ode", "prepare")
 
@@ -26,10 +29,33 @@ def become(request: dict) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
-    name = f"diffeqformer.{request['module']}"
+    if "tensorflow" in sys.modules:
+        preparation = sys.modules["diffeqformer.data.preparation"]
+        preparation.subprocess = types.SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)
+    run(f"diffeqformer.{request['module']}", *request["arguments"])
+
+
+def run(name: str, *arguments: str) -> None:
+    """Run a module as a command."""
     sys.modules.pop(name)  # runs as __main__ instead
-    sys.argv = [name, *request["arguments"]]
+    sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subprocess.Popen:
+    """`subprocess.Popen` of `python -m <module>`, but the module runs in a fork of this process."""
+
+    def become_the_module():
+        for file in os.listdir("/proc/self/fd"):
+            if int(file) not in (0, 1, 2, *pass_fds):
+                with contextlib.suppress(OSError):
+                    os.close(int(file))
+        os.environ.update(env)
+        with contextlib.suppress(SystemExit):
+            run(command[-1])
+        os._exit(0)  # without executing the command
+
+    return subprocess.Popen(command, pass_fds=pass_fds, preexec_fn=become_the_module, **options)
 
 
 def main() -> None:
@@ -38,6 +64,7 @@ def main() -> None:
 
         import_tensorflow()
         importlib.import_module("diffeqformer.inference.perplexity")
+        importlib.import_module("diffeqformer.data.worker")
     for name in COMMANDS:
         importlib.import_module(f"diffeqformer.{name}")
     answers = os.fdopen(os.dup(1), "w")

@@ -6,8 +6,10 @@ import importlib.util
 import io
 import json
 import pathlib
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import sentencepiece
 from flax import nnx
@@ -15,12 +17,12 @@ from flax import nnx
 import authors
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
-from diffeqformer.fields import FIELDS
+from diffeqformer.fields import FIELDS, layers
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, Transformer, new_model, split_model
+from diffeqformer.transformer import MODELS, Transformer, split_model
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
@@ -39,25 +41,35 @@ def load_config(name: str, model: str = "diffeqformer"):
 
 def build_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """A model of the authors' tiny sizes with our own initial parameters."""
-    return nnx.merge(*built(False, kind, field, **changes))
+    graph, params = drawn(authors.model_config(kind, field, **changes))
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))
 
 
 def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """The same with parameters so large that every token and every step affects the logits."""
-    return nnx.merge(*built(True, kind, field, **changes))
+    graph, params = drawn(authors.model_config(kind, field, **changes))
+    random = np.random.RandomState(7)
+    add = np.float32(0.2)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(leaf + add * normal(random, leaf.shape)), params))
 
 
-@functools.cache
-def built(lively: bool, kind: str, field: str | None, **changes) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters, created without a big compilation: arrays of one shape share JAX's small functions."""
-    config = authors.model_config(kind, field, **changes)
-    graph, params = nnx.split(Transformer(config, nnx.Rngs(0)), nnx.Param)
-    if lively:
-        random = np.random.RandomState(7)
-        params = jax.tree.map(
-            lambda leaf: leaf + np.float32(0.2) * random.randn(*leaf.shape).astype(leaf.dtype), params
-        )
-    return graph, params
+def normal(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
+    """Normally distributed fp32 numbers."""
+    return np.asarray(random.randn(*shape), np.float32)
+
+
+def drawn(config) -> tuple[nnx.GraphDef, dict]:
+    """Structure and initial parameters of a model, from the `model` part of a config.
+
+    NumPy draws them. JAX would compile four functions for each shape.
+    """
+    random = np.random.RandomState(0)
+    with (
+        mock.patch.object(layers.jnp, "full", np.full),
+        mock.patch.object(layers.jax.random, "normal", lambda key, shape, dtype: normal(random, shape)),
+    ):
+        graph, params = split_model(Transformer(config, nnx.Rngs(0)))
+    return graph, jax.tree.map(np.asarray, params)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "microbatches"))
@@ -125,14 +137,17 @@ def tokens_of(step: int, config) -> np.ndarray:
     return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
 
 
-def run_steps(config, mesh, steps: int):
-    """A program, its state after steps on two alternating batches, and each step's loss and gradient norm [steps, 2].
+def first_state(program: Program) -> dict:
+    """A program's state before its first step, like that of `program.init()`, without compiling anything."""
+    params = drawn(program.config.model)[1]
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init))
+    return jax.device_put({**state, "params": params}, program.state_shardings)
 
-    The initial parameters are the same as from `program.init()`, without compiling it.
-    """
+
+def run_steps(config, mesh, steps: int):
+    """A program, its state after steps on two alternating batches, and each step's loss and gradient norm [steps, 2]."""
     program = Program(config, mesh)
-    params = jax.device_put(split_model(new_model(config))[1], program.state_shardings["params"])
-    state, scalars = program.init(params), []
+    state, scalars = first_state(program), []
     for step in range(steps):
         state, new = program.train_step(state, tokens_of(step % 2, config))
         scalars.append((float(new["loss"]), float(new["gradient_norm"])))

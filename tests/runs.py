@@ -86,7 +86,7 @@ def forking(*imports: str) -> subprocess.Popen:
 
 def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
     """Run a command in a fork of a process with the imports done; `environment` is added to this process's."""
-    process = forking("tensorflow") if module == "evaluate" else forking()
+    process = forking("tensorflow") if module in ("evaluate", "prepare") else forking()
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):

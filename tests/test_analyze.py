@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from diffeqformer import analyze, checkpoint
 from diffeqformer.analysis import common, induction, lyapunov, report, sensitivity, spectra
@@ -144,6 +145,7 @@ EXCEPT_CLUSTERING = [part for part in ANALYSES if part != "clustering"]  # most 
     ],
 )
 def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
     opened = opened_model(kind, field, num_steps=2, **changes)
     open_instead(opened, monkeypatch)
     done = analyze.analyze(options_of(output=str(tmp_path / "out"), text="some text", parts=parts))

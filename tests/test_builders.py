@@ -14,6 +14,7 @@ from diffeqformer.data.files import count_texts, pick_texts, read_texts
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 from helpers import ROOT
+from runs import command
 
 FIRST = " = The Old Kettle = \n \n A kettle whistled . \n = Not a Title = \n It whistled twice . \n \n"
 SECOND = " = Foo ( 1 = 2 ) = \n \n = = Section = = \n \n = = = Deeper = = = \n \n = = = \n \n Text\u2028here . \n"
@@ -147,10 +148,15 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
 
 
 @pytest.mark.long
-def test_builders_and_tasks():
-    """Run the tests of two other files in a process with TensorFlow and without the import hook."""
+def test_builders_and_tasks(tmp_path):
+    """Run the tests of two other files in a process with TensorFlow and without the import hook.
+
+    The standard library's store, with which they compare SeqIO's task, is prepared by the command.
+    """
+    done = command("prepare", "--config=configs/tiny.py", "--config.data.processes=1", f"--config.data.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
     files = ["tests/builders_process.py", "tests/tasks_process.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "STORES": str(tmp_path)}
+    done = subprocess.run(pytest_command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -10,8 +10,8 @@ from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import new_model, select, split_model
-from helpers import ONE_DEVICE, build_model, lively_model, loss_and_gradient, run_steps, toy_config
+from diffeqformer.transformer import select, split_model
+from helpers import ONE_DEVICE, build_model, drawn, lively_model, loss_and_gradient, run_steps, toy_config
 
 LORA = dict(lora_rank=3, lora_alpha=6.0)
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(64, size=(4, 16)))
@@ -78,7 +78,7 @@ def test_the_gradient_of_adapters_is_that_of_their_kernels():
 def test_training_changes_adapters_and_embeddings_alone():
     config = toy_config("discretized", model__lora_rank=2)
     program, state, scalars = run_steps(config, ONE_DEVICE, 4)
-    start = split_model(new_model(config))[1]
+    start = drawn(config.model)[1]
     assert scalars[-1, 0] < scalars[0, 0]
     changed = jax.tree.map(lambda before, after: bool(np.any(before != np.asarray(after))), start, state["params"])
 

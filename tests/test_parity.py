@@ -152,7 +152,7 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
             logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)
             return reference.loss(logits, tokens), logits
 
-        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
+        (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
         assert logits.dtype == jnp.float64
     config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps)
     model = authors.build(config, params)

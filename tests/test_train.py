@@ -42,7 +42,7 @@ def one_device_loop(monkeypatch):
 
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_model_learns_with_one_compilation(kind, field, compilations):
-    config = toy_config(kind, field, steps=40, model__dropout=0.1, optimizer__learning_rate=1e-2)
+    config = toy_config(kind, field, steps=40, batch_size=2, model__dropout=0.1, optimizer__learning_rate=1e-2)
     _, state, losses = run_steps(config, ONE_DEVICE, 40)
     assert losses[-1, 0] < losses[0, 0] - 1 and int(state["step"]) == 40
     assert compilations("_train_step") == 1
@@ -51,7 +51,7 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
 @pytest.mark.long
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
-    program = Program(config, make_mesh())
+    program = Program(config, ONE_DEVICE)
     params, tokens = jax.tree.map(np.asarray, split_model(new_model(config))[1]), jnp.asarray(tokens_of(0, config))
 
     def loss_of(params, keys):
@@ -144,8 +144,8 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
 
 @pytest.mark.long
 def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp_path):
-    config = toy_config(checkpoints_kept=9)
-    program, state, _ = run_steps(config, make_mesh(), 2)
+    config = toy_config(checkpoints_kept=9, model__vocab_multiple=16)
+    program, state, _ = run_steps(config, make_mesh((1, 2, 1), jax.devices()[:2]), 2)
     about, saved = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash"), {}
     with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
         for step in range(2, 5):

@@ -48,6 +48,22 @@ def compilations(caplog):
 
 
 @pytest.fixture
+def one_device_loop(monkeypatch):
+    """Let `loop.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap.
+
+    Runs of one config have the same program, which is then compiled once.
+    """
+    from diffeqformer.training import run
+    from helpers import ONE_DEVICE
+
+    programs, new_program = {}, run.Program
+    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(
+        run, "Program", lambda config, mesh: programs.setdefault(str(config), new_program(config, mesh))
+    )
+
+
+@pytest.fixture
 def small_store(tmp_path) -> pathlib.Path:
     """A store of three shards, one of them empty."""
     from helpers import TEXTS, make_store
@@ -84,11 +100,10 @@ def run(tmp_path_factory):
     import jax.numpy as jnp
 
     from diffeqformer import checkpoint
-    from diffeqformer.transformer import new_model, split_model
-    from helpers import toy_config
+    from helpers import drawn, toy_config
 
     workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)
-    params = split_model(new_model(config))[1]
+    params = drawn(config.model)[1]
     params["depth"]["layers"]["qkv"]["constant"] += 0.3
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:

@@ -16,8 +16,7 @@ from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import new_model, split_model
-from helpers import lively_model, toy_config
+from helpers import drawn, lively_model, toy_config
 from runs import command
 
 
@@ -258,7 +257,7 @@ def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
         for step in (1, 2):
-            checkpoint.save(manager, step, {"params": split_model(new_model(config))[1]}, about)
+            checkpoint.save(manager, step, {"params": drawn(config.model)[1]}, about)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
     assert checkpoint.load(tmp_path, step=1).step == 1
     with pytest.raises(UserError, match="checkpoints/2"):

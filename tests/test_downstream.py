@@ -16,8 +16,7 @@ from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
 from diffeqformer.inference import published
 from diffeqformer.inference.harness import HarnessModel
-from diffeqformer.transformer import new_model, split_model
-from helpers import ROOT, toy_config
+from helpers import ROOT, drawn, toy_config
 from runs import command
 
 
@@ -29,7 +28,7 @@ def runs(tmp_path_factory):
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
         about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
         with checkpoint.open_checkpoints(folder, kept=1) as manager:
-            checkpoint.save(manager, 12, {"params": split_model(new_model(config))[1]}, about)
+            checkpoint.save(manager, 12, {"params": drawn(config.model)[1]}, about)
     return folders
 
 

@@ -26,8 +26,8 @@ from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import Transformer, new_model
-from helpers import ONE_DEVICE, lively_model, make_store, toy_config
+from diffeqformer.transformer import Transformer
+from helpers import ONE_DEVICE, drawn, lively_model, make_store, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -140,7 +140,7 @@ def test_results_are_shown_and_kept(workdir, results):
 def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     """With rows that pad the vocabulary, and more windows than are scored at once."""
     config = toy_config("gpt", model__vocab_multiple=128)
-    graph, params = transformer.split_model(new_model(config))
+    graph, params = drawn(config.model)
     model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     save_checkpoint(tmp_path / "zero", model, config)
     (tmp_path / "long.txt").write_text("long " * 60)

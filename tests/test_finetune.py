@@ -15,7 +15,7 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import finetune, loop, run
+from diffeqformer.training import finetune, loop
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
@@ -78,11 +78,11 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch):
+def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch, one_device_loop):
     """Bit for bit as if it had not been interrupted. With adapters, checkpoints hold only these and the embeddings."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
-    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]

@@ -16,8 +16,8 @@ from diffeqformer.inference.sampling import (
 from diffeqformer.materialize import materialize
 from diffeqformer.training.loop import validate
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import new_model, split_model
-from helpers import FAMILY, ONE_DEVICE, toy_config
+from diffeqformer.transformer import split_model
+from helpers import FAMILY, ONE_DEVICE, build_model, drawn, toy_config
 from runs import command
 
 
@@ -59,7 +59,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_model_can_be_materialized(kind, field, tmp_path):
     config = toy_config(kind, field)
-    model = new_model(config)
+    model = build_model(**config.model)
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         params = split_model(model)[1]
@@ -75,7 +75,7 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
     config = toy_config(model__dtype="bfloat16")
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
+        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
 
     def fails(*_, **__):
         raise OSError("no space left")
@@ -108,7 +108,7 @@ def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(t
     config = toy_config(model__solver="heun")
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": split_model(new_model(config))[1]}, about)
+        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
     with pytest.raises(
         UserError, match="^--workdir: a model that was trained with heun takes weights at several times"
     ):

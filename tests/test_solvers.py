@@ -15,7 +15,7 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.training.step import Program, training_grid
 from diffeqformer.transformer import split_model, weights_at
-from helpers import ONE_DEVICE, lively_model, tokens_of, toy_config
+from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
 
 
 class ReferenceField(VectorField):
@@ -129,7 +129,7 @@ def test_a_training_step_takes_the_weights_of_its_times(how):
     program, losses, tokens = Program(config, ONE_DEVICE), [], jnp.asarray(tokens_of(0, config))
     plain = jax.jit(lambda params, weights: reference.loss(nnx.merge(program.graph, params)(tokens, weights), tokens))
     for step in range(3):
-        state = program.init() | {"step": jnp.int32(step)}
+        state = first_state(program) | {"step": jnp.int32(step)}
         model = nnx.merge(program.graph, state["params"])
         grid = training_grid(model, how, config.seed, jnp.int32(step))
         weights = model.weights(Grid(np.asarray(grid.ends), np.asarray(grid.times)))

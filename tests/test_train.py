@@ -28,16 +28,10 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training import loop, memory, optimizer, run
 from diffeqformer.training.step import Program, dropout_keys
-from diffeqformer.transformer import abstract_model, new_model, split_model
+from diffeqformer.transformer import abstract_model
 from flags import FAST_COMPILATION
-from helpers import FAMILY, ONE_DEVICE, ROOT, load_config, run_steps, tokens_of, toy_config
+from helpers import FAMILY, ONE_DEVICE, ROOT, drawn, first_state, load_config, run_steps, tokens_of, toy_config
 from runs import curves
-
-
-@pytest.fixture
-def one_device_loop(monkeypatch):
-    """Let `loop.train` use one device: XLA's collectives between many virtual ones can starve when steps overlap."""
-    monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
 
 
 @pytest.mark.parametrize("kind, field", FAMILY)
@@ -52,7 +46,7 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
     program = Program(config, ONE_DEVICE)
-    params, tokens = jax.tree.map(np.asarray, split_model(new_model(config))[1]), jnp.asarray(tokens_of(0, config))
+    params, tokens = drawn(config.model)[1], jnp.asarray(tokens_of(0, config))
 
     def loss_of(params, keys):
         model = nnx.merge(program.graph, params)
@@ -171,7 +165,7 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
 def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tmp_path, monkeypatch):
     config = toy_config()
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    items = {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}
+    items = {"params": drawn(config.model)[1]}
 
     def fails(*_):
         raise OSError("no space left")
@@ -210,7 +204,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
     program = Program(config, ONE_DEVICE)
     about = checkpoint.About(config.to_dict(), "bytes", materialized_from={})
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": program.init()["params"]}, about)
+        checkpoint.save(manager, 1, {"params": first_state(program)["params"]}, about)
         manager.wait_until_finished()
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
@@ -368,7 +362,7 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
     config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
     about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": nnx.to_pure_dict(nnx.state(new_model(config), nnx.Param))}, about)
+        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")
 

@@ -145,7 +145,7 @@ def first_state(program: Program) -> dict:
 
 
 def run_steps(config, mesh, steps: int):
-    """A program, its state after steps on two alternating batches, and the steps' losses and gradient norms [steps, 2]."""
+    """A program, its state after steps on two alternating batches, and each one's loss and gradient norm [steps, 2]."""
     program = Program(config, mesh)
     state, scalars = first_state(program), []
     for step in range(steps):

@@ -216,8 +216,8 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
     weights = model.weights()
     assert weights.layers["mlp_up"]["kernel"].dtype == jnp.bfloat16 and weights.step_sizes.dtype == jnp.float32
     assert weights.layers["norm_mlp"]["scale"].dtype == jnp.float32
-    assert model.trajectory(tokens, weights).dtype == jnp.float32
-    assert model(tokens, weights).dtype == jnp.float32
+    for compute in (model.trajectory, model):
+        assert jax.eval_shape(compute, tokens, weights).dtype == jnp.float32
     block = weights.layers if weights.constant else jax.tree.map(lambda leaf: leaf[0], weights.layers)
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
     branches = [np.float32(f(block, x, NO_DROPOUT)) for f in (model.field.attention, model.field.feed_forward)]

@@ -39,23 +39,23 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
     arrays, params, gradients = authors.load(kind, field)
     config = authors.model_config(kind, field, remat=remat)
     tokens = jnp.asarray(arrays["input_ids"])
-    model = authors.build(config, params)
-    graph = nnx.graphdef(model)
+    graph = nnx.graphdef(authors.build(config, params))
 
-    weights = weights_given_features(model, arrays)
-    assert difference(model(tokens, weights), arrays["out.logits"]) < 2e-6
-    if "out.states" in arrays:
-        states = model.trajectory(tokens, weights)
-        assert states.shape == (7, 2, 16, 32)
-        for ours, theirs in zip(states[1:], arrays["out.states"]):
-            assert difference(ours, theirs) < 2e-6
-
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def loss_of(params):
         model = nnx.merge(graph, params)
-        logits = model(tokens, weights_given_features(model, arrays))
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+        weights = weights_given_features(model, arrays)
+        logits = model(tokens, weights)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+        return loss, (logits, model.trajectory(tokens, weights))
 
-    loss, ours = jax.value_and_grad(loss_of)(jax.tree.map(jnp.asarray, params))
+    (loss, (logits, states)), ours = loss_of(jax.tree.map(jnp.asarray, params))
+    assert difference(logits, arrays["out.logits"]) < 2e-6
+    if "out.states" in arrays:
+        assert states.shape == (7, 2, 16, 32)
+        for state, theirs in zip(states[1:], arrays["out.states"]):
+            assert difference(state, theirs) < 2e-6
     assert abs(loss - arrays["loss"]) < 1e-5
     for (path, theirs), mine in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(ours), strict=True):
         error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)

@@ -57,10 +57,14 @@ def one_device_loop(monkeypatch):
     from helpers import ONE_DEVICE
 
     programs, new_program = {}, run.Program
+
+    def program(config, mesh):
+        if str(config) not in programs:
+            programs[str(config)] = new_program(config, mesh)
+        return programs[str(config)]
+
     monkeypatch.setattr(run, "make_mesh", lambda *_: ONE_DEVICE)
-    monkeypatch.setattr(
-        run, "Program", lambda config, mesh: programs.setdefault(str(config), new_program(config, mesh))
-    )
+    monkeypatch.setattr(run, "Program", program)
 
 
 @pytest.fixture

@@ -64,22 +64,24 @@ def simulate(
 
 
 def relative_distances(
-    states: Float[np.ndarray, "states N D"],
-) -> tuple[Float[np.ndarray, "states quantiles"], Float[np.ndarray, "states"]]:
+    states: Float[np.ndarray, "states *draws N D"],
+) -> tuple[Float[np.ndarray, "states *draws quantiles"], Float[np.ndarray, "states *draws"]]:
     """At each time, the `QUANTILES` of all pairwise distances, divided by their root mean square, and the latter.
 
     A swarm that only spreads or shrinks keeps its quantiles. If most particles are in a few clusters, the lower
     quantiles fall to 0. If all particles are in one place, all quantiles are 0.
     """
-    above = np.triu_indices(states.shape[1], 1)
+    above = np.triu_indices(states.shape[-2], 1)
     quantiles, sizes = [], []
     for x in states.astype(np.float64):
-        x = x - x.mean(0)
+        x = x - x.mean(-2, keepdims=True)
         squares = (x**2).sum(-1)
-        distances = np.sqrt(np.maximum(squares[:, None] + squares - 2 * x @ x.T, 0)[above])
-        sizes.append(np.sqrt((distances**2).mean()))
-        quantiles.append(np.quantile(distances, QUANTILES) / (sizes[-1] or 1))
-    return np.stack(quantiles), np.array(sizes)
+        squares = squares[..., :, None] + squares[..., None, :] - 2 * x @ x.swapaxes(-1, -2)
+        distances = np.sqrt(np.maximum(squares, 0)[..., *above])
+        sizes.append(np.sqrt((distances**2).mean(-1)))
+        found = np.quantile(distances, QUANTILES, axis=-1) / np.where(sizes[-1] > 0, sizes[-1], 1)
+        quantiles.append(np.moveaxis(found, 0, -1))
+    return np.stack(quantiles), np.stack(sizes)
 
 
 def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "states N D"]:
@@ -97,8 +99,8 @@ def simulations(equal_total: Collection[str]) -> tuple[dict[str, np.ndarray], di
     paths, means = {}, {}
     for degree, name in enumerate(names):
         draws = simulate(degree, equal_total=equal_total, draws=DRAWS)
-        quantiles = np.stack([relative_distances(path)[0] for path in draws[:, ::SHOWN_EVERY]])
-        paths[name], means[name] = draws[quantiles[:, -1, 1].argmin()], quantiles.mean(0)
+        quantiles, _ = relative_distances(draws[:, ::SHOWN_EVERY].swapaxes(0, 1))
+        paths[name], means[name] = draws[quantiles[-1, :, 1].argmin()], quantiles.mean(1)
     return paths, means
 
 

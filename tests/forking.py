@@ -51,8 +51,7 @@ def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subpr
                 with contextlib.suppress(OSError):
                     os.close(int(file))
         os.environ.update(env)
-        with contextlib.suppress(SystemExit):
-            run(command[-1])
+        run(command[-1])  # what it raises, SystemExit too, ends this process with a status that isn't 0
         os._exit(0)  # without executing the command
 
     return subprocess.Popen(command, pass_fds=pass_fds, preexec_fn=become_the_module, **options)

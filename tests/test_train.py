@@ -45,7 +45,7 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
 @pytest.mark.long
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
-    program = Program(config, ONE_DEVICE)
+    program = Program(config, make_mesh())
     params, tokens = drawn(config.model)[1], jnp.asarray(tokens_of(0, config))
 
     def loss_of(params, keys):

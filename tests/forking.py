@@ -32,12 +32,13 @@ def become(request: dict) -> None:
     if "tensorflow" in sys.modules:
         preparation = sys.modules["diffeqformer.data.preparation"]
         preparation.subprocess = types.SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)
-    run(f"diffeqformer.{request['module']}", *request["arguments"])
+    name = request["module"]
+    run(f"diffeqformer.{name}" if name in COMMANDS else name, *request["arguments"])
 
 
 def run(name: str, *arguments: str) -> None:
     """Run a module as a command."""
-    sys.modules.pop(name)  # runs as __main__ instead
+    sys.modules.pop(name, None)  # runs as __main__ instead
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -66,6 +67,7 @@ def main() -> None:
         importlib.import_module("diffeqformer.data.worker")
     for name in COMMANDS:
         importlib.import_module(f"diffeqformer.{name}")
+    importlib.import_module("matplotlib.figure")  # which the commands import late
     answers = os.fdopen(os.dup(1), "w")
     while line := sys.stdin.buffer.raw.readline():
         child = os.fork()

@@ -78,6 +78,12 @@ def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
     return ShardedLoss(graph, params, ONE_DEVICE).mean_and_gradient(params, tokens, keys, microbatches)
 
 
+@functools.partial(jax.jit, static_argnames="graph")
+def logits_of(graph, params, weights, tokens):
+    """The logits [B, S, V] of a forward pass. A closure over parameters takes XLA longer: it folds constants."""
+    return nnx.merge(graph, params)(tokens, weights)
+
+
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 

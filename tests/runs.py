@@ -85,7 +85,10 @@ def forking(*imports: str) -> subprocess.Popen:
 
 
 def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
-    """Run a command in a fork of a process with the imports done; `environment` is added to this process's."""
+    """Run a command, or a module of tests/, in a fork of a process with the imports done.
+
+    `environment` is added to this process's.
+    """
     process = forking("tensorflow") if module in ("evaluate", "prepare") else forking()
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]

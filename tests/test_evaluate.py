@@ -26,8 +26,8 @@ from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import Transformer
-from helpers import ONE_DEVICE, drawn, lively_model, make_store, toy_config
+from diffeqformer.transformer import Transformer, split_model
+from helpers import ONE_DEVICE, drawn, lively_model, logits_of, make_store, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -80,10 +80,11 @@ def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...
     """-log p of each of up to nine ids except the first, given all earlier ones, from a plain forward pass."""
     model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.grid(num_steps))
-    forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens, weights)[0], axis=-1))
+    graph, params = split_model(model)
 
     def losses(ids: list[int]) -> np.ndarray:
-        log_probs = np.array(forward(jnp.array([(ids[:-1] + [0] * 8)[:8]])), np.float64)
+        logits = logits_of(graph, params, weights, jnp.array([(ids[:-1] + [0] * 8)[:8]]))[0]
+        log_probs = np.array(jax.nn.log_softmax(logits), np.float64)
         return -log_probs[np.arange(len(ids) - 1), ids[1:]]
 
     return losses

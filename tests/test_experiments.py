@@ -1,51 +1,15 @@
 """The experiments' scripts, with fake runs."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from helpers import ROOT
-
-STUDY = """
-import sys, types
-import numpy as np
-sys.path.insert(0, "experiments")
-import ablations, common
-from diffeqformer import checkpoint
-from diffeqformer.console import progress
-
-now = 0.0
-progress.time = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
-
-def pretend(command, **_):  # a run of 1,234 parameters, whose first step takes 1 s and each later one 0.5 s
-    global now
-    options = dict(option.split("=", 1) for option in command if "=" in option)
-    steps, workdir = int(options["--config.steps"]), options["--workdir"]
-    writer = progress.Progress(workdir, 0, steps, tokens_per_step=1000)
-    for step in range(1, steps + 1):
-        now += 1.0 if step == 1 else 0.5
-        writer.train(step, {"loss": 3.0})
-        writer.validation(step, {"loss": 2.0, "perplexity": 9.5 - step, "bits_per_byte": 2.0})
-    writer.close()
-    config = ablations.config_of(options["--config"].partition(":")[2])
-    about = checkpoint.About({**config.to_dict(), "steps": steps}, "bytes", data_sha256="hash")
-    params = {"token_embedding": np.zeros((100, 12), np.float32), "lm_head": np.zeros(34, np.float32)}
-    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
-        checkpoint.save(manager, steps, {"params": params}, about)
-    return types.SimpleNamespace(stdout=[], wait=lambda: 0)
-
-common.subprocess.Popen = pretend
-ablations.step_memory = lambda workdir: 5.0
-ablations.app.run(ablations.main)
-"""
+from runs import command
 
 
 def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     """What is printed, and what is saved."""
-    command = [sys.executable, "-c", STUDY, f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = command("pretended_study", f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options)
     assert done.returncode == 0, done.stderr
     assert (folder / f"{name}.png").stat().st_size > 10_000
     return done.stdout, json.loads((folder / f"{name}.json").read_text())
@@ -68,8 +32,7 @@ def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_pa
 
 
 def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
-    command = [sys.executable, "-c", STUDY, "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = command("pretended_study", "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr == "--widths: must be comma-separated numbers, but one is 'wide'\n"
 

@@ -17,7 +17,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.sampling import Choice, generate, write_tokens
-from helpers import ONE_DEVICE, build_model, lively_model, toy_config
+from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config
 
 BYTES = ByteTokenizer()
 WINDOW = 40
@@ -61,31 +61,34 @@ def write(model, *arguments):
     return model.generate_until(requests("generate_until", arguments), disable_tqdm=True)
 
 
-def plain_score(logits, context, continuation):
-    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs."""
+def plain_score(model, context, continuation):
+    """A continuation's log-probability and greediness, given a context, from the logits of at most WINDOW inputs.
+
+    Behind these come any ids, on which nothing depends: one length is compiled.
+    """
     ids = (context + continuation)[-(WINDOW + 1) :]
-    log_probs = jax.nn.log_softmax(logits(np.array([ids[:-1]]))[0])[-len(continuation) :]
+    inputs = np.array([(ids[:-1] + [99] * WINDOW)[:WINDOW]])
+    logits = logits_of(*transformer.split_model(model), model.weights(), inputs)[0, : len(ids) - 1]
+    log_probs = jax.nn.log_softmax(logits)[-len(continuation) :]
     continuation = np.array(ids[-len(continuation) :])
     return float(log_probs[np.arange(len(continuation)), continuation].sum()), (
         log_probs.argmax(-1) == continuation
     ).all()
 
 
-def test_scores_are_those_of_a_loop_without_batches_or_padding():
+def test_scores_are_those_of_a_loop_without_batches():
     """For a context that fits, one that doesn't, no context, and a continuation that takes three windows."""
     model = small_model()
-    weights = model.weights()
-    logits = jax.jit(lambda ids: model(ids, weights))
     (cat, long, none, several) = log_likelihoods(harness_model(model), [PAIRS[i] for i in (0, 5, 1, 6)])
     for (total, greedy), (context, continuation) in ((cat, PAIRS[0]), (long, PAIRS[5]), (none, PAIRS[1])):
         context = BYTES.encode(context) or [BYTES.end_of_text]
-        expected, likeliest = plain_score(logits, context, BYTES.encode(continuation))
+        expected, likeliest = plain_score(model, context, BYTES.encode(continuation))
         assert total == pytest.approx(expected, rel=1e-5) and greedy == likeliest
     context, ids = map(BYTES.encode, PAIRS[6])
     assert 2 * WINDOW < len(ids) < 3 * WINDOW
     parts = [(context[-1:], ids[:WINDOW]), (ids[:WINDOW][-1:], ids[WINDOW : 2 * WINDOW]), (ids, ids[2 * WINDOW :])]
     parts[2] = (ids[: 2 * WINDOW], parts[2][1])
-    expected = sum(plain_score(logits, before, part)[0] for before, part in parts)
+    expected = sum(plain_score(model, before, part)[0] for before, part in parts)
     assert several[0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -186,11 +189,10 @@ def test_sentence_pieces_are_scored_and_written():
     model = harness_model(network, tokenizer)
     whole, context = tokenizer.encode("A cat sees the red thing."), tokenizer.encode("A cat sees")
     assert whole[: len(context)] == context
-    logits = jax.jit(lambda ids: network(ids, network.weights()))
-    expected, _ = plain_score(logits, context, whole[len(context) :])
+    expected, _ = plain_score(network, context, whole[len(context) :])
     for pair in (("A cat sees", " the red thing."), ("A cat sees ", "the red thing.")):
         assert log_likelihoods(model, [pair])[0][0] == pytest.approx(expected, rel=1e-5)
-    alone, _ = plain_score(logits, [tokenizer.end_of_text], tokenizer.encode("the red"))
+    alone, _ = plain_score(network, [tokenizer.end_of_text], tokenizer.encode("the red"))
     assert log_likelihoods(model, [("", "the red")])[0][0] == rolling(model, ["the red"])[0] == pytest.approx(alone)
     [text] = write(model, ("A cat", {"max_gen_toks": 3}))
     [again] = generate(network, tokenizer, "A cat", tokens=3, key=jax.random.key(0), choice=Choice(0.0))

@@ -15,8 +15,8 @@ from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.training.step import dropout_keys
-from diffeqformer.transformer import abstract_model
-from helpers import FAMILY, NO_DROPOUT, build_model, load_config
+from diffeqformer.transformer import abstract_model, split_model
+from helpers import FAMILY, NO_DROPOUT, build_model, load_config, normal
 
 
 def parameter_count(config) -> int:
@@ -130,19 +130,18 @@ def test_time_features_are_exact_at_large_angles():
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_no_logit_depends_on_a_later_token(kind, field):
     model = build_model(kind, field)
-    weights = model.weights()
-    tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 64)
+    graph, params = split_model(model)
+    random = np.random.RandomState(1)
+    tokens, factors = jnp.asarray(random.randint(64, size=(1, 16))), normal(random, (64,))
 
     @jax.jit
-    def influence(x):  # of the state at time 0, which is differentiable, on a random sum of each position's logits
-        factors = jax.random.normal(jax.random.key(2), (64,))
+    @jax.jacrev
+    def influence(x, params, weights):  # of the state at time 0 on a random sum of each position's logits
+        model = nnx.merge(graph, params)
+        return model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0] @ factors
 
-        def sums(x):
-            return model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0] @ factors
-
-        return jnp.abs(jax.jacrev(sums)(x)).sum((1, 3))  # [output position, input position]
-
-    influence = np.asarray(influence(model.embed(tokens, NO_DROPOUT)))
+    influence = influence(model.embed(tokens, NO_DROPOUT), params, model.weights())
+    influence = np.abs(influence).sum((1, 3))  # [output position, input position]
     later = np.triu(np.ones((16, 16), bool), 1)
     assert np.all(influence[later] == 0) and np.all(influence[~later] > 0)
 

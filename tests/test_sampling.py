@@ -28,7 +28,7 @@ from diffeqformer.inference.sampling import (
 )
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, random_key, split_model, weights_at
-from helpers import FAMILY, ROOT, build_model, lively_model
+from helpers import FAMILY, ROOT, build_model, lively_model, logits_of
 from runs import command
 
 BYTES = ByteTokenizer()
@@ -49,7 +49,7 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     graph, params = split_model(model)
     weights = weights_at(model, 3 if MODELS[kind].weights.fixed_depth else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
-    expected = jax.jit(lambda ids: model(ids, weights)[0])(ids[None])
+    expected = logits_of(graph, params, weights, ids[None])[0]
     scale = float(jnp.abs(expected).max())
     for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
         logits, _ = read_prompt(graph, params, weights, padded(ids), count)
@@ -77,9 +77,9 @@ def test_greedy_text_is_the_argmax_of_every_prefix_at_any_depth():
     model = lively_model("diffeqformer", vocab_size=300, max_length=32)
     for num_steps in (None, 2):
         weights, ids = weights_at(model, num_steps), BYTES.encode("ab")
-        forward = jax.jit(lambda ids, weights=weights: model(ids, weights)[0])
         while len(ids) < 12:
-            ids.append(int(jnp.argmax(forward(padded(ids, 12))[len(ids) - 1, :257])))
+            logits = logits_of(*split_model(model), weights, padded(ids, 12))[0]
+            ids.append(int(jnp.argmax(logits[len(ids) - 1, :257])))
         options = dict(count=10, key=jax.random.key(0), vocab_size=257, num_steps=num_steps)
         for choice in (
             Choice(temperature=0.0),

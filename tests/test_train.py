@@ -56,7 +56,7 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     losses, loss_and_gradient = [float(jax.jit(loss_of)(params, None))], jax.jit(jax.value_and_grad(loss_of))
     for step in (0, 5):
         loss, gradient = loss_and_gradient(params, dropout_keys(config.seed, jnp.int32(step), 8))
-        _, scalars = program.train_step({**program.init(params), "step": jnp.int32(step)}, tokens)
+        _, scalars = program.train_step({**first_state(program), "step": jnp.int32(step)}, tokens)
         assert scalars["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert scalars["gradient_norm"] == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
         assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)

@@ -20,7 +20,7 @@ from diffeqformer.transformer import Transformer, weights_at
 CHUNK = 16  # number of tangent vectors that are carried at once
 
 
-@functools.partial(jax.jit, static_argnames=("solver", "field", "count", "passes"))
+@functools.partial(jax.jit, static_argnames=("solver", "field", "count"))
 def _largest_exponents(solver, field, weights, x, directions, count, tolerance, passes):
     """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and the last pass's change."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)

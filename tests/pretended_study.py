@@ -1,0 +1,40 @@
+"""`experiments/ablations.py` with runs that only pretend to train."""
+
+import sys
+import types
+
+import numpy as np
+
+sys.path.insert(0, "experiments")
+import ablations  # noqa: E402
+import common  # noqa: E402
+
+from diffeqformer import checkpoint  # noqa: E402
+from diffeqformer.console import progress  # noqa: E402
+
+now = 0.0
+progress.time = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+
+
+def pretend(command, **_):
+    """A run of 1,234 parameters, whose first step takes 1 s and each later one 0.5 s."""
+    global now
+    options = dict(option.split("=", 1) for option in command if "=" in option)
+    steps, workdir = int(options["--config.steps"]), options["--workdir"]
+    writer = progress.Progress(workdir, 0, steps, tokens_per_step=1000)
+    for step in range(1, steps + 1):
+        now += 1.0 if step == 1 else 0.5
+        writer.train(step, {"loss": 3.0})
+        writer.validation(step, {"loss": 2.0, "perplexity": 9.5 - step, "bits_per_byte": 2.0})
+    writer.close()
+    config = ablations.config_of(options["--config"].partition(":")[2])
+    about = checkpoint.About({**config.to_dict(), "steps": steps}, "bytes", data_sha256="hash")
+    params = {"token_embedding": np.zeros((100, 12), np.float32), "lm_head": np.zeros(34, np.float32)}
+    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
+        checkpoint.save(manager, steps, {"params": params}, about)
+    return types.SimpleNamespace(stdout=[], wait=lambda: 0)
+
+
+common.subprocess.Popen = pretend
+ablations.step_memory = lambda workdir: 5.0
+ablations.app.run(ablations.main)

@@ -17,14 +17,13 @@ import time
 
 import jax
 import numpy as np
-import tensorboardX
 from absl import flags
 from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.progress import duration
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_text
+from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.published import TASKS, describe
 from diffeqformer.inference.scoring import window_size
@@ -181,6 +180,8 @@ def write(folder: pathlib.Path, report: dict) -> None:
 
 def write_curves(folder: pathlib.Path, run: dict) -> None:
     """Write the metrics of one run for TensorBoard, at the step of its checkpoint."""
+    import tensorboardX
+
     where = folder / "tensorboard" / run["label"].replace("/", "_")
     suffix = f".{run['shots']}"  # without it, files written within one second share a name
     with tensorboardX.SummaryWriter(str(where), filename_suffix=suffix) as writer:

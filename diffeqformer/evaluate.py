@@ -13,8 +13,8 @@ from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.progress import show_progress
 from diffeqformer.console.results import header, results_folder, whole_numbers
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.report import heading, name_of, plot, table, write

@@ -9,7 +9,7 @@ from absl import flags, logging
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.progress import printable
+from diffeqformer.console.terminal import printable
 from diffeqformer.errors import UserError
 from diffeqformer.inference.sampling import Choice, Samples, encode_prompt, write_tokens
 from diffeqformer.transformer import random_key

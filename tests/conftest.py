@@ -1,6 +1,7 @@
 """Tests run on eight virtual CPU devices, and annotated types and shapes are checked."""
 
 import gc
+import importlib
 import os
 import pathlib
 import sys
@@ -15,6 +16,10 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# What is imported under the hook below can't take its byte code from the usual files, so these come before it.
+for module in ("beartype", "clu.metrics", "flax.nnx", "lm_eval.api.model", "optax", "orbax.checkpoint", "tensorboardX"):
+    importlib.import_module(module)
 
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
 jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")

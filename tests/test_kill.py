@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from diffeqformer import checkpoint
-from diffeqformer.console.progress import printable
+from diffeqformer.console.terminal import printable
 from diffeqformer.training import loop
 from runs import curves, finish, start
 

@@ -12,7 +12,7 @@ import pytest
 
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
-from diffeqformer.console.progress import printable
+from diffeqformer.console.terminal import printable
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.sampling import (

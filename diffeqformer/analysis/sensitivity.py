@@ -9,7 +9,7 @@ from diffeqformer.analysis.common import check_text, in_float32
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
-from diffeqformer.console.progress import printable, show_progress
+from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.transformer import Transformer, weights_at
 

@@ -10,36 +10,10 @@ from tensorboardX import record_writer, summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from diffeqformer.console.terminal import duration
 from diffeqformer.errors import reachable
 
 FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def printable(text: str) -> str:
-    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:
-    """Prints, every five seconds, the finished number and the total, the rate and the time left."""
-    start = shown = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown > 5 and done:
-            shown, rate = now, done / (now - start)
-            speed, left = f"{rate:,.0f}" if rate > 10 else f"{rate:.2g}", duration((total - done) / rate)
-            print(f"  {what}: {done:,}/{total:,} {unit}  {speed} {unit}/s  {left} left", flush=True)
-
-    return show
 
 
 def open_writer(folder: str, first_step: int) -> EventsWriter:

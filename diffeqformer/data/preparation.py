@@ -20,7 +20,7 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
-from diffeqformer.console.progress import duration
+from diffeqformer.console.terminal import duration
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify

@@ -4,8 +4,6 @@ import itertools
 import json
 import pathlib
 
-import tensorboardX
-
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.console.results import write_text
 
@@ -70,6 +68,8 @@ def table(results: dict) -> str:
 
 def write(results: dict, folder: pathlib.Path) -> None:
     """Write the results so far as JSON and Markdown, and the newest row for TensorBoard."""
+    import tensorboardX
+
     write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(folder / "results.md", table(results) + "\n")
     row = results["rows"][-1]

@@ -18,7 +18,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.config import check_config, check_fields, check_tokenizer
-from diffeqformer.console.progress import Progress, printable, show_progress
+from diffeqformer.console.progress import Progress
+from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import Stopped, UserError

@@ -3,7 +3,6 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
@@ -60,7 +59,7 @@ def model_config(kind: str, field: str | None = None, **changes) -> ConfigDict:
 def build(config: ConfigDict, params: dict) -> Transformer:
     """The model of a config with given parameters."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param)
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))
+    return nnx.merge(graph, jax.device_put(params))
 
 
 def flatten_kernel(name: str, kernel: np.ndarray, lead: int) -> np.ndarray:

@@ -9,7 +9,6 @@ import pathlib
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import sentencepiece
 from flax import nnx
@@ -42,7 +41,7 @@ def load_config(name: str, model: str = "diffeqformer"):
 def build_model(kind: str, field: str | None = None, **changes) -> Transformer:
     """A model of the authors' tiny sizes with our own initial parameters."""
     graph, params = drawn(authors.model_config(kind, field, **changes))
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))
+    return nnx.merge(graph, jax.device_put(params))
 
 
 def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
@@ -50,7 +49,7 @@ def lively_model(kind: str, field: str | None = None, **changes) -> Transformer:
     graph, params = drawn(authors.model_config(kind, field, **changes))
     random = np.random.RandomState(7)
     add = np.float32(0.2)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(leaf + add * normal(random, leaf.shape)), params))
+    return nnx.merge(graph, jax.device_put(jax.tree.map(lambda leaf: leaf + add * normal(random, leaf.shape), params)))
 
 
 def normal(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
+from scipy.special import log_softmax
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffeqformer import checkpoint, data, transformer
@@ -84,7 +85,7 @@ def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...
 
     def losses(ids: list[int]) -> np.ndarray:
         logits = logits_of(graph, params, weights, jnp.array([(ids[:-1] + [0] * 8)[:8]]))[0]
-        log_probs = np.array(jax.nn.log_softmax(logits), np.float64)
+        log_probs = log_softmax(np.float64(logits), axis=-1)
         return -log_probs[np.arange(len(ids) - 1), ids[1:]]
 
     return losses

@@ -10,6 +10,7 @@ import pytest
 import sentencepiece
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from scipy.special import log_softmax
 
 from diffeqformer import checkpoint, transformer
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
@@ -68,8 +69,8 @@ def plain_score(model, context, continuation):
     """
     ids = (context + continuation)[-(WINDOW + 1) :]
     inputs = np.array([(ids[:-1] + [99] * WINDOW)[:WINDOW]])
-    logits = logits_of(*transformer.split_model(model), model.weights(), inputs)[0, : len(ids) - 1]
-    log_probs = jax.nn.log_softmax(logits)[-len(continuation) :]
+    logits = np.asarray(logits_of(*transformer.split_model(model), model.weights(), inputs))[0, : len(ids) - 1]
+    log_probs = log_softmax(np.float64(logits), axis=-1)[-len(continuation) :]
     continuation = np.array(ids[-len(continuation) :])
     return float(log_probs[np.arange(len(continuation)), continuation].sum()), (
         log_probs.argmax(-1) == continuation

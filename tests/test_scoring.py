@@ -84,9 +84,7 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
     graph, params = transformer.split_model(model)
     wide_graph, like = transformer.split_model(wide)
     padded = jax.tree.map(
-        lambda small, large: jnp.pad(
-            small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7
-        ),
+        lambda small, large: np.pad(small, [(0, b - a) for a, b in zip(small.shape, large.shape)], constant_values=0.7),
         params,
         like,
     )
@@ -102,10 +100,10 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
     value, grads = loss_and_gradient(params, graph)
     wide_value, wide_grads = loss_and_gradient(padded, wide_graph)
     assert value == pytest.approx(float(wide_value), rel=1e-6)
-    for small, large in zip(jax.tree.leaves(grads), jax.tree.leaves(wide_grads)):
+    for small, large in zip(*map(jax.tree.leaves, jax.device_get((grads, wide_grads)))):
         inner = large[tuple(slice(n) for n in small.shape)]
         np.testing.assert_allclose(inner, small, atol=1e-6)
-        assert float(jnp.abs(large).sum()) == pytest.approx(float(jnp.abs(inner).sum()), rel=1e-6)
+        assert np.abs(large).sum() == pytest.approx(np.abs(inner).sum(), rel=1e-6)
 
 
 def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations):

@@ -42,6 +42,10 @@ def test_every_model_learns_with_one_compilation(kind, field, compilations):
     assert compilations("_train_step") == 1
 
 
+def norm_of(tree) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(jax.device_get(tree)))))
+
+
 @pytest.mark.long
 def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
     config = toy_config(model__dropout=0.3, steps=1000)
@@ -58,7 +62,7 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
         loss, gradient = loss_and_gradient(params, dropout_keys(config.seed, jnp.int32(step), 8))
         _, scalars = program.train_step({**first_state(program), "step": jnp.int32(step)}, tokens)
         assert scalars["loss"] == pytest.approx(float(loss), rel=1e-5)
-        assert scalars["gradient_norm"] == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
+        assert scalars["gradient_norm"] == pytest.approx(norm_of(gradient), rel=1e-4)
         assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)
         losses.append(float(loss))
     assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
@@ -110,7 +114,7 @@ def test_an_update_is_clipped_adamw_with_decay_of_some():
     params = {"kernel": jnp.array([1.0, -2.0]), "scale": jnp.array([3.0])}
     gradients = {"kernel": jnp.array([3.0, 0.0]), "scale": jnp.array([4.0])}  # of norm 5
     adamw = optimizer.make_optimizer(config, {"kernel": True, "scale": False})
-    updates, state = adamw.update(gradients, adamw.init(params), params)
+    updates, state = jax.jit(adamw.update)(gradients, adamw.init(params), params)
     np.testing.assert_allclose(updates["scale"], -6e-4, rtol=1e-5)  # the first step of Adam has the gradient's sign
     np.testing.assert_allclose(updates["kernel"], [-6e-4 * (1 + 0.1), 6e-4 * 0.1 * 2], rtol=1e-5)
     moments = optax.tree_utils.tree_get(state, "mu")

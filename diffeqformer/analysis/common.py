@@ -26,10 +26,16 @@ def in_float32(section: Callable) -> Callable:
     return run
 
 
+@jax.jit
+def _all_finite(params: dict) -> dict:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
+
+
 def check_finite(model: Transformer) -> None:
     """Raise a UserError if a parameter isn't finite."""
-    for path, leaf in flatten_dict(split_model(model)[1]).items():
-        if not jnp.isfinite(leaf).all():
+    params = flatten_dict(split_model(model)[1])
+    for path, finite in jax.device_get(_all_finite(params)).items():
+        if not finite:
             raise UserError(
                 f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; "
                 "python -m diffeqformer.inspect shows more"

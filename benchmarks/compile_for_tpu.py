@@ -65,7 +65,7 @@ def main() -> None:
         flush=True,
     )
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-    memory = program.train_step.lower(jax.eval_shape(program.init), tokens).compile().memory_analysis()
+    memory = program.train_step.lower(program.state_shapes, tokens).compile().memory_analysis()
     print(
         f"  arguments {memory.argument_size_in_bytes / 2**30:.2f} GiB, temporaries "
         f"{memory.temp_size_in_bytes / 2**30:.2f} GiB per chip; compiled in {time.perf_counter() - start:.0f} s"

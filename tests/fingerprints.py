@@ -50,7 +50,7 @@ def program_text(lowered) -> str:
 
 def lowered_programs(config, mesh) -> dict:
     program = Program(config, mesh)
-    state = jax.eval_shape(program.init)
+    state = program.state_shapes
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), np.int32)
     valid = jax.ShapeDtypeStruct((config.batch_size, 1), bool)
     weights = jax.eval_shape(lambda params: program.weights(params, None), state["params"])

@@ -145,7 +145,7 @@ def tokens_of(step: int, config) -> np.ndarray:
 def first_state(program: Program) -> dict:
     """A program's state before its first step, like that of `program.init()`, without compiling anything."""
     params = drawn(program.config.model)[1]
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init))
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_shapes)
     return jax.device_put({**state, "params": params}, program.state_shardings)
 
 

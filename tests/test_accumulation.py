@@ -91,7 +91,7 @@ def test_every_device_has_its_share_of_every_microbatch():
 def test_the_train_step_takes_the_microbatches_of_its_config():
     program = Program(toy_config(batch_size=16, microbatches=3), ONE_DEVICE)
     with pytest.raises(UserError, match="^microbatches: must divide the batch"):
-        jax.eval_shape(program.train_step, jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 16), "int32"))
+        jax.eval_shape(program.train_step, program.state_shapes, jax.ShapeDtypeStruct((16, 16), "int32"))
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_refused():

@@ -114,7 +114,7 @@ def test_a_train_step_for_gpus_calls_cudnn(remat, forward_passes, monkeypatch):
     config = toy_config(batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)
     config.model.update(max_length=128, vocab_multiple=16, width=64, heads=8, mlp=64, dtype="bfloat16")
     program = Program(config, make_mesh((2, 2, 2)), (attention.cudnn, "cuDNN"))
-    shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((16, 128), "int32")
+    shapes = program.state_shapes, jax.ShapeDtypeStruct((16, 128), "int32")
     text = program.train_step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     calls = [len(re.findall(rf"custom_call @__cudnn\$fmhaSoftmax{kind}\(", text)) for kind in ("", "Backward")]
     assert calls == [forward_passes, 1]

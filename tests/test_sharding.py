@@ -65,7 +65,7 @@ def test_every_mesh_starts_as_a_new_model_on_one_device():
 def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
     """Bytes that a device receives in the compiled train step's collectives, by kind; loops count once."""
     program = Program(config, make_mesh(shape))
-    shapes = jax.eval_shape(program.init), jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
+    shapes = program.state_shapes, jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     found = {"all-gather": [], "all-reduce": [], "reduce-scatter": [], "all-reduce in a loop": []}
     for line in program.train_step.lower(*shapes).compile().as_text().splitlines():
         if line.endswith("{"):  # a computation begins
@@ -108,7 +108,7 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
 )
 def test_the_state_is_shared_and_stays_in_place(shape, share):
     program = Program(sharded_config(model__width=64, model__mlp=256), make_mesh(shape))
-    state = jax.eval_shape(program.init)
+    state = program.state_shapes
     places = zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True)
     size = 4 * sum(math.prod(place.shard_shape(leaf.shape)) for leaf, place in places)
     whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(state))

@@ -126,7 +126,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     """A model with uniform predictions scores log V on each target, regardless of padding in the last batch."""
     config = toy_config(batch_size=8, sequence_length=16)
     program = Program(config, ONE_DEVICE)
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(program.init)["params"])
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.state_shapes["params"])
     ids = np.arange(16 * 11 + 5, dtype=np.uint16)
     scores = loop.validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     assert scores["loss"] == pytest.approx(np.log(257), rel=1e-6)
@@ -154,13 +154,10 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
         unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
         unfinished.mkdir()
         assert checkpoint.load(tmp_path).step == 4 and unfinished.exists()  # opened beside the run
-        shapes = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state,
-            program.state_shardings,
-        )
         for step, expected in saved.items():
-            jax.tree.map(np.testing.assert_array_equal, checkpoint.restore_state(manager, step, shapes), expected)
+            jax.tree.map(
+                np.testing.assert_array_equal, checkpoint.restore_state(manager, step, program.state_shapes), expected
+            )
             assert checkpoint.read_about(manager, step) == about
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
@@ -280,7 +277,7 @@ def test_a_model_too_large_is_said_before_anything_is_allocated(size, tmp_path, 
 def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     config = toy_config("gpt")
     program = Program(config, ONE_DEVICE)
-    state = run.abstract_state(program)
+    state = program.state_shapes
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert needed > 3 * 4 * parameters  # with Adam's two moments

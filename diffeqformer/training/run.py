@@ -161,7 +161,7 @@ def start_or_resume(run: Run) -> dict:
     step = run.checkpoints.latest_step()
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
-    shapes = abstract_state(run.program)
+    shapes = run.program.state_shapes
     with hosts.all_succeed("the memory"):
         check_memory(run.config, run.program, shapes, will_train=(step or 0) < run.config.steps)
     if step is None:
@@ -172,15 +172,6 @@ def start_or_resume(run: Run) -> dict:
         state = restored_state(run, step, shapes)
     # Wait for all of it: after a failed allocation, a single scalar may never be ready.
     return jax.block_until_ready(state)
-
-
-def abstract_state(program: Program) -> dict:
-    """Shapes, types and shardings of the state."""
-    return jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        jax.eval_shape(program.init),
-        program.state_shardings,
-    )
 
 
 def first_state(run: Run) -> dict:

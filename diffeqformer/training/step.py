@@ -42,6 +42,7 @@ class Program:
 
     graph: the model's structure, to be merged with `state["params"]`
     attention: a short description of the attention in use
+    state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S]) -> (state, scalars); the input state is donated
@@ -66,7 +67,8 @@ class Program:
         self.optimizer = make_optimizer(config, self.trained(decay_mask(model)))
         self.schedule = learning_rate_schedule(config.optimizer, config.steps)
         self.batch_sharding = sharding(mesh, "batch", None)
-        self.state_shardings = self._state_shardings()
+        self.state_shapes = self._state_shapes(abstract)
+        self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         of_params, by_example = self.state_shardings["params"], self.batch_sharding
         self.init = jax.jit(self._init, out_shardings=self.state_shardings, donate_argnums=0)
         self.train_step = jax.jit(
@@ -90,16 +92,21 @@ class Program:
         """A tree of specs as shardings on this program's mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
-    def _state_shardings(self) -> dict:
+    def _state_shapes(self, params: dict) -> dict:
+        moments, step = jax.eval_shape(self.optimizer.init, self.trained(params)), jax.ShapeDtypeStruct((), jnp.int32)
         of_params, replicated = self._place(self.loss.param_specs), NamedSharding(self.mesh, PartitionSpec())
-        of_optimizer = optax.tree_map_params(
+        of_moments = optax.tree_map_params(
             self.optimizer,
             lambda _, of_param: of_param,
-            jax.eval_shape(self._init)["optimizer"],
+            moments,
             self.trained(of_params),
             transform_non_params=lambda _: replicated,
         )
-        return {"params": of_params, "optimizer": of_optimizer, "step": replicated}
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            {"params": params, "optimizer": moments, "step": step},
+            {"params": of_params, "optimizer": of_moments, "step": replicated},
+        )
 
     def _init(self, base=None):
         params = merge_trees(nnx.to_pure_dict(nnx.state(new_model(self.config), nnx.Param)), base or {})

@@ -1,7 +1,8 @@
-"""Cycles that the TPU compiler expects of a program, by the function of ours that they come from.
+"""The cycles that the TPU compiler expects of a program, by what they are spent on.
 
-The compiler writes its estimate into each instruction of the program that it dumps. It gives none for collectives,
-for splash attention and for other Pallas kernels; those count as zero here.
+The compiler writes its expectation into each instruction of the program that it dumps (`*.after_codegen.txt`). It has
+none for collectives, splash attention and other Pallas kernels: they count as nothing here. An instruction that fuses
+several operations belongs to the last of them.
 """
 
 import collections
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9}  # cycles in a second, by kind of chip
-CAUSES = {  # by the innermost function of ours, or its file
+CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
     "generated weights": ("generated.py", "low_rank.py"),
     "loss": ("cross_entropy.py",),
@@ -20,74 +21,12 @@ CAUSES = {  # by the innermost function of ours, or its file
 
 
 class Instruction(NamedTuple):
-    """One instruction: its computation, whether it or what it calls has a matrix product, cycles, and origin."""
+    """An instruction: where it comes from (file:function), and whether it has a matrix product or is of a backward pass."""
 
-    computation: str
-    matmul: bool
     cycles: int
+    origin: str
+    matmul: bool
     backward: bool
-    origin: str  # file:function
-
-
-def table(text: str, name: str) -> dict[int, str]:
-    """One of the tables in front of the instructions, by number."""
-    rows = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
-    return {int(number): row for number, row in re.findall(r"^(\d+) (.*)$", rows[1], re.M)} if rows else {}
-
-
-def origins(text: str) -> dict[int, str]:
-    """For each stack frame the file and function of ours that is innermost in it."""
-    files, functions = table(text, "FileNames"), table(text, "FunctionNames")
-    places = {
-        number: [int(value) for value in re.findall(r"=(\d+)", row)[:2]]
-        for number, row in table(text, "FileLocations").items()
-    }
-    found: dict[int, str] = {}
-    for number, row in table(text, "StackFrames").items():
-        place, parent = (int(value) for value in re.findall(r"=(\d+)", row))
-        file, function = (names[key].strip('"') for names, key in zip((files, functions), places[place]))
-        ours = "/diffeqformer/" in file and "site-packages" not in file
-        function = function.partition(".<locals>")[0]
-        found[number] = f"{pathlib.Path(file).name}:{function}" if ours else found.get(parent - 1, "")
-    return found
-
-
-def computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation; the program itself is called ENTRY."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY ")) and line.endswith("{"):
-            lines = found.setdefault("ENTRY" if line.startswith("ENTRY") else line.split()[0], [])
-        elif line.startswith("  "):
-            lines.append(line)
-    return found
-
-
-def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction with the number of times that it runs."""
-    bodies, frames = computations(text), origins(text)
-    matmuls = {name for name, lines in bodies.items() if any(" convolution(" in line for line in lines)}
-    waiting = [("ENTRY", 1)]
-    while waiting:
-        name, times = waiting.pop()
-        for line in bodies[name]:
-            if loop := re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line):
-                [count] = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))
-                waiting.append((loop[2], times * int(count)))
-            elif (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)) and "-done(" not in line:
-                called = re.search(r"calls=(%[\w.-]+)", line)
-                frame = re.search(r"stack_frame_id=(\d+)", line)
-                yield (
-                    Instruction(
-                        name,
-                        " convolution(" in line or bool(called and called[1] in matmuls),
-                        int(cycles[1]),
-                        "transpose(" in line,
-                        frames.get(int(frame[1]), "") if frame else "",
-                    ),
-                    times,
-                )
 
 
 def cause(instruction: Instruction) -> str:
@@ -101,8 +40,57 @@ def cause(instruction: Instruction) -> str:
 
 
 def by_cause(text: str) -> collections.Counter:
-    """Cycles of a whole program by cause, from the text of its `*after_codegen.txt`."""
+    """The cycles of a dumped program by cause."""
     found: collections.Counter = collections.Counter()
     for instruction, times in instructions(text):
         found[cause(instruction)] += instruction.cycles * times
     return found
+
+
+def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a dumped program, and how often each runs."""
+    bodies, frames = computations(text), origins(text)
+    matmuls = {name for name, lines in bodies.items() if any(" convolution(" in line for line in lines)}
+    waiting = [("ENTRY", 1)]
+    while waiting:
+        name, times = waiting.pop()
+        for line in bodies[name]:
+            if loop := re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line):
+                [count] = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))  # of rounds
+                waiting.append((loop[2], times * int(count)))
+            elif (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)) and "-done(" not in line:
+                called, frame = re.search(r"calls=(%[\w.-]+)", line), re.search(r"stack_frame_id=(\d+)", line)
+                origin = frames.get(int(frame[1]), "") if frame else ""
+                matmul = " convolution(" in line or bool(called and called[1] in matmuls)
+                yield Instruction(int(cycles[1]), origin, matmul, "transpose(" in line), times
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of every computation by its name. Where the program begins is called ENTRY."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY ")) and line.endswith("{"):
+            lines = found.setdefault("ENTRY" if line.startswith("ENTRY") else line.split()[0], [])
+        elif line.startswith("  "):
+            lines.append(line)
+    return found
+
+
+def origins(text: str) -> dict[int, str]:
+    """For every stack frame the innermost function of ours in it, as file:function."""
+    files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
+    locations, found = _table(text, "FileLocations"), {}
+    for number, row in _table(text, "StackFrames").items():
+        location, parent = map(int, re.findall(r"=(\d+)", row))
+        file, function = map(int, re.findall(r"=(\d+)", locations[location])[:2])
+        path, name = files[file].strip('"'), functions[function].strip('"').partition(".<locals>")[0]
+        ours = "/diffeqformer/" in path and "site-packages" not in path
+        found[number] = f"{pathlib.PurePath(path).name}:{name}" if ours else found.get(parent - 1, "")
+    return found
+
+
+def _table(text: str, name: str) -> dict[int, str]:
+    """A table in front of the computations: rows by number."""
+    rows = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
+    return {int(number): row for number, row in re.findall(r"^(\d+) (.*)$", rows[1], re.M)} if rows else {}

@@ -9,6 +9,9 @@ import pytest
 
 from helpers import ROOT
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import cycles  # noqa: E402
+
 pytestmark = pytest.mark.tpu
 MEMORY = {"v5e": 15.75, "v5p": 95.74}  # GiB of a chip that a program can have
 
@@ -37,6 +40,17 @@ def test_a_step_fits(options):
     said, arguments, temporaries = compile_for_tpu(*options)
     assert arguments > 1 and arguments + temporaries < MEMORY[re.search(r"=(v5.)", " ".join(options))[1]]
     assert "attention: splash" in said
+
+
+def test_masks_are_drawn_where_they_are_used(tmp_path):
+    """No loop over depth writes anything to memory that the random numbers are drawn from, of the state's size."""
+    compile_for_tpu("--config=configs/large.py", "--topology=v5e:8x8", f"--dump={tmp_path}")
+    [file] = tmp_path.glob("*_train_step*.after_codegen.txt")
+    bodies = cycles.computations(file.read_text())
+    loops = re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
+    state = r"= \(?\w+\[4,1024,1280\]\S* "
+    assert len(loops) == 3 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
+    assert not any(re.search(f"{state}broadcast", line) for loop in loops for line in bodies[loop])
 
 
 def test_splash_attention_saves_memory():

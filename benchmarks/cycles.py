@@ -21,7 +21,7 @@ CAUSES = {  # by the innermost function of ours, or by its file
 
 
 class Instruction(NamedTuple):
-    """An instruction: where it comes from (file:function), and whether it has a matrix product or is of a backward pass."""
+    """An instruction: its origin (file:function), and whether it has a matrix product or is of the backward pass."""
 
     cycles: int
     origin: str
@@ -85,7 +85,7 @@ def origins(text: str) -> dict[int, str]:
         location, parent = map(int, re.findall(r"=(\d+)", row))
         file, function = map(int, re.findall(r"=(\d+)", locations[location])[:2])
         path, name = files[file].strip('"'), functions[function].strip('"').partition(".<locals>")[0]
-        ours = "/diffeqformer/" in path and "site-packages" not in path
+        ours = "/diffeqformer/" in path.rpartition("/site-packages")[2]
         found[number] = f"{pathlib.PurePath(path).name}:{name}" if ours else found.get(parent - 1, "")
     return found
 

@@ -242,6 +242,7 @@ def test_a_text_said_twice_is_as_long_as_there_are_tokens(monkeypatch):
     assert numbers["length"] == 3 and numbers["even"] == pytest.approx((1 / 4 + 1 / 5 + 1 / 6) / 3)
 
 
+@pytest.mark.long
 def test_spectra_are_of_the_times_at_which_the_steps_take_weights():
     opened = opened_model("diffeqformer", solver="strang")
     shown = spectra.section(opened, feed_forward=False, num_steps=2)

@@ -61,6 +61,7 @@ def test_rollout_multiplies_steps_from_the_last_to_the_first(monkeypatch):
     np.testing.assert_allclose(attention_maps.rollout(build_model("gpt"), jnp.arange(3)), [0.25, 0.25, 0.5])
 
 
+@pytest.mark.long
 def test_input_gradients_are_those_of_the_embeddings():
     """For distinct tokens, each of whose rows is read once; a Llama's separate head isn't involved."""
     model = lively_model("llama", "llama", num_steps=2)

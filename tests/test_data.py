@@ -43,6 +43,7 @@ def test_batches_are_a_function_of_seed_and_step(small_store):
     assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
 
 
+@pytest.mark.long
 def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(small_store):
     split = open_store(small_store, "bytes", 8)["train"]
     count = split.size // 8

@@ -142,6 +142,7 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
             downstream.run_all(options(runs, **changes))
 
 
+@pytest.mark.long
 def test_without_lm_eval_there_is_one_sentence(tmp_path):
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('not installed')")

@@ -16,6 +16,7 @@ from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, toy_config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("shared", "llama")])
 def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_store):
     config, text = toy_config(kind, field, model__vocab_multiple=16), open_store(small_store, "bytes", 16)["validation"]

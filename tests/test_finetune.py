@@ -44,6 +44,7 @@ def new_config(base, **changes):
     return change(config, **changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, field, runs",
     [

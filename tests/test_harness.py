@@ -178,6 +178,7 @@ def test_byte_pairs_are_split_where_lm_eval_splits_them():
         log_likelihoods(model, [("th", "e")])  # "the" is t, he: as many tokens as "th" has
 
 
+@pytest.mark.long
 def test_sentence_pieces_are_scored_and_written():
     """With a tokenizer like Llama's, whose pieces mark the beginning of a word and of the text."""
     trained, sentences = io.BytesIO(), [f"{a} cat sees the {b} thing." for a in "AB" for b in ("red", "odd")]

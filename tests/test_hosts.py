@@ -82,6 +82,7 @@ def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
         assert "isn't the same folder for all processes (1 can't see what 0 writes)" in errors
 
 
+@pytest.mark.long
 def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
     damaged = shutil.copytree(short_stores, tmp_path / "damaged")
     os.truncate(damaged / "python_stdlib-bytes" / "validation-00000.bin", 100)

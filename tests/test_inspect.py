@@ -80,6 +80,7 @@ def test_statistics_are_those_of_the_parameters_without_a_model(run, monkeypatch
     assert report.index("  token_embedding") < report.index("  qkv") < report.index("  final_norm")
 
 
+@pytest.mark.long
 def test_the_command_takes_no_tensorflow_and_no_devices_of_the_training(adapters):
     workdir, parameters = adapters
     program = (

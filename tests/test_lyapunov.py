@@ -31,6 +31,7 @@ def test_the_authors_pairing_gives_the_authors_numbers(name, last):
 SOLVED = [("diffeqformer", "llama", "euler"), ("gpt", "gpt", "lie_trotter"), ("shared", "gpt", "heun")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, field, solver", SOLVED)
 def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solver, monkeypatch):
     """For each step, and for all of them in sequence."""

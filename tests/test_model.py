@@ -146,6 +146,7 @@ def test_no_logit_depends_on_a_later_token(kind, field):
     assert np.all(influence[later] == 0) and np.all(influence[~later] > 0)
 
 
+@pytest.mark.long
 def test_dropout_follows_the_example_and_keeps_the_mean():
     model = build_model("diffeqformer", dropout=0.3)
     weights, tokens = model.weights(), jnp.ones((8, 16), jnp.int32)

@@ -224,6 +224,7 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path)
     )
 
 
+@pytest.mark.long
 def test_reading_stops_without_a_word(run):
     generating = subprocess.Popen(
         [sys.executable, "-m", "diffeqformer.generate", "--workdir", run, "--prompt=a"],
@@ -262,6 +263,7 @@ def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
         read()
 
 
+@pytest.mark.long
 def test_the_commands_can_be_imported_together():
     script = "import diffeqformer.generate, diffeqformer.materialize, diffeqformer.main"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

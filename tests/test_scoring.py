@@ -106,6 +106,7 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
         assert np.abs(large).sum() == pytest.approx(np.abs(inner).sum(), rel=1e-6)
 
 
+@pytest.mark.long
 def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations):
     made = []
     monkeypatch.setattr(reader, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))

@@ -98,6 +98,7 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
     assert sum(ours["all-reduce"]) < 1.05 * sum(theirs["all-reduce"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, share",
     [

@@ -123,6 +123,7 @@ def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
     assert 0.4 < np.mean(shifts) < 0.6 and np.min(shifts) < 0.1 and np.max(shifts) > 0.9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["jittered", "shifted"])
 def test_a_training_step_takes_the_weights_of_its_times(how):
     config = toy_config(model__training_times=how, model__num_steps=2, optimizer__warmup_fraction=0.0)

@@ -222,6 +222,7 @@ def test_the_sample_comes_from_parameters_on_all_devices():
     assert samples[0] == samples[1] and len(samples[0]) > 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("poison", ["loss", "gradient_norm"])
 def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     poison, tmp_path, short_stores, monkeypatch, one_device_loop

@@ -50,16 +50,22 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, comp
 
 
 @pytest.mark.long
-def test_every_mesh_starts_as_a_new_model_on_one_device():
+def test_every_mesh_starts_as_one_device_does():
+    """With the shapes, types and shardings that its program states."""
     config = sharded_config()
-    state = Program(config, make_mesh((2, 2, 2))).init()
-    params, rest = state.pop("params"), state
+    programs = Program(config, ONE_DEVICE), Program(config, make_mesh((2, 2, 2)))
+    alone, expected = (program.init() for program in programs)
+    jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6), alone, expected)
     jax.tree.map(
         lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6),
         split_model(new_model(config))[1],
-        params,
+        alone["params"],
     )
-    assert jax.tree.leaves(rest) and not any(np.any(leaf) for leaf in jax.tree.leaves(rest))
+    for program, state in zip(programs, (alone, expected)):
+        assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
+        for leaf, stated in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shapes), strict=True):
+            assert (leaf.shape, leaf.dtype) == (stated.shape, stated.dtype)
+            assert leaf.sharding.is_equivalent_to(stated.sharding, leaf.ndim)
 
 
 def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:

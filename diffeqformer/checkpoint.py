@@ -373,7 +373,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             places = jax.tree.map(lambda _: device, params)
         else:
-            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model)[0])
+            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model))
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         replaced = "start again, with the newest checkpoint"  # a running training removes old ones
         with readable(manager, step, "" if step == manager.latest_step() else replaced):

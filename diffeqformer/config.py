@@ -90,6 +90,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.mesh.data = -1  # replicates the parameters
     config.mesh.fsdp = 1  # shards the parameters, which are gathered step by step
     config.mesh.tensor = 1  # shards heads, hidden units and the vocabulary
+    # Parts into which copies (mesh.data) divide a hypernetwork and its optimizer state; 0: what leaves whole tiles.
+    config.mesh.generator = 0
 
     config.data = ConfigDict()
     config.data.task = "openwebtext"  # a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files
@@ -191,13 +193,18 @@ RULES = [
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
         f"({', '.join(MODELS['discretized'].solvers())})",
     ),
+    Rule(
+        "mesh.generator",
+        lambda v, c: v < 2 or MODELS[c.model.kind].weights.generated,
+        "must be 0 for model.kind {c.model.kind}, which has no hypernetwork",
+    ),
     _one_of("model.training_times", TRAINING_TIMES),
     Rule(
         "model.training_times",
         lambda v, c: v == "fixed" or MODELS[c.model.kind].weights.generated,
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
-    *_every("dynamics_every model.lora_rank data.processes", lambda v: v >= 0, "must not be negative"),
+    *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
     Rule(
         "model.lora_rank",
         lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,

@@ -19,7 +19,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
 from diffeqformer.fields.layers import Context, dropout, parameter, rows_from
-from diffeqformer.parallel.sharding import partition
+from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
@@ -270,13 +270,28 @@ def paths_with(model: Transformer, name: str) -> frozenset[tuple[str, ...]]:
     return frozenset(path for path, flag in flags.items() if flag)
 
 
-def partition_specs(model: Transformer) -> tuple[dict, dict]:
-    """The partition specs of a model's parameters and of its weights at all times (`model.depth(...)`), as trees."""
+def partition_specs(model: Transformer) -> dict:
+    """The partition specs of a model's parameters, as a tree."""
     axes, is_axes = parameter_metadata(model, "axes"), lambda leaf: isinstance(leaf, tuple)
+    depth_rows = GENERATOR_ROWS if model.depth.generated else ROWS
+    return {
+        name: jax.tree.map(
+            functools.partial(partition, rows=depth_rows if name == "depth" else ROWS), part, is_leaf=is_axes
+        )
+        for name, part in axes.items()
+    }
+
+
+def layer_specs(model: Transformer, rows: tuple[str, ...]) -> dict:
+    """The partition specs of a model's weights at all times (`model.depth(...)`), as a tree.
+
+    Args:
+        rows: the axes of the mesh over which the rows of kernels are sharded.
+    """
     field_layers, time = model.field.layers(), () if model.depth.constant else ("time",)
     layers = jax.eval_shape(lambda depth: nnx.merge(*depth)(model.grid()), nnx.split(model.depth))
-    return jax.tree.map(partition, axes, is_leaf=is_axes), {
-        layer: {name: partition((*time, *weight_axes(field_layers[layer], name))) for name in weights}
+    return {
+        layer: {name: partition((*time, *weight_axes(field_layers[layer], name)), rows) for name in weights}
         for layer, weights in layers.items()
     }
 

@@ -86,6 +86,7 @@ WRONG = {
     "mesh.data": -3,
     "mesh.fsdp": 0,
     "mesh.tensor": -2,
+    "mesh.generator": -1,
     "optimizer.learning_rate": -1e-3,
     "optimizer.weight_decay": float("nan"),
     "optimizer.beta1": 1.0,
@@ -136,6 +137,7 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"mesh__fsdp": 3},
             "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1",
         ),
+        (("gpt", "gpt"), {"mesh__generator": 2}, "mesh.generator: must be 0 for model.kind gpt, .* but it is 2"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
         (
@@ -199,8 +201,8 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat", "log_every", "eval_every",
-    "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat", "log_every",
+    "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip

@@ -31,7 +31,7 @@ def run_and_score(config, mesh):
     "kind, field, changes, meshes",
     [
         ("shared", "gpt", {}, [(2, 2, 2)]),
-        ("diffeqformer", "gpt", {"model__dropout": 0.1, "microbatches": 2}, [(8, 1, 1), (2, 2, 2)]),
+        ("diffeqformer", "gpt", {"model__dropout": 0.1, "microbatches": 2}, [(8, 1, 1), (4, 2, 1), (2, 2, 2)]),
         pytest.param("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)], marks=pytest.mark.slow),
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
         ("diffeqformer", "gpt", {"model__solver": "heun"}, [(1, 8, 1)]),
@@ -86,14 +86,23 @@ def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_gradient():
-    """In bytes: W(t_n) is gathered and its gradient scattered step by step; dW is summed once for all microbatches."""
+    """In bytes: W(t_n) is gathered and its gradient scattered step by step; dW is summed once for all microbatches.
+
+    A divided generator moves no more bytes: instead of all-reducing dW, it scatters dW and gathers W.
+    """
     shape, width, hidden, steps = (2, 4, 1), 64, 256, 6
     sizes = dict(model__width=width, model__mlp=hidden, model__time_embed_dim=40, microbatches=2)
-    ours = collectives(sharded_config(**sizes), shape)
+    ours = collectives(sharded_config(**sizes, mesh__generator=1), shape)
+    divided = collectives(sharded_config(**sizes), shape)
     theirs = collectives(sharded_config("gpt", **sizes), shape)
 
     kernels = [4 * width * n for n in (3 * width, width, hidden, hidden)]
     embeddings = [4 * width * n for n in (272, 16)]
+    made = [steps * n // 4 for n in kernels]
+    assert sorted(divided["all-gather"]) == sorted(ours["all-gather"] + made)
+    assert sorted(divided["reduce-scatter"]) == sorted(ours["reduce-scatter"] + [n // 2 for n in made])
+    assert sum(divided["all-reduce"]) < sum(ours["all-reduce"]) - 0.99 * sum(made)
+    assert divided["all-reduce in a loop"] == []
     for found in (ours, theirs):
         assert sorted(found["all-gather"]) == sorted(2 * kernels + embeddings)  # forward, and again backward
         assert sorted(found["reduce-scatter"]) == sorted(n // 4 for n in kernels + embeddings)
@@ -106,20 +115,28 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "shape, share",
+    "shape, parts, shares",
     [
-        ((2, 2, 2), 1 / 4),
-        pytest.param((2, 4, 1), 1 / 4, marks=pytest.mark.slow),
-        pytest.param((8, 1, 1), 1, marks=pytest.mark.slow),
+        ((2, 2, 2), 1, (1 / 4, 1 / 4)),
+        ((2, 2, 2), 0, (1 / 4, 1 / 8)),
+        pytest.param((2, 4, 1), 1, (1 / 4, 1 / 4), marks=pytest.mark.slow),
+        pytest.param((8, 1, 1), 1, (1, 1), marks=pytest.mark.slow),
+        pytest.param((8, 1, 1), 0, (1, 1 / 8), marks=pytest.mark.slow),
     ],
 )
-def test_the_state_is_shared_and_stays_in_place(shape, share):
-    program = Program(sharded_config(model__width=64, model__mlp=256), make_mesh(shape))
+def test_the_state_is_shared_and_stays_in_place(shape, parts, shares):
+    """A device has one share of the embeddings and another of the generator's matrices. Nothing else is shared."""
+    sizes = dict(model__width=64, model__mlp=256, mesh__generator=parts)
+    program = Program(sharded_config(**sizes), make_mesh(shape))
     state = program.state_shapes
     places = zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True)
     size = 4 * sum(math.prod(place.shard_shape(leaf.shape)) for leaf, place in places)
-    whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(state))
-    assert share * whole <= size < 1.08 * share * whole
+    expected = 0
+    for path, leaf in jax.tree.leaves_with_path(state):
+        name = jax.tree_util.keystr(path).split("'")[-2]
+        of_generator = name in ("projection", "constant")
+        expected += 4 * leaf.size * (shares[of_generator] if of_generator or "_embedding" in name else 1)
+    assert 0.97 * expected < size <= expected and (size == expected or shape[2] > 1)  # `tensor` shares some biases
     memory = program.train_step.lower(state, jax.ShapeDtypeStruct((16, 16), "int32")).compile().memory_analysis()
     assert size <= memory.argument_size_in_bytes < 1.01 * size + 1000
     assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
@@ -143,6 +160,17 @@ def test_rows_are_cut_into_whole_tiles_on_tpus():
         match=r"^config.mesh.tensor: must cut the heads' width .* \(40\) .* as 1, 2, 4, 8, 16 would, but it is 32",
     ):
         check_config(config, 32, "tpu")
+
+
+def test_copies_of_a_model_divide_its_generator_into_whole_tiles():
+    def parts(shape, kind="diffeqformer", **changes):
+        return Program(sharded_config(kind, **changes), make_mesh(shape)).mesh.shape["generator"]
+
+    assert [parts(shape) for shape in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1))] == [4, 2, 1, 1]  # of 32 rows
+    assert parts((8, 1, 1), "gpt") == 1 and parts((8, 1, 1), mesh__generator=8) == 8  # 4 rows
+    message = r"^config.mesh.generator: must divide the 4 copies in a slice .*, as 1, 2, 4 would, but it is 8"
+    with pytest.raises(UserError, match=message):
+        parts((4, 2, 1), mesh__generator=8)
 
 
 def test_only_data_parallel_devices_are_in_several_slices_of_tpus_but_nodes_of_gpus_are_no_slices():

@@ -1,15 +1,16 @@
 """The device mesh, and the one table that maps logical axes to it. Models only name axes.
 
-Every device has a place on three axes:
+Every device has a place on four axes:
 
-    data    replicates the parameters; with several slices or nodes, the slow network lies within this axis
-    fsdp    shards the parameters; a step of depth gathers its weights before it uses them
-    tensor  shards heads, hidden units and the vocabulary, so devices share the work of every token
+    data       replicates the parameters; with several slices or nodes, the slow network lies within this axis
+    generator  does the same, except that it shards a hypernetwork and its optimizer state (`divide_generator`)
+    fsdp       shards the parameters; a step of depth gathers its weights before it uses them
+    tensor     shards heads, hidden units and the vocabulary, so devices share the work of every token
 
 Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these shardings.
-The loop itself is written for one device (`by_device`), because communication determines its speed. A step gathers its
-weights W(t_n) and never P. Its backward pass scatters their gradient. Over `data` only dW is summed, once for all
-microbatches.
+The loop itself is written for one device (`by_device`), because communication determines its speed. Before the loop, W
+of all steps is gathered over `generator`. A step gathers its weights W(t_n) over `fsdp`, and never P. Its backward pass
+scatters their gradient. After all microbatches, dW is scattered over `generator` and summed over `data`.
 """
 
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffeqformer.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
-BATCH = ("data", "fsdp")  # the axes over which examples are split
-ROWS = "fsdp"  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
+AXES = ("data", "generator", "fsdp", "tensor")
+BATCH = ("data", "generator", "fsdp")  # the axes over which examples are split
+ROWS = ("fsdp",)  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
+GENERATOR_ROWS = ("fsdp", "generator")  # those of a generator's matrices, and of the weights it makes
 
 LOGICAL_AXES = {
     "batch": BATCH,  # examples are independent
@@ -44,8 +46,9 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     Raises:
         UserError: if their product isn't the number of devices.
     """
-    sizes = [config[axis] for axis in AXES]
-    for axis, size in zip(AXES, sizes):
+    axes = ("data", "fsdp", "tensor")
+    sizes = [config[axis] for axis in axes]
+    for axis, size in zip(axes, sizes):
         if size < 1 and size != -1:
             raise UserError(f"config.mesh.{axis}: must be at least 1, or -1 for the rest, but it is {size}")
     if sizes.count(-1) > 1:
@@ -53,7 +56,7 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     known = int(np.prod([size for size in sizes if size != -1]))
     if num_devices % known or (-1 not in sizes and known != num_devices):
         raise UserError(
-            f"config.mesh: {' x '.join(AXES)} must make up the {num_devices} devices of the run, but it is "
+            f"config.mesh: {' x '.join(axes)} must make up the {num_devices} devices of the run, but it is "
             f"{' x '.join(map(str, sizes))}; -1 means the rest"
         )
     return tuple(num_devices // known if size == -1 else size for size in sizes)
@@ -63,16 +66,15 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = 
     """A mesh of `devices` (by default all of the run), with neighbours on fast links where this matters most.
 
     Args:
-        shape: sizes of the axes; by default all devices are on `data`. Over several slices of TPUs, `data` must be a
-            multiple of their number: only this axis crosses the network between them.
+        shape: sizes of the axes `data`, `fsdp` and `tensor`; by default all devices are on `data`. Over several slices
+            of TPUs, `data` must be a multiple of their number: only this axis crosses the network between them.
 
     Raises:
         UserError: if it isn't.
     """
     devices = jax.devices() if devices is None else devices
     shape = (len(devices), 1, 1) if shape is None else shape
-    on_tpus = devices[0].platform == "tpu"  # a GPU's slice is its node, and nodes are fast enough for more
-    slices = len({getattr(device, "slice_index", 0) for device in devices}) if on_tpus else 1
+    slices = number_of_slices(devices)
     if shape[0] % slices:
         raise UserError(
             f"config.mesh.data: must be a multiple of the {slices} slices, between which only data parallelism is "
@@ -83,11 +85,26 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = 
         array = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
     else:
         array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(array, AXES)
+    return Mesh(array[:, None], AXES)
 
 
-def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
+def number_of_slices(devices: list) -> int:
+    """The number of slices of TPUs. A GPU's slice is its node, and nodes are fast enough for more than `data`."""
+    on_tpus = devices[0].platform == "tpu"
+    return len({getattr(device, "slice_index", 0) for device in devices}) if on_tpus else 1
+
+
+def divide_generator(mesh: Mesh, parts: int) -> Mesh:
+    """The mesh with `parts` neighbours of its axis `data` on `generator`, each of which holds a part of a generator."""
+    data, _, fsdp, tensor = mesh.devices.shape
+    return Mesh(mesh.devices.reshape(data // parts, parts, fsdp, tensor), AXES)
+
+
+def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:
     """The partition spec of an array whose dimensions have these logical axes (None: never split).
+
+    Args:
+        rows: the axes of the mesh over which the rows of a matrix are also sharded.
 
     Raises:
         KeyError: for an axis that isn't in `LOGICAL_AXES`.
@@ -95,8 +112,8 @@ def partition(axes: tuple[str | None, ...]) -> PartitionSpec:
     places = [axis and LOGICAL_AXES[axis] for axis in axes]
     sides = [i for i, axis in enumerate(axes) if axis in ("vocab", "sequence", "embed", "heads", "mlp")]
     if len(sides) == 2 or "rank" in axes:  # a matrix; vectors are small enough to be replicated
-        rows = sides[0]
-        places[rows] = (places[rows], ROWS) if places[rows] else ROWS
+        first = sides[0]
+        places[first] = (places[first], *rows) if places[first] else rows
     return PartitionSpec(*places)
 
 
@@ -137,6 +154,6 @@ def sum_copies(values, specs):
 
     def add(value, spec):
         named = {axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ())}
-        return jax.lax.psum(value, tuple(axis for axis in AXES if axis not in named))
+        return jax.lax.psum(value, tuple(axis for axis in AXES if axis not in named and jax.lax.axis_size(axis) > 1))
 
     return jax.tree.map(add, values, specs)

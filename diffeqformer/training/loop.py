@@ -114,7 +114,9 @@ def describe(run: Run, params: dict) -> None:
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {run.folder}")
-    mesh = ", ".join(f"{axis} {size}" for axis, size in run.program.batch_sharding.mesh.shape.items())
+    sizes = run.program.mesh.shape
+    parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
+    mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
     print(f"mesh: {mesh}; attention: {run.program.attention}", flush=True)
 
 

@@ -3,11 +3,12 @@
 The path of a batch of tokens [B, S] (T steps of depth; L times, the product of T and the solver's number of nodes):
 
     grid                  -> layers {name: [L, inputs, outputs], ...}    generated once; each device makes its part
+    layers                -> the same, gathered over `generator`         each device holds a larger part
     each device, for each microbatch of its examples:
       tokens [b, S]       -> x(0) [b, S, D]                              embedding, gathered
       x(0), layers        -> x(1) [b, S, D]                              one scan over T; a step gathers W(t_n) alone
       x(1)                -> loss, a scalar                              head, without ever holding all logits
-    d loss / d layers and d loss / d other parameters                    summed over microbatches, then over copies
+    d loss / d layers and d loss / d other parameters                    summed over microbatches, then over devices
     d loss / d layers     -> d loss / d generator                        pulled back once
 """
 
@@ -27,9 +28,9 @@ from diffeqformer.depth.weights import StackedWeights, in_compute_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
 from diffeqformer.fields.layers import Context, as_it_is
-from diffeqformer.parallel.sharding import AXES, BATCH, by_device, gather, sum_copies
+from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
-from diffeqformer.transformer import merge_trees, partition_specs, select
+from diffeqformer.transformer import layer_specs, merge_trees, partition_specs, select
 
 EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
 
@@ -49,10 +50,12 @@ class ShardedLoss:
         model = nnx.merge(graph, abstract)
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
         self.trains = model.trains
-        self.param_specs, self.layer_specs = partition_specs(model)
+        self.param_specs = partition_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
-        self.step_specs = self.layer_specs if model.depth.constant else _without_time(self.layer_specs)
-        self.merged_specs = select(self.layer_specs, lambda path: path[-1] not in FACTORS)
+        self.made_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
+        gathered = layer_specs(model, ROWS)
+        self.step_specs = gathered if model.depth.constant else _without_time(gathered)
+        self.merged_specs = select(gathered, lambda path: path[-1] not in FACTORS)
 
     def trained_and_frozen(self, tree: dict) -> tuple[dict, dict]:
         """The trained and the frozen part of a tree that is shaped like the parameters."""
@@ -85,13 +88,14 @@ class ShardedLoss:
         trained, frozen = self.trained_and_frozen(params)
         generate = functools.partial(self.generate, params, grid)
         layers, pull_back, frozen_layers = jax.vjp(generate, trained["depth"], has_aux=True)
-        specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.layer_specs}})
+        specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
         def on_device(trained, frozen, step_sizes, tokens, keys):
+            trained, scatter = jax.vjp(lambda parts: gather(parts, specs, ("generator",)), trained)
             loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
             loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
-            return jax.lax.psum(loss, AXES), sum_copies(gradient, specs)
+            return jax.lax.psum(loss, AXES), sum_copies(*scatter(gradient), specs)
 
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))

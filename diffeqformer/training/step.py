@@ -17,7 +17,9 @@ from jaxtyping import Array, Int, Key
 
 from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
-from diffeqformer.parallel.sharding import sharding
+from diffeqformer.fields.layers import Linear
+from diffeqformer.parallel.fit import generator_parts
+from diffeqformer.parallel.sharding import divide_generator, sharding
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import decay_mask, learning_rate_schedule, make_optimizer
 from diffeqformer.transformer import Transformer, abstract_model, merge_trees, new_model, random_key, split_model
@@ -35,6 +37,14 @@ def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""])
     if how == "fixed":
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
+
+
+def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
+    """The number of parts of the generator; 1 for other kinds of depth weights."""
+    if not model.depth.generated:
+        return 1
+    kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
+    return generator_parts(config.mesh.generator, mesh, [(layer.inputs, layer.axes[0]) for layer in kernels])
 
 
 class Program:
@@ -56,17 +66,17 @@ class Program:
     """
 
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
-        self.config, self.mesh = config, mesh
         model = abstract_model(config)
+        self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads
         attend, self.attention = attention or fastest(
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
         )
-        self.loss = ShardedLoss(self.graph, abstract, mesh, attend)
+        self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend)
         self.optimizer = make_optimizer(config, self.trained(decay_mask(model)))
         self.schedule = learning_rate_schedule(config.optimizer, config.steps)
-        self.batch_sharding = sharding(mesh, "batch", None)
+        self.batch_sharding = sharding(self.mesh, "batch", None)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         of_params, by_example = self.state_shardings["params"], self.batch_sharding

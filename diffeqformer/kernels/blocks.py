@@ -1,0 +1,123 @@
+"""How a generated layer is cut into blocks, which a kernel works on one after the other.
+
+TPUs lay out the last two axes of an array in tiles of 8 x 128. A block is a rectangle of a layer's weights: some
+inputs (rows, in eights) and some outputs (columns, in multiples of 128), with all of E and all times. A kernel walks
+through a block in strips of 128 columns.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BUDGET = 14 * 2**20  # bytes for blocks; v5e and v5p give a program 16 MiB of VMEM, the smallest of all chips
+EIGHT, STRIP = 8, 128
+MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of rows x columns, numbered along the columns first, and the grid in which a kernel goes through them.
+
+    The grid is [halves, blocks in each]: two halves for the two cores of v4 and v5p, or one if the number is odd.
+    """
+
+    rows: int
+    columns: int
+    across: int  # blocks beside each other
+    grid: tuple[int, int]
+
+    def of_weights(self, times: int) -> pl.BlockSpec:
+        """Blocks of an array [times, inputs, outputs]."""
+        return pl.BlockSpec((times, self.rows, self.columns), lambda half, step: (0, *self._place(half, step)))
+
+    def of_projection(self, width: int) -> pl.BlockSpec:
+        """Blocks of an array [inputs, E, outputs]."""
+
+        def place(half, step):
+            row, column = self._place(half, step)
+            return row, 0, column
+
+        return pl.BlockSpec((self.rows, width, self.columns), place)
+
+    def of_constant(self) -> pl.BlockSpec:
+        """Blocks of an array [inputs, outputs]."""
+        return pl.BlockSpec((self.rows, self.columns), self._place)
+
+    def strip(self, times: int):
+        """Scratch memory for one strip of [times, rows, columns], with all rows of a time beside each other.
+
+        One row more than needed stays empty: with a stride that is a power of two, all times of one row would lie in
+        the same few banks of VMEM, which are read one after the other.
+        """
+        return pltpu.VMEM((times * (self.rows + 1), STRIP), jnp.float32)
+
+    def _place(self, half, step) -> tuple:
+        block = half * self.grid[1] + step
+        return jax.lax.div(block, self.across), jax.lax.rem(block, self.across)
+
+
+def whole(*shape: int) -> pl.BlockSpec:
+    """A small array that every block sees whole."""
+    return pl.BlockSpec(shape, lambda half, step: (0,) * len(shape))
+
+
+def per_half(*shape: int) -> pl.BlockSpec:
+    """One part of an array [halves, ...] for each half of the grid."""
+    return pl.BlockSpec((1, *shape), lambda half, step: (half, *[0] * len(shape)))
+
+
+def for_strips(columns: int, body: Callable) -> None:
+    """Call `body` with the slice of each strip of `columns`, two at a time to hide the latency of matrix products."""
+
+    def strip(index, _):
+        body(pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP))
+
+    jax.lax.fori_loop(0, columns // STRIP, strip, None, unroll=2)
+
+
+def row(strip, index: int, rows: int):
+    """All times of one row of a strip: [T, 128]."""
+    return strip.at[pl.ds(index, len(strip) // (rows + 1), stride=rows + 1), :]
+
+
+def time(strip, index: int, rows: int):
+    """All rows of one time of a strip: [rows, 128]."""
+    return strip.at[pl.ds(index * (rows + 1), rows), :]
+
+
+def choose(inputs: int, outputs: int, bytes_per_weight: int) -> Blocks | None:
+    """The largest blocks that fit twice, as one is computed while the next is on its way; None if none fits.
+
+    An even number of blocks goes before size: two cores then have the same work. Wide ones go before high ones.
+
+    Args:
+        bytes_per_weight: what a kernel keeps in VMEM for a pair of an input and an output.
+    """
+    found = [
+        (inputs * outputs // (rows * columns) % 2 == 0, rows * columns, columns)
+        for rows in range(EIGHT, min(inputs, MOST_ROWS) + 1, EIGHT)
+        for columns in range(STRIP, outputs + 1, STRIP)
+        if inputs % rows == outputs % columns == 0 and 2 * bytes_per_weight * rows * columns <= BUDGET
+    ]
+    if not found:
+        return None
+    even, size, columns = max(found)
+    halves, number = 1 + even, inputs * outputs // size
+    return Blocks(size // columns, columns, outputs // columns, (halves, number // halves))
+
+
+def reason_against(times: int, width: int, inputs: int, outputs: int) -> str | None:
+    """Why the kernels can't be used for a layer (the part of it on one device), or None if they can.
+
+    With E, inputs or outputs off the tiles, an array in its usual layout would have to be copied for a kernel.
+    """
+    for name, size, of in (("E", width, EIGHT), ("inputs", inputs, EIGHT), ("outputs", outputs, STRIP)):
+        if size % of:
+            return f"{name} = {size} isn't a multiple of {of}"
+    if choose(inputs, outputs, bytes_per_weight=6 * 4 * width + 4 * times) is None:  # of update, which needs most
+        return f"blocks of E = {width} and T = {times} don't fit in VMEM"
+    return None

@@ -1,0 +1,134 @@
+"""The Pallas kernels' values, without a TPU, against float64 and optax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from diffeqformer.kernels import blocks
+from diffeqformer.kernels.forward import generate
+from diffeqformer.kernels.statistics import statistics
+from diffeqformer.kernels.update import update
+from helpers import normal
+
+SHAPES = [(36, 24, 16, 384), (6, 8, 24, 128), (108, 96, 16, 256), (7, 144, 8, 640)]  # T, E, inputs, outputs
+CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+LARGE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
+
+
+def cases(*more):
+    """Every shape with dW or the weights in bf16, one also in fp32, and the same run by the careful interpreter."""
+    plain = [(shape, "bfloat16", True, *more) for shape in SHAPES]
+    return [*plain, (SHAPES[0], "float32", True, *more), (SHAPES[0], "bfloat16", CHECKED, *more)]
+
+
+def layer(shape: tuple[int, int, int, int], dtype: str) -> tuple[jax.Array, ...]:
+    """h, P, B and dW of a layer; dW in `dtype`."""
+    times, width, inputs, outputs = shape
+    random = np.random.RandomState(sum(shape))
+    sizes = [(times, width), (inputs, width, outputs), (inputs, outputs), (times, inputs, outputs)]
+    h, projection, constant, d_weights = (jnp.asarray(normal(random, size)) for size in sizes)
+    return h, projection, constant, d_weights.astype(dtype)
+
+
+def exact(pattern: str, *arrays) -> np.ndarray:
+    """An einsum in float64."""
+    return np.einsum(pattern, *(np.asarray(array, np.float64) for array in arrays), optimize=True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Room for one or two of the smallest blocks of a kernel, so that small layers need many."""
+    yield lambda per_weight: monkeypatch.setattr(blocks, "BUDGET", 2 * 8 * 128 * per_weight)
+    pltpu.reset_tpu_interpret_mode_state()  # which an error would leave behind
+
+
+@pytest.mark.parametrize("shape, dtype, interpret", cases())
+def test_weights_are_rounded_once(shape, dtype, interpret, small_blocks):
+    times, width, *_ = shape
+    small_blocks(4 * width + 4 + 4 * times)
+    h, projection, constant, _ = layer(shape, dtype)
+    weights = jax.jit(functools.partial(generate, dtype=dtype, interpret=interpret))(h, projection, constant)
+    expected = exact("te,ieo->tio", h, projection) + np.asarray(constant)
+    assert weights.dtype == dtype
+    half = float(jnp.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(np.asarray(weights, np.float64), expected, rtol=1.001 * half, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape, dtype, interpret", cases())
+def test_statistics(shape, dtype, interpret, small_blocks):
+    times, width, *_ = shape
+    small_blocks(4 * width + 4 + 4 * times)
+    h, projection, _, d_weights = layer(shape, dtype)
+    d_h, d_constant, squares = jax.jit(functools.partial(statistics, interpret=interpret))(h, projection, d_weights)
+    expected = exact("tio,ieo->te", d_weights, projection)
+    np.testing.assert_allclose(d_h, expected, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(d_constant, exact("tio->io", d_weights), atol=1e-5)
+    np.testing.assert_allclose(squares, (exact("te,tio->ieo", h, d_weights) ** 2).sum(), rtol=1e-5)
+
+
+def test_squares_survive_cancellation():
+    """With almost constant h and gradients that cancel over time, Gram matrices in fp32 lose the sum of squares."""
+    _, projection, _, d_weights = layer((36, 24, 16, 384), "float32")
+    h = 1 + 1e-3 * jnp.asarray(normal(np.random.RandomState(0), (36, 24)))
+    d_weights -= d_weights.mean(0)
+    expected = (exact("te,tio->ieo", h, d_weights) ** 2).sum()
+    gram = jnp.sum((h @ h.T) * jnp.einsum("tio,sio->ts", d_weights, d_weights))
+    assert abs(gram / expected - 1) > 1e-3
+    np.testing.assert_allclose(statistics(h, projection, d_weights, interpret=True)[2], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, interpret, moment, decay", [*cases("float32", 0.0), (SHAPES[0], "bfloat16", True, "bfloat16", 0.1)]
+)
+def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, small_blocks):
+    times, width, *_ = shape
+    small_blocks(6 * 4 * width + 4 * times)
+    h, projection, _, d_weights = layer(shape, dtype)
+    settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
+    optimizer = optax.adamw(1e-2, **settings, mu_dtype=moment)
+    step = jax.jit(functools.partial(update, **settings, interpret=interpret))
+
+    @jax.jit
+    def expected_step(gradient, state, params):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(projection)
+    for count, clip in ((1, 0.5), (2, 2.0)):
+        scalars = jnp.array([clip, 1e-2, 1 - 0.9**count, 1 - 0.95**count], jnp.float32)
+        found = step(h, d_weights, projection, state[0].mu, state[0].nu, scalars)
+        gradient = clip * jnp.asarray(exact("te,tio->ieo", h, d_weights), jnp.float32)
+        projection, state = expected_step(gradient, state, projection)
+        # a step is 1e-2; where a gradient is almost 0, its last bits decide more
+        np.testing.assert_allclose(found[0], projection, rtol=1e-6, atol=1e-5)
+        assert np.sqrt(np.mean((found[0] - projection) ** 2)) < 2e-7
+        assert found[1].dtype == moment
+        mean, expected = (np.asarray(array, np.float32) for array in (found[1], state[0].mu))
+        np.testing.assert_allclose(mean, expected, rtol=float(jnp.finfo(moment).eps), atol=1e-5)
+        np.testing.assert_allclose(found[2], state[0].nu, rtol=1e-5, atol=1e-5)
+        h = h[::-1]  # another gradient
+
+
+@pytest.mark.parametrize("inputs, outputs", LARGE)
+@pytest.mark.parametrize("times, width", [(36, 96), (108, 96), (36, 144), (144, 144), (6, 8)])
+def test_blocks_cover_a_layer(times, width, inputs, outputs):
+    per_weight = 6 * 4 * width + 2 * times
+    for rows in (inputs, inputs // 8, inputs // 16, inputs // 32):  # cut over devices
+        assert blocks.reason_against(times, width, rows, outputs) is None
+        cut = blocks.choose(rows, outputs, per_weight)
+        assert rows % cut.rows == outputs % cut.columns == 0 and cut.across == outputs // cut.columns
+        assert np.prod(cut.grid) * cut.rows * cut.columns == rows * outputs and cut.grid[0] == 2
+        assert 2 * per_weight * cut.rows * cut.columns <= blocks.BUDGET
+
+
+def test_reasons_against():
+    assert blocks.reason_against(36, 96, 1280, 5120) is None
+    assert blocks.reason_against(36, 97, 1280, 5120) == "E = 97 isn't a multiple of 8"
+    assert blocks.reason_against(36, 96, 20, 5120) == "inputs = 20 isn't a multiple of 8"
+    assert blocks.reason_against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
+    assert blocks.reason_against(36, 4096, 8, 128) == "blocks of E = 4096 and T = 36 don't fit in VMEM"

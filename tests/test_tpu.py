@@ -16,14 +16,20 @@ pytestmark = pytest.mark.tpu
 MEMORY = {"v5e": 15.75, "v5p": 95.74}  # GiB of a chip that a program can have
 
 
-def compile_for_tpu(*options: str) -> tuple[str, float, float]:
-    """The output of the command, and the GiB of arguments and of temporaries."""
-    command = [sys.executable, "benchmarks/compile_for_tpu.py", *options]
+def said_by(script: str, *options: str) -> str:
+    """The output of a command in benchmarks/."""
+    command = [sys.executable, f"benchmarks/{script}", *options]
     environment = {**os.environ, "XLA_FLAGS": ""}  # without the tests' own
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    return done.stdout, *map(float, re.search(r"arguments (\S+) GiB, temporaries (\S+) GiB", done.stdout).groups())
+    return done.stdout
+
+
+def compile_for_tpu(*options: str) -> tuple[str, float, float]:
+    """The output of the command, and the GiB of arguments and of temporaries."""
+    said = said_by("compile_for_tpu.py", *options)
+    return said, *map(float, re.search(r"arguments (\S+) GiB, temporaries (\S+) GiB", said).groups())
 
 
 @pytest.mark.parametrize(
@@ -64,3 +70,17 @@ def test_splash_attention_saves_memory():
     _, _, splash = compile_for_tpu(*options)
     said, _, plain = compile_for_tpu(*options, "--plain_attention")
     assert "attention: plain" in said and splash < 0.7 * plain
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_kernels_leave_projections_in_place(topology):
+    """They compile for GPT-large's layers, and no program around them needs memory of the size of P or copies it."""
+    lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
+    assert len(lines) == 3 * 14
+    for line in lines:
+        name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
+        temporary, in_place, copies = map(
+            int, re.search(r"temporaries (\d+).*place (\d+).*copies (\d+)", line).groups()
+        )
+        assert temporary <= 2**19 and copies == 0
+        assert in_place >= (name == "update") * (4 + 2 + 4) * int(width) * int(inputs) * int(outputs)

@@ -1,0 +1,80 @@
+"""Compile the Pallas kernels of generated layers with the TPU compiler, without a TPU.
+
+    pip install -e '.[tpu]' -c constraints.txt
+    python benchmarks/compile_kernels.py --topology=v5e:2x2
+
+Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its blocks, its temporary memory, and
+how often the program around it copies an array of P's size, which it should never do. --dump=folder keeps all that
+the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
+"""
+
+import functools
+import os
+import sys
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+for argument in sys.argv:
+    if argument.startswith("--dump="):  # the compiler reads it when it is loaded
+        folder = argument.partition("=")[2]
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from absl import app, flags  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+from diffeqformer.kernels import blocks  # noqa: E402
+from diffeqformer.kernels.forward import generate  # noqa: E402
+from diffeqformer.kernels.statistics import statistics  # noqa: E402
+from diffeqformer.kernels.update import update  # noqa: E402
+
+TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "Kind and shape of a slice. One of its devices is used.")
+flags.DEFINE_string("dump", None, "Folder for what the compiler writes.")
+
+WHOLE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
+CUT = [(160, 3840), (80, 3840), (40, 3840), (40, 1280), (640, 1280)]
+LAYERS = [
+    *[(36, 96, *layer, "bfloat16", "float32") for layer in WHOLE + CUT],
+    (36, 96, 1280, 5120, "float32", "bfloat16"),  # T, E, inputs, outputs, the types of dW and of the first moment
+    (108, 96, 1280, 5120, "bfloat16", "float32"),
+    (108, 144, 1280, 5120, "float32", "float32"),
+    (36, 144, 40, 1280, "bfloat16", "bfloat16"),
+    (7, 8, 24, 640, "bfloat16", "float32"),  # an odd number of strips
+]
+ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+
+
+def main(_) -> None:
+    topology = topologies.get_topology_desc(topology_name=TOPOLOGY.value, platform="tpu")
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    for *layer, weights, moment in LAYERS:
+        times, width, inputs, outputs = layer
+        if reason := blocks.reason_against(*layer):
+            raise ValueError(reason)
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+        h, constant = shape((times, width), jnp.float32), shape((inputs, outputs), jnp.float32)
+        projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
+        d_weights, scalars = shape((times, inputs, outputs), weights), shape((4,), jnp.float32)
+        generate_in_type = jax.jit(functools.partial(generate, dtype=weights))
+        report("generate", layer, generate_in_type.lower(h, projection, constant))
+        report("statistics", layer, jax.jit(statistics).lower(h, projection, d_weights))
+        in_place = jax.jit(ADAMW, donate_argnums=(2, 3, 4))
+        report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
+
+
+def report(name: str, layer: list[int], lowered: jax.stages.Lowered) -> None:
+    """Compile a kernel and print its line."""
+    times, width, inputs, outputs = layer
+    compiled = lowered.compile()
+    memory, size = compiled.memory_analysis(), f"[{inputs},{width},{outputs}]"
+    copies = sum(size in line and " copy(" in line for line in compiled.as_text().splitlines())
+    print(
+        f"{name} T={times} E={width} {inputs}x{outputs}: temporaries {memory.temp_size_in_bytes} bytes, "
+        f"in place {memory.alias_size_in_bytes} bytes, copies {copies}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -85,7 +85,7 @@ def main() -> None:
 
 def expected_time(text: str, chip: str) -> str:
     """The expected time of a step by cause, as a line of milliseconds; of megacycles if the chip's clock is unknown."""
-    cycles = by_cause(text)
+    cycles = by_cause(text, chip)
     scale, unit = (1e3 / CLOCK[chip], "ms") if chip in CLOCK else (1e-6, "million cycles")
     parts = ", ".join(f"{cause} {count * scale:.1f}" for cause, count in cycles.most_common())
     return f"  expected: {sum(cycles.values()) * scale:.0f} {unit} without collectives and splash attention: {parts}"

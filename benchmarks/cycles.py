@@ -1,22 +1,25 @@
 """The cycles that the TPU compiler expects of a program, by what they are spent on.
 
 The compiler writes its expectation into each instruction of the program that it dumps (`*.after_codegen.txt`). It has
-none for collectives, splash attention and other Pallas kernels: they count as nothing here. An instruction that fuses
-several operations belongs to the last of them.
+none for collectives and Pallas kernels. A kernel that states the bytes that it moves counts as these at the memory's
+rate. Splash attention doesn't: like collectives, it counts as nothing here. An instruction that fuses several
+operations belongs to the last of them.
 """
 
 import collections
+import math
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9}  # cycles in a second, by kind of chip
+BANDWIDTH = {"v5e": 820e9, "v5p": 2460e9}  # bytes of memory in a second
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
-    "generated weights": ("generated.py", "low_rank.py"),
+    "generated weights": ("generated.py", "projection.py", "forward.py", "statistics.py", "low_rank.py"),
     "loss": ("cross_entropy.py",),
-    "update": ("step.py", "optimizer.py"),
+    "update": ("step.py", "optimizer.py", "update.py"),
 }
 
 
@@ -39,17 +42,18 @@ def cause(instruction: Instruction) -> str:
     return f"matrix products, {direction}" if instruction.matmul else "everything else"
 
 
-def by_cause(text: str) -> collections.Counter:
-    """The cycles of a dumped program by cause."""
+def by_cause(text: str, chip: str) -> collections.Counter:
+    """The cycles of a program that was dumped for a kind of chip, by cause."""
     found: collections.Counter = collections.Counter()
-    for instruction, times in instructions(text):
+    for instruction, times in instructions(text, chip):
         found[cause(instruction)] += instruction.cycles * times
     return found
 
 
-def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
+def instructions(text: str, chip: str) -> Iterator[tuple[Instruction, int]]:
     """The instructions of a dumped program, and how often each runs."""
     bodies, frames = computations(text), origins(text)
+    bytes_per_cycle = BANDWIDTH[chip] / CLOCK[chip] if chip in CLOCK else math.inf
     matmuls = {name for name, lines in bodies.items() if any(" convolution(" in line for line in lines)}
     waiting = [("ENTRY", 1)]
     while waiting:
@@ -58,11 +62,19 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
             if loop := re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line):
                 [count] = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))  # of rounds
                 waiting.append((loop[2], times * int(count)))
-            elif (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)) and "-done(" not in line:
+            elif (count := expected_cycles(line, bytes_per_cycle)) and "-done(" not in line:
                 called, frame = re.search(r"calls=(%[\w.-]+)", line), re.search(r"stack_frame_id=(\d+)", line)
                 origin = frames.get(int(frame[1]), "") if frame else ""
                 matmul = " convolution(" in line or bool(called and called[1] in matmuls)
-                yield Instruction(int(cycles[1]), origin, matmul, "transpose(" in line), times
+                yield Instruction(count, origin, matmul, "transpose(" in line), times
+
+
+def expected_cycles(line: str, bytes_per_cycle: float) -> int:
+    """The cycles of an instruction; 0 if nothing is said of it."""
+    if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
+        return int(cycles[1])
+    moved = re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"', line)
+    return round(int(moved[1]) / bytes_per_cycle) if moved else 0
 
 
 def computations(text: str) -> dict[str, list[str]]:

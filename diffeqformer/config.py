@@ -14,6 +14,7 @@ from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
+from diffeqformer.depth.projection import KERNELS
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
@@ -36,6 +37,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices
+    config.kernels = "auto"  # what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)
     config.microbatches = 1  # parts of the batch, processed one after the other to save memory for activations
     config.sequence_length = 1024  # tokens in one sequence
 
@@ -179,6 +181,7 @@ RULES = [
         lambda v: 0 <= v <= 1,
         "must be between 0 and 1",
     ),
+    _one_of("kernels", KERNELS),
     _one_of("model.kind", MODELS),
     _one_of("model.field", FIELDS),
     Rule(
@@ -364,6 +367,7 @@ def check_overrides(arguments: list[str]) -> None:
 
 CHANGEABLE = (
     "name",
+    "kernels",
     "microbatches",
     "model.remat",
     "mesh.",

@@ -87,6 +87,7 @@ WRONG = {
     "mesh.fsdp": 0,
     "mesh.tensor": -2,
     "mesh.generator": -1,
+    "kernels": "triton",
     "optimizer.learning_rate": -1e-3,
     "optimizer.weight_decay": float("nan"),
     "optimizer.beta1": 1.0,
@@ -201,8 +202,8 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat", "log_every",
-    "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
+    "log_every", "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip

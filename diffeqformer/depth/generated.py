@@ -6,8 +6,7 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
-with P stored as [inputs, E, outputs], so that one projection yields the kernels for all times as [T, inputs, outputs]
-without a relayout. e(t) and h(t) are always fp32, regardless of the compute type.
+`diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
 All layers share e(t). Each layer has its own MLP h; in the paper's alternative design (section D.2, Fig. 17) all
 layers, norms included, share one h(t).
@@ -25,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.projection import project
 from diffeqformer.depth.weights import DepthWeights
 from diffeqformer.fields.layers import Linear, Norm, parameter
 
@@ -42,37 +42,6 @@ def time_features(
     frequencies = 10000.0 ** (-np.arange(sinusoidal_dim) / sinusoidal_dim)
     angles = times * (time_frequency * frequencies).astype(times.dtype)
     return of.concatenate([times, of.sin(angles), of.cos(angles)], axis=1).astype(np.float32)
-
-
-@jax.custom_vjp
-def project(
-    h: Float[Array, "T E"], projection: Float[Array, "inputs E outputs"], constant: Float[Array, "inputs outputs"]
-) -> Float[Array, "T inputs outputs"]:
-    """kernel(t) = h(t) P + B for all times at once, in fp32: P is read once forward, once backward.
-
-    Operands stay fp32, at the backend's default precision: TPUs and GPUs convert to bf16 or TF32 as they read. The
-    gradient of P is accumulated in fp32, which an explicit cast of the operands would prevent.
-
-    All three products are matrix products batched over `inputs`, the order in which P is stored. The derivative is
-    written by hand because the automatic one transposes P's gradient at the end.
-    """
-    batched = jnp.broadcast_to(h, (len(projection), *h.shape))
-    return (batched @ projection).swapaxes(0, 1) + constant
-
-
-def _project_forward(h, projection, constant):
-    return project(h, projection, constant), (h, projection)
-
-
-def _project_backward(residuals, d_kernel):
-    h, projection = residuals
-    by_input = d_kernel.swapaxes(0, 1)  # [inputs, T, outputs]
-    d_projection = jnp.broadcast_to(h.T, (len(projection), *h.T.shape)) @ by_input
-    d_h = jnp.einsum("ito,ieo->ite", by_input, projection).sum(0)
-    return d_h, d_projection, d_kernel.sum(0)
-
-
-project.defvjp(_project_forward, _project_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +96,7 @@ class GeneratedLinear(nnx.Module):
         if layer.bias:
             self.bias_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs), stddev=1e-4)
 
-    def __call__(self, h: Float[Array, "T E"]) -> dict:
+    def __call__(self, h: Float[Array, "T E"], project: Callable = project) -> dict:
         weights = {"kernel": project(h, self.projection[...], self.constant[...])}
         if hasattr(self, "bias_projection"):
             weights["bias"] = exact(h, self.bias_projection)
@@ -175,21 +144,28 @@ class GeneratedWeights(DepthWeights):
             if mlp is not None:
                 self.layers[name].mlp = mlp
 
-    def __call__(self, grid: Grid) -> dict:
-        """The weights at `grid.times`, in fp32."""
-        return self.from_features(self.features(grid))
+    def __call__(self, grid: Grid, projects: dict[str, Callable] | None = None) -> dict:
+        """The weights at `grid.times`, in fp32.
+
+        Args:
+            projects: functions that take the place of `project` in the linear layers with these names.
+        """
+        return self.from_features(self.features(grid), projects)
 
     def features(self, grid: Grid) -> Float[np.ndarray | Array, "T features"]:
         """e(t) at `grid.times`: [T, 2 K + 1] fp32, for `from_features`. Computed on the host if the grid is there."""
         return time_features(grid.times, self.sinusoidal_dim, self.time_frequency)
 
-    def from_features(self, features: Float[Array | np.ndarray, "T features"]) -> dict:
-        """The weights of every layer in fp32, given e(t)."""
-        features = jnp.asarray(features)
-        if self.shared_mlp:
-            h = self.mlp(features)
-            return {name: layer(h) for name, layer in self.layers.items()}
-        return {name: layer(layer.mlp(features)) for name, layer in self.layers.items()}
+    def from_features(
+        self, features: Float[Array | np.ndarray, "T features"], projects: dict[str, Callable] | None = None
+    ) -> dict:
+        """The weights of every layer in fp32, given e(t). `projects` as above."""
+        features, weights = jnp.asarray(features), {}
+        shared = self.mlp(features) if self.shared_mlp else None
+        for name, layer in self.layers.items():
+            h = layer.mlp(features) if shared is None else shared
+            weights[name] = layer(h, projects[name]) if projects and name in projects else layer(h)
+        return weights
 
 
 class AlternativeWeights(GeneratedWeights):

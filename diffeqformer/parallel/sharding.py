@@ -130,6 +130,11 @@ def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes of the mesh that divide an array with this spec."""
+    return tuple(axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ()))
+
+
 def gather(values, specs, over: tuple[str, ...]):
     """Gather every array over some axes of the mesh; its gradient is summed and scattered. Used within `by_device`.
 
@@ -153,7 +158,7 @@ def sum_copies(values, specs):
     """The sums of arrays over the devices that hold copies of the same part. Used within `by_device`."""
 
     def add(value, spec):
-        named = {axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ())}
-        return jax.lax.psum(value, tuple(axis for axis in AXES if axis not in named and jax.lax.axis_size(axis) > 1))
+        others = set(AXES) - set(axes_of(spec))
+        return jax.lax.psum(value, tuple(axis for axis in AXES if axis in others and jax.lax.axis_size(axis) > 1))
 
     return jax.tree.map(add, values, specs)

@@ -117,7 +117,9 @@ def describe(run: Run, params: dict) -> None:
     sizes = run.program.mesh.shape
     parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
     mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
-    print(f"mesh: {mesh}; attention: {run.program.attention}", flush=True)
+    projections = run.program.loss.projections
+    generator = f"; generator: {projections.said}" if projections else ""
+    print(f"mesh: {mesh}; attention: {run.program.attention}{generator}", flush=True)
 
 
 def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> dict:

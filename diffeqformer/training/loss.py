@@ -30,6 +30,7 @@ from diffeqformer.fields.attention import plain
 from diffeqformer.fields.layers import Context, as_it_is
 from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
+from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import layer_specs, merge_trees, partition_specs, select
 
 EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
@@ -43,9 +44,13 @@ class ShardedLoss:
         params: its parameters, or their shapes.
         mesh: the devices.
         attend: causal attention (`diffeqformer.fields.attention`).
+        kernels: None, or what computes the products with a generator's P (`depth.projection.KERNELS`). Then the
+            gradient has `Factors` in the place of each P.
     """
 
-    def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain):
+    def __init__(
+        self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable = plain, kernels: str | None = None
+    ):
         abstract = jax.eval_shape(lambda: params)
         model = nnx.merge(graph, abstract)
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
@@ -56,6 +61,10 @@ class ShardedLoss:
         gathered = layer_specs(model, ROWS)
         self.step_specs = gathered if model.depth.constant else _without_time(gathered)
         self.merged_specs = select(gathered, lambda path: path[-1] not in FACTORS)
+        self.projections = None
+        if kernels and model.depth.generated:
+            specs = self.param_specs["depth"]["layers"]
+            self.projections = Projections(model, specs, self.made_specs, mesh, kernels)
 
     def trained_and_frozen(self, tree: dict) -> tuple[dict, dict]:
         """The trained and the frozen part of a tree that is shaped like the parameters."""
@@ -86,8 +95,12 @@ class ShardedLoss:
         model = nnx.merge(self.graph, params)
         grid = grid or model.grid()
         trained, frozen = self.trained_and_frozen(params)
+        depth, factors = trained["depth"], {}
+        if self.projections:
+            depth = select(depth, lambda path: path[-1] != "projection")
+            factors = self.projections.factors(len(grid.times))
         generate = functools.partial(self.generate, params, grid)
-        layers, pull_back, frozen_layers = jax.vjp(generate, trained["depth"], has_aux=True)
+        layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
@@ -100,17 +113,21 @@ class ShardedLoss:
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
         loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, tokens, keys)
-        return loss, gradient | {"depth": pull_back({"depth": gradient["depth"]})[0]}
+        d_depth, d_factors = pull_back({"depth": gradient["depth"]})
+        d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
+        return loss, gradient | {"depth": merge_trees(d_depth, d_projections) if d_factors else d_depth}
 
-    def generate(self, params: dict, grid: Grid, depth: dict) -> tuple[dict, dict]:
+    def generate(self, params: dict, grid: Grid, depth: dict, factors: dict) -> tuple[dict, dict]:
         """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
 
         Args:
             params: all parameters.
-            depth: the trained parameters of the depth weights, with respect to which this is differentiated.
+            depth, factors: the trained parameters of the depth weights, and factors in the place of each P
+                (`Projections.factors`). This is differentiated with respect to both.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
-        layers = in_compute_type(model.depth(grid), model.weights_dtype)
+        made = model.depth(grid, self.projections.projects(factors)) if factors else model.depth(grid)
+        layers = in_compute_type(made, model.weights_dtype)
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def device_mean(

@@ -1,9 +1,14 @@
 """AdamW as published: clipping, weight decay masks, linear warm-up and cosine decay to a tenth."""
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import traverse_util
+from jaxtyping import Array, Float
 
-from diffeqformer.transformer import Transformer, parameter_metadata
+from diffeqformer.depth.projection import Factors
+from diffeqformer.training.projections import Projections
+from diffeqformer.transformer import Transformer, merge_trees, parameter_metadata, select
 
 
 def learning_rate_schedule(config, steps: int) -> optax.Schedule:
@@ -31,11 +36,12 @@ def decay_mask(model: Transformer) -> dict:
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 
-def make_optimizer(config, decays: dict) -> optax.GradientTransformation:
+def make_optimizer(config, decays: dict, clips: bool = True) -> optax.GradientTransformation:
     """AdamW over a run of `config.steps` updates, from its `optimizer` part.
 
     Args:
         decays: which of the trained parameters get weight decay.
+        clips: False: gradients come clipped. The state is the same.
     """
     adamw = optax.adamw(
         learning_rate_schedule(config.optimizer, config.steps),
@@ -47,4 +53,76 @@ def make_optimizer(config, decays: dict) -> optax.GradientTransformation:
         mask=decays,
     )
     clip_norm = config.optimizer.clip_norm
-    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw
+    if not clip_norm:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(clip_norm) if clips else optax.identity(), adamw)
+
+
+class Optimizer:
+    """AdamW for gradients that have `Factors` in the place of each P. Its state is that of `make_optimizer`.
+
+    Args:
+        config: a checked config.
+        decays: which of the trained parameters get weight decay.
+        projections: how each P is updated; None if the model has none.
+    """
+
+    def __init__(self, config, decays: dict, projections: Projections | None):
+        self.config, self.projections = config.optimizer, projections
+        self.schedule = learning_rate_schedule(config.optimizer, config.steps)
+        fused = projections.fused if projections else ()
+        self.fused = {("depth", "layers", name, "projection"): name for name in fused}
+        self.decays = traverse_util.flatten_dict(decays)
+        self.whole, self.rest = make_optimizer(config, decays), make_optimizer(config, self._rest(decays), clips=False)
+
+    def _rest(self, tree: dict) -> dict:
+        """The part of a tree of parameters that optax updates. The kernels update the others."""
+        return select(tree, lambda path: path not in self.fused)
+
+    def update(self, gradient: dict, state: optax.OptState, params: dict) -> tuple[dict, optax.OptState, Array]:
+        """The new parameters and state, and the gradient's global norm."""
+        norm, limit = global_norm(gradient), self.config.clip_norm
+
+        def clip(leaf):
+            leaf = leaf.product() if isinstance(leaf, Factors) else leaf
+            return jax.lax.select(norm < limit, leaf, (leaf / norm.astype(leaf.dtype)) * limit) if limit else leaf
+
+        adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
+        rest = optax.tree_utils.tree_set(state, mu=self._rest(adam.mu), nu=self._rest(adam.nu))
+        clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
+        updates, rest = self.rest.update(clipped, rest, self._rest(params))
+        after = optax.tree_utils.tree_get(rest, "ScaleByAdamState")
+        new = [optax.apply_updates(self._rest(params), updates), after.mu, after.nu]
+        if self.fused:
+            factor = jnp.where(norm < limit, 1.0, limit / norm) if limit else jnp.float32(1)
+            fused = self._update_fused(gradient, factor, adam, params)
+            new = [merge_trees(*trees) for trees in zip(new, fused)]
+        return new[0], optax.tree_utils.tree_set(rest, mu=new[1], nu=new[2]), norm
+
+    def _update_fused(self, gradient: dict, clip: Array, adam: optax.ScaleByAdamState, params: dict) -> list[dict]:
+        """The parameters and moments that the kernels update."""
+        config, count = self.config, adam.count + 1
+        scalars = [clip, self.schedule(adam.count), 1 - config.beta1**count, 1 - config.beta2**count]
+        scalars = jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars])
+        gradient, *state = map(traverse_util.flatten_dict, (gradient, params, adam.mu, adam.nu))
+        found: list[dict] = [{}, {}, {}]
+        for path, name in self.fused.items():
+            decay = config.weight_decay if self.decays[path] else 0.0
+            constants = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon, "weight_decay": decay}
+            new = self.projections.update(
+                name, gradient[path], *(leaves[path] for leaves in state), scalars, **constants
+            )
+            for leaves, leaf in zip(found, new):
+                leaves[path] = leaf
+        return [traverse_util.unflatten_dict(leaves) for leaves in found]
+
+
+def is_factors(leaf) -> bool:
+    """Whether a part of a tree of gradients is a pair of factors."""
+    return isinstance(leaf, Factors)
+
+
+def global_norm(gradient: dict) -> Float[Array, ""]:
+    """The root of the sum of the squares of a gradient in which some leaves can be factors."""
+    leaves = jax.tree.leaves(gradient, is_leaf=is_factors)
+    return jnp.sqrt(sum(leaf.sum_squares if is_factors(leaf) else jnp.sum(leaf**2) for leaf in leaves))

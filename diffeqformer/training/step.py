@@ -21,7 +21,7 @@ from diffeqformer.fields.layers import Linear
 from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.sharding import divide_generator, sharding
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.optimizer import decay_mask, learning_rate_schedule, make_optimizer
+from diffeqformer.training.optimizer import Optimizer, decay_mask
 from diffeqformer.transformer import Transformer, abstract_model, merge_trees, new_model, random_key, split_model
 
 
@@ -73,9 +73,8 @@ class Program:
         attend, self.attention = attention or fastest(
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
         )
-        self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend)
-        self.optimizer = make_optimizer(config, self.trained(decay_mask(model)))
-        self.schedule = learning_rate_schedule(config.optimizer, config.steps)
+        self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
+        self.optimizer = Optimizer(config, self.trained(decay_mask(model)), self.loss.projections)
         self.batch_sharding = sharding(self.mesh, "batch", None)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
@@ -103,10 +102,13 @@ class Program:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def _state_shapes(self, params: dict) -> dict:
-        moments, step = jax.eval_shape(self.optimizer.init, self.trained(params)), jax.ShapeDtypeStruct((), jnp.int32)
+        moments, step = (
+            jax.eval_shape(self.optimizer.whole.init, self.trained(params)),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
         of_params, replicated = self._place(self.loss.param_specs), NamedSharding(self.mesh, PartitionSpec())
         of_moments = optax.tree_map_params(
-            self.optimizer,
+            self.optimizer.whole,
             lambda _, of_param: of_param,
             moments,
             self.trained(of_params),
@@ -120,7 +122,7 @@ class Program:
 
     def _init(self, base=None):
         params = merge_trees(nnx.to_pure_dict(nnx.state(new_model(self.config), nnx.Param)), base or {})
-        moments = self.optimizer.init(self.trained(params))
+        moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
     def _train_step(self, state, tokens):
@@ -128,10 +130,9 @@ class Program:
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step)
         loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
-        before = self.trained(params)
-        updates, moments = self.optimizer.update(grads, state["optimizer"], before)
-        params = merge_trees(params, optax.apply_updates(before, updates))
-        scalars = {"loss": loss, "gradient_norm": optax.global_norm(grads), "learning_rate": self.schedule(step)}
+        trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
+        params = merge_trees(params, trained)
+        scalars = {"loss": loss, "gradient_norm": norm, "learning_rate": self.optimizer.schedule(step)}
         return {"params": params, "optimizer": moments, "step": step + 1}, scalars
 
     def _weights(self, params, num_steps):

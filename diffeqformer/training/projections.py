@@ -1,0 +1,137 @@
+"""The products with a generator's P in training: by XLA, or by the Pallas kernels (`diffeqformer.kernels`).
+
+Either way the gradient of P is a pair of factors, and only the optimizer makes dP of it: XLA as part of its update, the
+kernels tile by tile.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from diffeqformer.depth.projection import (
+    Factors,
+    Products,
+    d_hidden_and_constant,
+    project,
+    project_with_factors,
+    sum_of_squares,
+)
+from diffeqformer.errors import UserError
+from diffeqformer.parallel.sharding import axes_of, by_device
+from diffeqformer.transformer import Transformer
+
+EVERYWHERE = PartitionSpec()
+
+
+class Projections:
+    """The linear layers of a generator on one mesh, and how the products with each P are computed.
+
+    fused: the names of the layers that use the kernels.
+    said: what is used, and why it isn't the kernels, for the log.
+
+    Args:
+        model: a model with a generator; its parameters can be shapes.
+        specs: the partition specs of the generator's layers, {layer: {projection | constant | ...: spec}}.
+        made_specs: those of the weights that it makes, {layer: {kernel | bias: spec}}.
+        mesh: the devices.
+        wanted: one of `depth.projection.KERNELS`.
+
+    Raises:
+        UserError: if the kernels are wanted in a layer that can't use them.
+    """
+
+    def __init__(self, model: Transformer, specs: dict, made_specs: dict, mesh: Mesh, wanted: str):
+        layers = nnx.to_pure_dict(nnx.state(model.depth))["layers"]
+        self.shapes = {name: layer["projection"].shape for name, layer in layers.items() if "projection" in layer}
+        self.specs, self.made_specs, self.mesh, self.dtype = specs, made_specs, mesh, model.weights_dtype
+        platform = mesh.devices.flat[0].platform
+        self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
+        self.fused, self.said = set(), "XLA"
+        if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
+            times = len(model.grid().times) + len(model.solver.nodes)  # training can shift the grid, which adds a step
+            self._take_kernels(times, everywhere=wanted == "pallas")
+
+    def _take_kernels(self, times: int, everywhere: bool) -> None:
+        from diffeqformer.kernels.blocks import reason_against
+
+        against = {}
+        for name, shape in self.shapes.items():
+            inputs, width, outputs = NamedSharding(self.mesh, self.specs[name]["projection"]).shard_shape(shape)
+            against[name] = reason_against(times, width, inputs, outputs)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in against.items() if reason)
+        if everywhere and reasons:
+            raise UserError(
+                f"config.kernels: must be auto or xla for this model and mesh ({reasons}), but it is 'pallas'"
+            )
+        self.fused = {name for name, reason in against.items() if reason is None}
+        self.said = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
+        self.said += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
+
+    def factors(self, times: int) -> dict[str, Factors]:
+        """For each layer, factors of the right shapes and types, to differentiate with respect to."""
+        made = {}
+        for name, (inputs, width, outputs) in self.shapes.items():
+            kernel = jnp.zeros((times, inputs, outputs), self.dtype)
+            made[name] = Factors(jnp.zeros((times, width), jnp.float32), kernel, jnp.float32(0))
+        return made
+
+    def projects(self, factors: dict[str, Factors]) -> dict[str, Callable]:
+        """For each layer, what takes the place of `project`: the gradient of P is that of these `factors`."""
+
+        def with_factors(h, projection, constant, *, name):
+            return project_with_factors(h, projection, constant, factors[name], self._products(name))
+
+        return {name: functools.partial(with_factors, name=name) for name in factors}
+
+    def _products(self, name: str) -> Products:
+        if name not in self.fused:
+            return Products(self._xla_generate, self._xla_statistics)
+        from diffeqformer.kernels.forward import generate
+        from diffeqformer.kernels.statistics import statistics
+
+        specs, made = self.specs[name], self.made_specs[name]["kernel"]
+        cut = axes_of(specs["projection"])
+
+        def summed_statistics(h, projection, d_kernel):
+            d_h, d_constant, squares = statistics(h, projection, d_kernel, interpret=self.interpret)
+            return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
+
+        generate_here = functools.partial(generate, dtype=self.dtype, interpret=self.interpret)
+        places = (EVERYWHERE, specs["projection"], specs["constant"])
+        return Products(
+            by_device(self.mesh, generate_here, places, made),
+            by_device(self.mesh, summed_statistics, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
+        )
+
+    def _xla_generate(self, h, projection, constant):
+        return project(h, projection, constant).astype(self.dtype)
+
+    def _xla_statistics(self, h, projection, d_kernel):
+        """On a CPU, dP is stored anyway: only there can't a matrix product be a part of the update."""
+        squares = jnp.sum(Factors(h, d_kernel, 0).product() ** 2) if self.on_cpu else sum_of_squares(h, d_kernel)
+        return *d_hidden_and_constant(projection, d_kernel), squares
+
+    def update(
+        self,
+        name: str,
+        factors: Factors,
+        projection: Float[Array, "inputs E outputs"],
+        mean: Float[Array, "inputs E outputs"],
+        variance: Float[Array, "inputs E outputs"],
+        scalars: Float[Array, "4"],
+        **adamw: float,
+    ) -> tuple[Array, Array, Array]:
+        """P and its moments after an update by the kernel (see `kernels.update.update`)."""
+        from diffeqformer.kernels.update import update
+
+        update_here = functools.partial(update, interpret=self.interpret, **adamw)
+        place, made = self.specs[name]["projection"], self.made_specs[name]["kernel"]
+        on_devices = by_device(
+            self.mesh, update_here, (EVERYWHERE, made, place, place, place, EVERYWHERE), (place, place, place)
+        )
+        return on_devices(factors.h, factors.d_kernel, projection, mean, variance, scalars)

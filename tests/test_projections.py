@@ -1,0 +1,109 @@
+"""A train step whose gradient of P is a pair of factors is that of optax, with and without the Pallas kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from diffeqformer.depth.projection import sum_of_squares
+from diffeqformer.errors import UserError
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.loss import ShardedLoss
+from diffeqformer.training.optimizer import decay_mask, make_optimizer
+from diffeqformer.training.step import Program, dropout_keys, training_grid
+from diffeqformer.transformer import abstract_model, merge_trees
+from helpers import ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
+
+SIZES = {
+    "batch_size": 16, "optimizer__warmup_fraction": 0.0, "optimizer__epsilon": 1e-6, "model__vocab_multiple": 16,
+    "model__time_embed_dim": 8, "model__width": 128, "model__mlp": 256,
+}  # fmt: skip
+
+
+def steps_of_optax(config, mesh, steps: int) -> dict:
+    """The state after some steps, with dP itself and optax alone."""
+    program = Program(config, mesh)
+    loss = ShardedLoss(program.graph, program.state_shapes["params"], program.mesh)
+    optimizer = make_optimizer(config, program.trained(decay_mask(abstract_model(config))))
+
+    @jax.jit
+    def train_step(params, moments, tokens, step):
+        keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
+        grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step)
+        _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
+        updates, moments = optimizer.update(gradient, moments, program.trained(params))
+        return merge_trees(params, optax.apply_updates(program.trained(params), updates)), moments
+
+    state = first_state(program)
+    params, moments = state["params"], state["optimizer"]
+    for step in range(steps):
+        params, moments = train_step(params, moments, tokens_of(step % 2, config), step)
+    return {"params": params, "optimizer": moments}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind, field, shape, changes",
+    [
+        ("diffeqformer", "gpt", None, {"microbatches": 2, "optimizer__moment_dtype": "bfloat16"}),
+        ("alternative", "gpt", (2, 2, 1), {"model__training_times": "jittered", "optimizer__clip_norm": 0.0}),
+        ("diffeqformer", "llama", (2, 2, 2), {"optimizer__clip_norm": 1e-2, "model__width": 256}),
+        pytest.param("diffeqformer", "gpt", (4, 1, 1), {"model__training_times": "shifted"}, marks=pytest.mark.slow),
+        pytest.param(
+            "diffeqformer",
+            "gpt",
+            None,
+            {"model__weights_dtype": "bfloat16", "optimizer__epsilon": 1e-4},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_three_steps_are_those_of_optax(kind, field, shape, changes):
+    config = toy_config(kind, field, **{**SIZES, **changes})
+    mesh = make_mesh(shape, jax.devices()[: np.prod(shape)]) if shape else ONE_DEVICE
+    expected = steps_of_optax(config, mesh, 3)
+    rounded = "bfloat16" in (config.optimizer.moment_dtype, config.model.weights_dtype)
+    apart = 2 * config.optimizer.learning_rate / 256 if rounded else 1e-6  # a last bit of bf16 is 1 / 256
+    for kernels in ("xla", "pallas"):
+        config.kernels = kernels
+        program, state, _ = run_steps(config, mesh, 3)
+        assert len(program.loss.projections.fused) == (
+            len(program.loss.projections.shapes) if kernels == "pallas" else 0
+        )
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=0, atol=apart), state["params"], expected["params"]
+        )
+        jax.tree.map(assert_equal_moments, state["optimizer"], expected["optimizer"])
+
+
+def assert_equal_moments(mine, theirs):
+    """Up to rounding, in proportion to the largest."""
+    rounding = 2.0**-8 if theirs.dtype == jnp.bfloat16 else 1e-5
+    mine, theirs = np.float32(mine), np.float32(theirs)
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=rounding * abs(theirs).max())
+
+
+def test_squares_are_summed_without_their_terms():
+    """Also if h hardly varies and the gradients of different times cancel, where a plain Gram form is wrong."""
+    generator = np.random.default_rng(0)
+    d_kernel = generator.normal(size=(12, 16, 24))
+    for h in (generator.normal(size=(12, 8)), 1 + 1e-3 * generator.normal(size=(12, 8))):
+        for terms in (d_kernel, d_kernel - (1 - 1e-4) * d_kernel.mean(0)):
+            expected = np.sum(np.einsum("te,tio->ieo", h, terms) ** 2)
+            found = sum_of_squares(jnp.asarray(h, jnp.float32), jnp.asarray(terms, jnp.float32))
+            assert float(found) == pytest.approx(expected, rel=1e-4)
+
+
+def test_kernels_that_do_not_fit_are_not_taken():
+    with pytest.raises(
+        UserError, match=r"^config.kernels: must be auto or xla .*\(.*qkv: E = 12 .*\), but it is 'pallas'"
+    ):
+        Program(toy_config(kernels="pallas"), ONE_DEVICE)
+    assert Program(toy_config(), ONE_DEVICE).loss.projections.said == "XLA"
+    assert Program(toy_config("gpt"), ONE_DEVICE).loss.projections is None
+    program = Program(toy_config(kernels="pallas", **SIZES), ONE_DEVICE)
+    assert program.loss.projections.said == "Pallas, interpreted"

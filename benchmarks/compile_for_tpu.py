@@ -5,14 +5,16 @@
 
 Prints the GiB per chip for the state and the batch (arguments; the new state reuses their memory) and for everything
 else (temporaries), the time for lowering and compilation, and how long the compiler expects a step to take, by cause.
-That leaves out collectives and splash attention, of which it expects nothing. If a step doesn't fit, the compiler's own
-error is shown. --dump=folder keeps all that the compiler writes.
-Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16. --slices=2 joins two slices by the data
-centre's network. --plain_attention shows what splash attention saves.
+That leaves out collectives and splash attention, of which it expects nothing; the other kernels count as the bytes that
+they move, at the memory's rate. If a step doesn't fit, the compiler's own error is shown. --dump=folder keeps all that
+the compiler writes.
+Topologies are named by chip and shape: v5e:8x8 has 64 chips, v5p:2x2x4 has 16, v5p:1x1x1 is a single one. --slices=2
+joins two slices by the data centre's network. --plain_attention shows what splash attention saves.
 """
 
 import os
 import pathlib
+import re
 import tempfile
 import time
 
@@ -48,7 +50,9 @@ def tpu_devices(topology: str, slices: int) -> list:
     Raises:
         UserError: if the compiler doesn't know the topology.
     """
-    more = {"num_slices": slices} if slices > 1 else {}
+    more: dict = {"num_slices": slices} if slices > 1 else {}
+    if set(re.findall(r"\d+", topology.partition(":")[2])) == {"1"}:  # a host usually has four
+        more["chips_per_host_bounds"] = [1, 1, 1]
     try:
         return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
     except Exception as error:

@@ -1,5 +1,6 @@
 """The configs' train steps, compiled by the real TPU compiler: `make test-tpu`."""
 
+import collections
 import os
 import re
 import subprocess
@@ -57,6 +58,23 @@ def test_masks_are_drawn_where_they_are_used(tmp_path):
     state = r"= \(?\w+\[4,1024,1280\]\S* "
     assert len(loops) == 3 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
     assert not any(re.search(f"{state}broadcast", line) for loop in loops for line in bodies[loop])
+
+
+def test_the_gradient_of_a_projection_is_never_stored(tmp_path):
+    """On one chip, nothing has the shape of a P but parameters and moments, before and after their update."""
+    one_chip = ("--topology=v5p:1x1x1", "--config.batch_size=16", "--config.mesh.fsdp=1")
+    _, _, temporaries = compile_for_tpu("--config=configs/large.py", *one_chip, f"--dump={tmp_path}")
+    assert temporaries < 10  # dP alone would take 5.5
+    [file] = tmp_path.glob("*_train_step*.after_codegen.txt")
+    bodies = cycles.computations(file.read_text())
+    loops = re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
+    lines = [line for name in ("ENTRY", *loops) for line in bodies[name]]
+    made = [re.match(r"\s+(?:ROOT )?%([\w-]+)\S* = (.*?) ([a-z-]+)\(", line) for line in lines]
+    projection = r"f32\[(1280|5120),96,(1280|3840|5120)\]"
+    of_projections = [(found[3], found[1]) for found in made if found and re.search(projection, found[2])]
+    kinds = collections.Counter(kind for kind, _ in of_projections if kind not in ("get-tuple-element", "tuple"))
+    assert kinds == {"parameter": 12, "custom-call": 4}
+    assert {name for kind, name in of_projections if kind == "custom-call"} == {"update"}
 
 
 def test_splash_attention_saves_memory():

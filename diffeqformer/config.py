@@ -89,7 +89,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.final_fraction = 0.1  # part of the peak rate at which the cosine ends
 
     config.mesh = ConfigDict()  # number of devices on each axis; -1: the rest
-    config.mesh.data = -1  # replicates the parameters
+    config.mesh.data = -1  # replicates the parameters, but for a hypernetwork's
     config.mesh.fsdp = 1  # shards the parameters, which are gathered step by step
     config.mesh.tensor = 1  # shards heads, hidden units and the vocabulary
     # Parts into which copies (mesh.data) divide a hypernetwork and its optimizer state; 0: what leaves whole tiles.
@@ -199,7 +199,12 @@ RULES = [
     Rule(
         "mesh.generator",
         lambda v, c: v < 2 or MODELS[c.model.kind].weights.generated,
-        "must be 0 for model.kind {c.model.kind}, which has no hypernetwork",
+        "must be 0 or 1 for model.kind {c.model.kind}, which has no hypernetwork",
+    ),
+    Rule(
+        "kernels",
+        lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generated,
+        "must be auto or xla for model.kind {c.model.kind}, which has no hypernetwork",
     ),
     _one_of("model.training_times", TRAINING_TIMES),
     Rule(
@@ -365,26 +370,10 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
 
 
-CHANGEABLE = (
-    "name",
-    "kernels",
-    "microbatches",
-    "model.remat",
-    "mesh.",
-    "log_every",
-    "eval_every",
-    "dynamics_every",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "data.module",
-    "data.train_files",
-    "data.validation_files",
-    "data.tokenizer_file",
-    "data.dir",
-    "data.remote",
-    "data.tfds_dir",
-    "data.processes",
-    "sample.",
+CHANGEABLE = tuple(
+    "name kernels microbatches model.remat mesh. log_every eval_every dynamics_every checkpoint_every checkpoints_kept "
+    "data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir "
+    "data.processes sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""

@@ -14,6 +14,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import decay_mask, make_optimizer
+from diffeqformer.training.projections import Projections
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import abstract_model, merge_trees
 from helpers import ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
@@ -24,8 +25,8 @@ SIZES = {
 }  # fmt: skip
 
 
-def steps_of_optax(config, mesh, steps: int) -> dict:
-    """The state after some steps, with dP itself and optax alone."""
+def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
+    """The state after some steps, with dP itself and optax alone, and the norms of the gradients."""
     program = Program(config, mesh)
     loss = ShardedLoss(program.graph, program.state_shapes["params"], program.mesh)
     optimizer = make_optimizer(config, program.trained(decay_mask(abstract_model(config))))
@@ -36,13 +37,18 @@ def steps_of_optax(config, mesh, steps: int) -> dict:
         grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step)
         _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
-        return merge_trees(params, optax.apply_updates(program.trained(params), updates)), moments
+        return (
+            merge_trees(params, optax.apply_updates(program.trained(params), updates)),
+            moments,
+            optax.tree.norm(gradient),
+        )
 
     state = first_state(program)
-    params, moments = state["params"], state["optimizer"]
+    params, moments, norms = state["params"], state["optimizer"], []
     for step in range(steps):
-        params, moments = train_step(params, moments, tokens_of(step % 2, config), step)
-    return {"params": params, "optimizer": moments}
+        params, moments, norm = train_step(params, moments, tokens_of(step % 2, config), step)
+        norms.append(float(norm))
+    return {"params": params, "optimizer": moments}, norms
 
 
 @pytest.mark.long
@@ -62,15 +68,20 @@ def steps_of_optax(config, mesh, steps: int) -> dict:
         ),
     ],
 )
-def test_three_steps_are_those_of_optax(kind, field, shape, changes):
+def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch):
+    """By XLA, by XLA as on accelerators (where the norm comes from Gram matrices), and by the kernels."""
     config = toy_config(kind, field, **{**SIZES, **changes})
     mesh = make_mesh(shape, jax.devices()[: np.prod(shape)]) if shape else ONE_DEVICE
-    expected = steps_of_optax(config, mesh, 3)
+    expected, norms = steps_of_optax(config, mesh, 3)
     rounded = "bfloat16" in (config.optimizer.moment_dtype, config.model.weights_dtype)
     apart = 2 * config.optimizer.learning_rate / 256 if rounded else 1e-6  # a last bit of bf16 is 1 / 256
-    for kernels in ("xla", "pallas"):
+    for kernels, on_cpu in (("xla", True), ("xla", False), ("pallas", False)):
         config.kernels = kernels
-        program, state, _ = run_steps(config, mesh, 3)
+        monkeypatch.setattr(
+            Projections, "on_cpu", property(lambda _, on_cpu=on_cpu: on_cpu, lambda *_: None), raising=False
+        )
+        program, state, scalars = run_steps(config, mesh, 3)
+        np.testing.assert_allclose(scalars[:, 1], norms, rtol=1e-2 if rounded else 3e-6)
         assert len(program.loss.projections.fused) == (
             len(program.loss.projections.shapes) if kernels == "pallas" else 0
         )

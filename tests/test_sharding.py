@@ -6,10 +6,12 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.fit import generator_parts
+from diffeqformer.parallel.sharding import AXES, divide_generator, make_mesh
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
@@ -168,18 +170,31 @@ def test_copies_of_a_model_divide_its_generator_into_whole_tiles():
 
     assert [parts(shape) for shape in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1))] == [4, 2, 1, 1]  # of 32 rows
     assert parts((8, 1, 1), "gpt") == 1 and parts((8, 1, 1), mesh__generator=8) == 8  # 4 rows
-    message = r"^config.mesh.generator: must divide the 4 copies in a slice .*, as 1, 2, 4 would, but it is 8"
+    message = r"^config.mesh.generator: must divide the copies within a slice \(4\) .*, as 1, 2, 4 would, but it is 8"
     with pytest.raises(UserError, match=message):
         parts((4, 2, 1), mesh__generator=8)
 
 
+class Device:
+    process_index, device_kind = 0, "any"
+
+    def __init__(self, platform, number, slice_index=None):
+        self.platform, self.id = platform, number
+        self.slice_index = number if slice_index is None else slice_index
+
+
+def test_copies_in_different_slices_do_not_share_a_generator():
+    devices = np.array([Device("tpu", number, number // 4) for number in range(8)])
+    mesh = Mesh(devices.reshape(8, 1, 1, 1), AXES)
+    assert generator_parts(0, mesh, [(64, "embed")], tile=8) == 4
+    with pytest.raises(UserError, match=r"copies within a slice \(4\)"):
+        generator_parts(8, mesh, [(64, "embed")], tile=8)
+    divided = divide_generator(mesh, 4)
+    assert [{device.slice_index for device in parts.flat} for parts in divided.devices] == [{0}, {1}]
+    assert divide_generator(divided, 1) == mesh
+
+
 def test_only_data_parallel_devices_are_in_several_slices_of_tpus_but_nodes_of_gpus_are_no_slices():
-    class Device:
-        process_index, device_kind, slice_index = 0, "any", 0
-
-        def __init__(self, platform, number):
-            self.platform, self.id, self.slice_index = platform, number, number
-
     with pytest.raises(UserError, match="^config.mesh.data: must be a multiple of the 2 slices"):
         make_mesh((1, 2, 1), [Device("tpu", 0), Device("tpu", 1)])
     assert make_mesh((1, 2, 1), [Device("gpu", 0), Device("gpu", 1)]).shape["fsdp"] == 2

@@ -37,7 +37,7 @@ def splash(
         name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     }
     layouts = splash_attention.QKVLayout
-    minor = layouts.SEQ_MINOR if width % 128 else layouts.HEAD_DIM_MINOR  # the other axis would be padded to 128
+    minor = layouts.SEQ_MINOR if width % 128 else layouts.HEAD_DIM_MINOR  # lanes are 128 wide
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((sequence, sequence))] * heads),
         block_sizes=splash_attention.BlockSizes(**sizes, q_layout=minor, k_layout=minor, v_layout=minor),

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 BUDGET = 14 * 2**20  # bytes for blocks; v5e and v5p give a program 16 MiB of VMEM, the smallest of all chips
 EIGHT, STRIP = 8, 128
+MOST_TIMES = 256  # h, its gradient and a strip take the rest of the VMEM, in proportion to T
 MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
 
 
@@ -118,6 +119,8 @@ def reason_against(times: int, width: int, inputs: int, outputs: int) -> str | N
     for name, size, of in (("E", width, EIGHT), ("inputs", inputs, EIGHT), ("outputs", outputs, STRIP)):
         if size % of:
             return f"{name} = {size} isn't a multiple of {of}"
+    if times > MOST_TIMES:
+        return f"T = {times} is more than {MOST_TIMES}"
     if choose(inputs, outputs, bytes_per_weight=6 * 4 * width + 4 * times) is None:  # of update, which needs most
         return f"blocks of E = {width} and T = {times} don't fit in VMEM"
     return None

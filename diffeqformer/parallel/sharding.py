@@ -95,9 +95,8 @@ def number_of_slices(devices: list) -> int:
 
 
 def divide_generator(mesh: Mesh, parts: int) -> Mesh:
-    """The mesh with `parts` neighbours of its axis `data` on `generator`, each of which holds a part of a generator."""
-    data, _, fsdp, tensor = mesh.devices.shape
-    return Mesh(mesh.devices.reshape(data // parts, parts, fsdp, tensor), AXES)
+    """The mesh with its copies in groups of `parts` neighbours, each of which holds a part of a generator."""
+    return Mesh(mesh.devices.reshape(-1, parts, *mesh.devices.shape[2:]), AXES)
 
 
 def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:

@@ -27,7 +27,7 @@ from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
 from diffeqformer.training import finetune
 from diffeqformer.training.dynamics import Recorder
-from diffeqformer.training.run import Run, agree, open_run, start_or_resume
+from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, random_key
 
@@ -54,9 +54,9 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
     check_config(config, jax.device_count(), jax.default_backend())
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
-    folder = epath.Path(workdir)
+    folder, program = epath.Path(workdir), make_program(config)  # fail before a corpus is prepared for hours
     splits, about = agree(config, folder, tokenizer)
-    with open_run(config, folder, splits, about) as run:
+    with open_run(config, folder, program, splits, about) as run:
         state = start_or_resume(run)
         describe(run, state["params"])
         finished = int(state["step"]) >= config.steps
@@ -64,7 +64,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
             with hosts.Notice() as notice:
                 state = train_steps(run, state, started, notice)
         report_end(run, int(state["step"]), finished)
-    model = nnx.merge(run.program.graph, state["params"])
+    model = nnx.merge(run.program.graph, run.program.undivided(state["params"]))
     print(f"--- sample ---\n{printable(sample(config, model, tokenizer))}\n--------------", flush=True)
     return model
 

@@ -1,7 +1,7 @@
 """The products with a generator's P in training: by XLA, or by the Pallas kernels (`diffeqformer.kernels`).
 
-Either way the gradient of P is a pair of factors, and only the optimizer makes dP of it: XLA as part of its update, the
-kernels tile by tile.
+Either way the gradient of P is a pair of factors, and only the optimizer makes dP of it: the kernels tile by tile, XLA
+as a part of the update on TPUs. Elsewhere XLA stores dP.
 """
 
 import functools
@@ -112,7 +112,7 @@ class Projections:
         return project(h, projection, constant).astype(self.dtype)
 
     def _xla_statistics(self, h, projection, d_kernel):
-        """On a CPU, dP is stored anyway: only there can't a matrix product be a part of the update."""
+        """On a CPU, dP is stored in any case, so its squares are summed."""
         squares = jnp.sum(Factors(h, d_kernel, 0).product() ** 2) if self.on_cpu else sum_of_squares(h, d_kernel)
         return *d_hidden_and_constant(projection, d_kernel), squares
 

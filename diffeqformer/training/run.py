@@ -83,8 +83,19 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
     return splits, about
 
 
+def make_program(config: ConfigDict) -> Program:
+    """The functions of a run on all devices, not yet compiled.
+
+    Raises:
+        UserError: if the config's mesh or kernels don't suit the devices.
+    """
+    return Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+
+
 @contextlib.contextmanager
-def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], about: About) -> Iterator[Run]:
+def open_run(
+    config: ConfigDict, folder: epath.Path, program: Program, splits: dict[str, Split], about: About
+) -> Iterator[Run]:
     """The run in a folder, which is locked against other runs. Saves are complete when the `with` block ends.
 
     Raises:
@@ -101,7 +112,6 @@ def open_run(config: ConfigDict, folder: epath.Path, splits: dict[str, Split], a
         else:
             about = dataclasses.replace(about, validation_due=bool(config.base))
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
-        program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
         yield Run(config, folder, program, splits, checkpoints, about)
 
 

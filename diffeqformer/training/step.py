@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Key
 
 from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
-from diffeqformer.fields.layers import Linear
+from diffeqformer.fields.layers import Linear, as_it_is
 from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.sharding import divide_generator, sharding
 from diffeqformer.training.loss import ShardedLoss
@@ -44,13 +44,16 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
     if not model.depth.generated:
         return 1
     kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
-    return generator_parts(config.mesh.generator, mesh, [(layer.inputs, layer.axes[0]) for layer in kernels])
+    rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
+    return generator_parts(config.mesh.generator, mesh, rows, tile=8 if config.model.weights_dtype == "float32" else 16)
 
 
 class Program:
     """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
     graph: the model's structure, to be merged with `state["params"]`
+    mesh: the devices; copies of a generator have a place on its axis `generator`
+    loss, optimizer: what the train step is made of
     attention: a short description of the attention in use
     state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
@@ -96,6 +99,14 @@ class Program:
     def frozen(self, tree: dict) -> dict:
         """The frozen part of such a tree."""
         return self.loss.trained_and_frozen(tree)[1]
+
+    def undivided(self, params: dict) -> dict:
+        """Parameters whose generator isn't divided among copies, so that weights can be used where they are made."""
+        if self.mesh.shape["generator"] == 1:
+            return params
+        mesh = divide_generator(self.mesh, 1)
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.loss.param_specs)
+        return jax.jit(as_it_is, out_shardings=places)(params)
 
     def _place(self, specs):
         """A tree of specs as shardings on this program's mesh."""

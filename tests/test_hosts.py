@@ -16,8 +16,14 @@ from runs import curves, finish, start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stops, processes, devices", [((1,), 2, 2), ((5, 1), 4, 1)])
-def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, tmp_path, short_stores):
+@pytest.mark.parametrize(
+    "stops, processes, devices, mesh, says",
+    [
+        ((1,), 2, 2, ("--config.mesh.fsdp=2", "--config.mesh.tensor=2"), "data 1, fsdp 2, tensor 2"),
+        ((5, 1), 4, 1, ("--config.mesh.data=-1",), "data 4 (generator in 4 parts), fsdp 1, tensor 1"),
+    ],
+)
+def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, mesh, says, tmp_path, short_stores):
     """With the losses of one process. The notice reaches only the second of two, at the first step, or twice."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
@@ -33,10 +39,8 @@ def test_two_processes_stop_together_and_others_go_on(stops, processes, devices,
         before, stopped = stopped, int(errors.split("saved at step ")[1].split()[0])
         assert before + told <= stopped < 40
 
-    said = finish(
-        start(processes, devices, many, short_stores, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", *steps)
-    )
-    assert f"from its checkpoint at step {stopped}" in said[0][0] and "mesh: data 1, fsdp 2, tensor 2" in said[0][0]
+    said = finish(start(processes, devices, many, short_stores, *mesh, *steps))
+    assert f"from its checkpoint at step {stopped}" in said[0][0] and f"mesh: {says}" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
     one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")
     for tag, count in (("train/loss", 40), ("validation/loss", 1), ("dynamics/ov_radius", 1)):

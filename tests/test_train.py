@@ -217,7 +217,9 @@ def test_the_sample_comes_from_parameters_on_all_devices():
     samples = []
     for mesh in (ONE_DEVICE, make_mesh()):
         program, state, _ = run_steps(config, mesh, 0)
-        model = nnx.merge(program.graph, state["params"])
+        params = program.undivided(state["params"])
+        assert params["depth"]["layers"]["qkv"]["projection"].is_fully_replicated
+        model = nnx.merge(program.graph, params)
         samples.append(loop.sample(config, model, ByteTokenizer()))
     assert samples[0] == samples[1] and len(samples[0]) > 4
 

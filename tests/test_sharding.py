@@ -186,9 +186,9 @@ class Device:
 def test_copies_in_different_slices_do_not_share_a_generator():
     devices = np.array([Device("tpu", number, number // 4) for number in range(8)])
     mesh = Mesh(devices.reshape(8, 1, 1, 1), AXES)
-    assert generator_parts(0, mesh, [(64, "embed")], tile=8) == 4
+    assert generator_parts(0, mesh, [(64, "embed")]) == 4
     with pytest.raises(UserError, match=r"copies within a slice \(4\)"):
-        generator_parts(8, mesh, [(64, "embed")], tile=8)
+        generator_parts(8, mesh, [(64, "embed")])
     divided = divide_generator(mesh, 4)
     assert [{device.slice_index for device in parts.flat} for parts in divided.devices] == [{0}, {1}]
     assert divide_generator(divided, 1) == mesh

@@ -74,16 +74,16 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
         )
 
 
-def generator_parts(wanted: int, mesh: Mesh, rows: list[tuple[int, str]], tile: int) -> int:
+def generator_parts(wanted: int, mesh: Mesh, rows: list[tuple[int, str]]) -> int:
     """The number of parts into which copies of a model divide its generator (`sharding.divide_generator`).
 
     Copies in different slices don't share one: the network between them is too slow.
 
     Args:
-        wanted: this number; 0: the largest that leaves whole tiles.
+        wanted: this number; 0: the largest that leaves whole tiles of 8 rows. XLA's tiles of gathered weights have as
+            many, in bf16 too.
         mesh: the devices.
         rows: number of rows of each generated kernel, and their logical axis.
-        tile: rows of a tile of the type in which weights are gathered.
 
     Raises:
         UserError: if the wanted number doesn't divide the copies in a slice, or the rows.
@@ -94,7 +94,7 @@ def generator_parts(wanted: int, mesh: Mesh, rows: list[tuple[int, str]], tile: 
         shares = [parts * mesh.shape["fsdp"] * mesh.shape.get(LOGICAL_AXES[axis], 1) for _, axis in rows]
         return copies % parts == 0 and all(size % (share * tile) == 0 for (size, _), share in zip(rows, shares))
 
-    fitting = [parts for parts in range(1, copies + 1) if parts == 1 or divides(parts, 1 if wanted else tile)]
+    fitting = [parts for parts in range(1, copies + 1) if parts == 1 or divides(parts, 1 if wanted else 8)]
     if wanted and wanted not in fitting:
         raise UserError(
             f"config.mesh.generator: must divide the copies within a slice ({copies}) and the rows of all kernels "

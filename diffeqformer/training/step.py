@@ -45,7 +45,7 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
         return 1
     kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
     rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
-    return generator_parts(config.mesh.generator, mesh, rows, tile=8 if config.model.weights_dtype == "float32" else 16)
+    return generator_parts(config.mesh.generator, mesh, rows)
 
 
 class Program:

@@ -29,6 +29,7 @@ def run_and_score(config, mesh):
     return state, [*scalars.flatten(), float(scored.total), float(scored.count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, field, changes, meshes",
     [

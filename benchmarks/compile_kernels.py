@@ -3,9 +3,9 @@
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_kernels.py --topology=v5e:2x2
 
-Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its blocks, its temporary memory, and
-how often the program around it copies an array of P's size, which it should never do. --dump=folder keeps all that
-the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
+Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its temporary memory, and how often
+the program around it copies an array of P's size, which it should never do. --dump=folder keeps all that the compiler
+writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 
 import functools

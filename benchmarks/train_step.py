@@ -22,8 +22,7 @@ from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, 
 from diffeqformer.config import check_config
 from diffeqformer.console import command_line
 from diffeqformer.fields.layers import Linear
-from diffeqformer.parallel.sharding import make_mesh, mesh_shape
-from diffeqformer.training.step import Program
+from diffeqformer.training.run import make_program
 from diffeqformer.transformer import vector_field
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
@@ -41,7 +40,7 @@ class Run:
     def __init__(self, config):
         config.optimizer.clip_norm = CLIP_NORM.value
         check_config(config, jax.device_count(), jax.default_backend())
-        program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+        program = make_program(config)
         self.config, self.tokens, self.state = config, random_tokens(config), program.init()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))
 

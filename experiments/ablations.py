@@ -87,11 +87,10 @@ def compiled_memory(workdir: pathlib.Path) -> float:
     import jax
 
     from diffeqformer import checkpoint
-    from diffeqformer.parallel.sharding import make_mesh, mesh_shape
-    from diffeqformer.training.step import Program
+    from diffeqformer.training.run import make_program
 
     config = checkpoint.load_config(workdir)
-    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+    program = make_program(config)
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
     memory = program.train_step.lower(jax.eval_shape(program.init), tokens).compile().memory_analysis()
     return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20

@@ -113,10 +113,8 @@ class Program:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def _state_shapes(self, params: dict) -> dict:
-        moments, step = (
-            jax.eval_shape(self.optimizer.whole.init, self.trained(params)),
-            jax.ShapeDtypeStruct((), jnp.int32),
-        )
+        moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))
+        step = jax.ShapeDtypeStruct((), jnp.int32)
         of_params, replicated = self._place(self.loss.param_specs), NamedSharding(self.mesh, PartitionSpec())
         of_moments = optax.tree_map_params(
             self.optimizer.whole,

@@ -31,7 +31,7 @@ exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
 trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
-printf '%s|' "$@" >>said
+{ cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
 """
 SLEEP = """#!/usr/bin/env bash

@@ -62,10 +62,12 @@ def fastest(device, dtype: str, sequence_length: int, head_width: int) -> tuple[
         capability = str(getattr(device, "compute_capability", ""))  # "9.0", or AMD's "gfx942"
         generation = int(capability.partition(".")[0]) if capability.replace(".", "").isdigit() else 0
         widest = 256 if generation >= 9 else 128
-        if generation >= 8 and dtype != "float32" and head_width <= widest and head_width % 8 == 0:
+        fits = head_width <= widest and head_width % 8 == 0 and sequence_length % 2 == 0
+        if generation >= 8 and dtype != "float32" and fits:
             return cudnn, "cuDNN"
         return plain, (
-            "plain: cuDNN needs an NVIDIA GPU of compute capability 8 or more, bfloat16 and a head width of 8, 16, "
-            f"... {widest}, and they are {capability or 'unknown'}, {dtype}, {head_width}"
+            "plain: cuDNN needs an NVIDIA GPU of compute capability 8 or more, bfloat16, a head width of 8, 16, ... "
+            f"{widest} and an even sequence length, and they are {capability or 'unknown'}, {dtype}, {head_width}, "
+            f"{sequence_length}"
         )
     return plain, "plain"

@@ -5,6 +5,7 @@
 # make test-slow  tests that take half a minute or more: several processes, full disks, a kill in the middle of a save
 # make test-kill  ten minutes of kills at random moments, each of which a run must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (ten minutes)
+# make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
 # make format     format Python and Markdown
 # make help       this list
@@ -18,7 +19,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu lint format help
+.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -40,6 +41,9 @@ test-kill: .venv/installed-test
 
 test-tpu: .venv/installed-tpu
 	$(BIN)/python -m pytest -m tpu -s tests/test_tpu.py
+
+test-gpu: .venv/installed-cuda
+	TEST_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
 lint: .venv/installed-test
 	$(BIN)/ruff check
@@ -72,4 +76,8 @@ $(BIN)/python:
 
 .venv/installed-tpu: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu]' --constraint constraints.txt
+	@touch $@
+
+.venv/installed-cuda: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cuda]' --constraint constraints.txt
 	@touch $@

@@ -1,4 +1,4 @@
-"""Tests run on eight virtual CPU devices, and annotated types and shapes are checked."""
+"""Tests run on eight virtual CPU devices, and annotated types and shapes are checked. Or on a GPU, unchecked."""
 
 import gc
 import importlib
@@ -7,23 +7,50 @@ import pathlib
 import sys
 import types
 
-from flags import FAST_COMPILATION
+from flags import PLATFORMS, for_a_process
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST_COMPILATION}"
+os.environ["JAX_PLATFORMS"] = PLATFORMS
+if PLATFORMS == "cpu":
+    os.environ["XLA_FLAGS"] = for_a_process(devices=8)
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes under test need some of the memory
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-# What is imported under the hook below can't take its byte code from the usual files, so these come before it.
-for module in ("beartype", "clu.metrics", "flax.nnx", "lm_eval.api.model", "optax", "orbax.checkpoint", "tensorboardX"):
-    importlib.import_module(module)
-
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
-jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
+if PLATFORMS == "cpu":
+    # What is imported under the hook can't take its byte code from the usual files, so these come before it.
+    for name in (
+        "beartype",
+        "clu.metrics",
+        "flax.nnx",
+        "lm_eval.api.model",
+        "optax",
+        "orbax.checkpoint",
+        "tensorboardX",
+    ):
+        importlib.import_module(name)
+    jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 gc.set_threshold(100_000)  # with the default, looking for garbage takes 4 % of the time
+
+
+def pytest_configure(config):
+    """End with one sentence if the tests are for a GPU and there is none."""
+    if PLATFORMS == "cpu" and config.option.markexpr != "gpu":
+        return
+    devices = [*pathlib.Path("/dev").glob("nvidia[0-9]*"), *pathlib.Path("/dev").glob("dxg")]  # what JAX looks for
+    if not devices:
+        raise pytest.UsageError("these tests need an NVIDIA GPU, and this machine has none")
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:
+        found = f"none ({error})"
+    if found != "gpu":
+        raise pytest.UsageError(f"these tests need TEST_PLATFORMS=cuda,cpu and jax[cuda]; JAX's backend is {found}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +58,7 @@ def pytest_collection_modifyitems(items):
     """Mark the first case of every test as fast, unless it is marked as long."""
     for item in items:
         first = not hasattr(item, "callspec") or not any(item.callspec.indices.values())
-        if first and not any(item.get_closest_marker(name) for name in ("long", "slow", "kill", "tpu")):
+        if first and not any(item.get_closest_marker(name) for name in ("long", "slow", "kill", "tpu", "gpu")):
             item.add_marker("fast")
 
 

@@ -1,8 +1,23 @@
-"""XLA flags for tests. Compilation takes most of their time, so optimize nothing and use the older, quicker emitters.
+"""The platforms that tests run on, and XLA's flags there.
 
-A module isn't split into parts to be compiled in parallel: that costs more than it gains.
+On CPUs, compilation takes most of the tests' time. So optimize nothing and use the older, quicker emitters. A module
+isn't split into parts to be compiled in parallel: that costs more than it gains.
 """
 
-FAST_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+import importlib.metadata
+import os
+
+PLATFORMS = os.environ.get("TEST_PLATFORMS", "cpu")  # "cuda,cpu" in `make test-gpu`
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have only the newer emitters
+    FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
+DETERMINISTIC = (
+    "--xla_gpu_deterministic_ops=true"  # also for cuDNN's attention; and kernels aren't chosen by timing them
 )
+
+
+def for_a_process(devices: int) -> str:
+    """The flags of a process under test: for that many CPU devices, or in addition to the user's own for GPUs."""
+    if PLATFORMS == "cpu":
+        return f"--xla_force_host_platform_device_count={devices} {FAST_COMPILATION}"
+    return f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"

@@ -11,7 +11,7 @@ import tempfile
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flags import FAST_COMPILATION
+from flags import FAST_COMPILATION, for_a_process
 from helpers import ROOT
 
 TINY = [
@@ -40,7 +40,6 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
     command = [sys.executable, "-c", WITHOUT_GLOO, *TINY, f"--config.data.dir={stores}", *options]
     if processes > 1:
         command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
-    flags = f"--xla_force_host_platform_device_count={devices} {FAST_COMPILATION}"
     return [
         subprocess.Popen(
             [
@@ -50,7 +49,7 @@ def start(processes: int, devices: int, workdirs: list, stores, *options, last=(
                 *(last if number == len(workdirs) - 1 else ()),
             ],
             cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": flags},
+            env={**os.environ, "XLA_FLAGS": for_a_process(devices)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py                            # every model against the vanilla one of its flavour
     python benchmarks/train_step.py --models=gpt:shared,gpt:gpt --width=768 --heads=12 --batch_size=2
-    python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16  # a GPU with 141 GB
+    python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16  # a GPU with 80 GB
 
 A forward pass is the loss of one batch, including weight generation. Memory is XLA's figure for the compiled train
 step: arguments (parameters, Adam moments and tokens; donated, so that the new state reuses their memory) and

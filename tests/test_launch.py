@@ -86,9 +86,8 @@ def until(ready):
 
 
 def test_the_scripts_pass_shellcheck():
-    subprocess.run(
-        [pathlib.Path(sys.executable).with_name("shellcheck"), *sorted((ROOT / "launch").glob("*.sh"))], check=True
-    )
+    scripts = sorted(file for folder in ("launch", "benchmarks") for file in (ROOT / folder).glob("*.sh"))
+    subprocess.run([pathlib.Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 
 def test_a_slice_is_waited_for_until_it_lets_us_in(cloud):

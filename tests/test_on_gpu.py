@@ -1,0 +1,97 @@
+"""benchmarks/on_gpu.sh, with a fake interpreter and driver: what it writes, and how it ends."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from helpers import ROOT
+
+PYTHON = """#!/usr/bin/env bash
+if [[ $1 == -c ]]; then
+  [[ -z ${NO_JAX-} ]] || { printf "Traceback\\nModuleNotFoundError: No module named 'jax'\\n" >&2; exit 1; }
+  echo "${FOUND:-gpu 1} 0.10.2 NVIDIA Fake 80GB"
+elif [[ $1 == --version ]]; then
+  echo "Python 3.12.3"
+else
+  echo "on $CUDA_VISIBLE_DEVICES with ${TEST_PLATFORMS-} ran $*"
+  [[ "$*" != *"${FULL:-nothing}"* ]] || { printf 'RESOURCE_EXHAUSTED\\nthere is not enough memory\\n' >&2; exit 1; }
+  [[ "$*" != *"${BROKEN:-nothing}"* ]] || { echo "what went wrong" >&2; exit 2; }
+fi
+"""
+
+
+@pytest.fixture
+def on_gpu(tmp_path):
+    """Runs the script, and returns the finished process and the text of the file that it wrote."""
+    for name, text in (("python", PYTHON), ("nvidia-smi", "#!/bin/sh\necho 580.1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def run(**settings):
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment |= {"PYTHON": "python", "PATH": f"{tmp_path}:{os.environ['PATH']}", **settings}
+        command = [ROOT / "benchmarks" / "on_gpu.sh", "results"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+        files = list((tmp_path / "results").glob("gpu-NVIDIA-Fake-80GB-*.md"))
+        return done, files[0].read_text() if files else None
+
+    return run
+
+
+def parts_of(text: str) -> dict[str, str]:
+    """The text below each heading."""
+    return dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+
+
+def test_every_part_is_run_on_one_gpu_and_written(on_gpu):
+    done, text = on_gpu()
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert text.startswith("# NVIDIA Fake 80GB, driver 580.1, jax 0.10.2, 20") and "has 1 of them" in text
+    parts = parts_of(text)
+    assert len(parts) == 5 and all("\n\nDone in " in part for part in parts.values())
+    assert "~~~\non 0 with cuda,cpu ran -m pytest -m gpu -v tests/test_gpu.py\n~~~\n" in parts["Tests"]
+    for name, part in parts.items():
+        assert name in done.stdout and (name == "Tests" or "\non 0 with  ran benchmarks/" in part)
+
+
+def test_a_part_that_fails_or_does_not_fit_is_said_and_the_others_run(on_gpu):
+    done, text = on_gpu(BROKEN="generation", FULL="large", FOUND="gpu 8")
+    parts = parts_of(text)
+    assert done.returncode == 1 and len(parts) == 6
+    assert "~~~\nwhat went wrong\n~~~\n\nFAILED with status 2" in parts["Generation, GPT-small"]
+    for name in ("Train step, GPT-large", "Train step, GPT-large, 8 GPUs"):
+        assert "Skipped: it doesn't fit into the GPU's memory ('there is not enough memory')" in parts[name]
+    assert "\non 0,1,2,3,4,5,6,7 with" in parts["Train step, GPT-large, 8 GPUs"]
+    assert done.stdout.count("Done in ") == 3 and done.stdout.count("Skipped") == 2 and "FAILED" in done.stdout
+
+
+def test_tests_that_fail_are_never_skipped(on_gpu):
+    done, text = on_gpu(FULL="pytest")
+    assert done.returncode == 1 and "FAILED with status 1" in parts_of(text)["Tests"]
+
+
+def test_time_that_is_over_is_said(on_gpu, tmp_path):
+    done, text = on_gpu(MINUTES="0")
+    assert done.returncode == 0 and text.count("Skipped: the 0 minutes are over") == 5 and " ran " not in text
+    (tmp_path / "timeout").write_text("#!/bin/sh\nexit 124\n")  # its status when it ends a command
+    (tmp_path / "timeout").chmod(0o755)
+    shutil.rmtree(tmp_path / "results")
+    done, text = on_gpu(MINUTES="1000")
+    assert done.returncode == 1 and "FAILED with status 124" in parts_of(text)["Tests"]
+    assert text.count("Skipped: not done in ") == 4
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"FOUND": "cpu 1"}, "needs an NVIDIA GPU and jax[cuda], but python finds only 1 x NVIDIA Fake"),
+        ({"NO_JAX": "1"}, "python: ModuleNotFoundError: No module named 'jax'"),
+        ({"MINUTES": "ten"}, "MINUTES: must be a whole number, but it is ten"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(on_gpu, settings, sentence):
+    done, text = on_gpu(**settings)
+    assert done.returncode == 1 and text is None and done.stdout == ""
+    assert done.stderr.startswith(f"benchmarks/on_gpu.sh: {sentence}") and done.stderr.count("\n") == 1

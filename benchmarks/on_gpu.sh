@@ -30,7 +30,7 @@ fail() {
 [[ $minutes =~ ^[0-9]+$ ]] || fail "MINUTES: must be a whole number, but it is $minutes"
 [[ $python != */* ]] || python=$(realpath -s "$python")
 cd "$here"
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92} # JAX's default is 0.75
 
 devices='

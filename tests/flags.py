@@ -11,9 +11,9 @@ PLATFORMS = os.environ.get("TEST_PLATFORMS", "cpu")  # "cuda,cpu" in `make test-
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have only the newer emitters
     FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-DETERMINISTIC = (
-    "--xla_gpu_deterministic_ops=true"  # also for cuDNN's attention; and kernels aren't chosen by timing them
-)
+# The first is for cuDNN's attention, too, and kernels aren't chosen by timing them. Untimed, XLA takes a Triton kernel
+# for products, which it can't compile in fp32 for A100 and RTX 4090 (jax 0.10.2): the second leaves them to cuBLAS.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
 
 
 def for_a_process(devices: int) -> str:

@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, short_stores):
     finish(stopped, 143)
     [(resumed, _)] = finish(start(1, 1, [tmp_path / "stopped"], short_stores, *options))
     [(alone, _)] = finish(undisturbed)
-    assert "from its checkpoint at step" in resumed and f"attention: {CUDNN if AMPERE else 'plain: '}" in resumed
+    assert "from its checkpoint at step" in resumed and f"attention: {CUDNN[:5]}" in resumed
     assert resumed[resumed.index("--- sample ---") :] == alone[alone.index("--- sample ---") :]
     found, expected = curves(tmp_path / "stopped"), curves(tmp_path / "alone")
     assert len(expected["train/loss"]) == 400 and len(expected["validation/loss"]) == 2

@@ -78,7 +78,7 @@ def expected_cycles(line: str, bytes_per_cycle: float) -> int:
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """The lines of every computation by its name. Where the program begins is called ENTRY."""
+    """The instructions of every computation by its name, a line each. Where the program begins is called ENTRY."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -86,6 +86,8 @@ def computations(text: str) -> dict[str, list[str]]:
             lines = found.setdefault("ENTRY" if line.startswith("ENTRY") else line.split()[0], [])
         elif line.startswith("  "):
             lines.append(line)
+        elif lines and line != "}":  # attributes of Pallas kernels, and of copies of their results, take several lines
+            lines[-1] += line
     return found
 
 

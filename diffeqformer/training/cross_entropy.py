@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 1024  # number of positions whose logits exist at once
+CHUNK = 2048  # number of positions whose logits exist at once
 
 
 def cross_entropy(
@@ -34,19 +34,20 @@ def cross_entropy(
 def _cross_entropy(x, matrix, targets, weights, vocab_size):
     def add(total, chunk):
         x, targets, weights = chunk
-        losses, _ = _losses(x, matrix, targets, vocab_size)
+        losses, *_ = _losses(x, matrix, targets, vocab_size)
         return total + jnp.sum(losses * weights), None
 
     return jax.lax.scan(add, jnp.float32(0), _chunks(x, targets, weights))[0]
 
 
 def _losses(x, matrix, targets, vocab_size):
-    """-log p of each target, and the logarithm of every p."""
+    """-log p of each target, the logits, and the logarithm of the sum of their exponentials."""
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
     if len(matrix) != vocab_size:
         logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
-    log_probs = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0], log_probs
+    log_total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    losses = log_total - jnp.take_along_axis(logits, targets[:, None], axis=1)
+    return losses[:, 0], logits, log_total
 
 
 def _chunks(*arrays):
@@ -68,9 +69,9 @@ def _forward(x, matrix, targets, weights, vocab_size):
     def add(carry, chunk):
         total, d_matrix = carry
         x, targets, weights = chunk
-        losses, log_probs = _losses(x, matrix, targets, vocab_size)
+        losses, logits, log_total = _losses(x, matrix, targets, vocab_size)
         one_hot = jnp.arange(len(matrix)) == targets[:, None]
-        d_logits = ((jnp.exp(log_probs) - one_hot) * weights[:, None]).astype(x.dtype)
+        d_logits = ((jnp.exp(logits - log_total) - one_hot) * weights[:, None]).astype(x.dtype)
         d_x = d_logits @ matrix
         d_matrix += jnp.einsum("nv,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(losses * weights), d_matrix), d_x

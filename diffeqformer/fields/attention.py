@@ -22,6 +22,11 @@ def cudnn(
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
+def positions_in_lanes(head_width: int) -> bool:
+    """Whether splash attention takes positions, and not a head's entries, along a TPU's lanes, which are 128."""
+    return head_width % 128 != 0
+
+
 def splash(
     query: Float[Array, "B S H K"],
     key: Float[Array, "B S H K"],
@@ -37,7 +42,7 @@ def splash(
         name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     }
     layouts = splash_attention.QKVLayout
-    minor = layouts.SEQ_MINOR if width % 128 else layouts.HEAD_DIM_MINOR  # lanes are 128 wide
+    minor = layouts.SEQ_MINOR if positions_in_lanes(width) else layouts.HEAD_DIM_MINOR
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((sequence, sequence))] * heads),
         block_sizes=splash_attention.BlockSizes(**sizes, q_layout=minor, k_layout=minor, v_layout=minor),

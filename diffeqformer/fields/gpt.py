@@ -51,12 +51,10 @@ class GPT(Block):
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch F of equation (4), its norm included."""
-        batch, sequence, width = x.shape
-        qkv = linear(weights["qkv"], layer_norm(weights["norm_attention"], x, self.epsilon))
-        qkv = qkv.reshape(batch, sequence, -1, 3, width // self.heads)  # of this device's heads
-        mixed = context.attend(qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :])
+        y = layer_norm(weights["norm_attention"], x, self.epsilon)
+        mixed = context.attend(*context.heads(weights["qkv"], y, self.width // self.heads, parts=3))
         return dropout(
-            linear(weights["attention_out"], mixed.reshape(batch, sequence, -1), context.total), context, site=0
+            linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
         )
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:

@@ -12,12 +12,14 @@ a head's width to twice its size.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.fields import attention
@@ -77,12 +79,60 @@ def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_
     return y + weights["bias"] if "bias" in weights else y
 
 
+Heads = tuple[Float[Array, "B S H K"], ...]
+
+
+def heads(weights: dict, x: Float[Array, "B S inputs"], width: int, parts: int = 1) -> Heads:
+    """Apply a linear layer whose outputs are ordered [head, part, head width], and take its parts apart."""
+    y = linear(weights, x).reshape(*x.shape[:2], -1, parts, width)
+    return tuple(y[..., part, :] for part in range(parts))
+
+
+def heads_by_position(weights: dict, x: Float[Array, "B S inputs"], width: int, parts: int = 1) -> Heads:
+    """`heads` for attention that wants positions along a TPU's lanes, as splash does for narrow heads.
+
+    The product is computed in that order. So are its gradient and that of the bias; reverse mode alone is supported.
+    """
+    kernel = weights["kernel"]
+    y = jnp.einsum("bsi,io->bos", x.astype(kernel.dtype), kernel)
+    return _take_apart(y, weights.get("bias"), parts, width)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _take_apart(y: Float[Array, "B outputs S"], bias: Float[Array, "outputs"] | None, parts: int, width: int) -> Heads:
+    y = y if bias is None else y + bias[:, None]
+    by_head = y.reshape(len(y), -1, parts, width, y.shape[-1])
+    return tuple(by_head[:, :, part].transpose(0, 3, 1, 2) for part in range(parts))
+
+
+def _take_apart_forward(y, bias, parts, width):
+    return _take_apart(y, bias, parts, width), bias
+
+
+def _put_together(parts, width, bias, gradients):
+    """Transpose the gradients and write them side by side at once, which XLA wouldn't do by itself.
+
+    The gradient of the bias is a product with ones, since a sum along lanes is slow. XLA would turn a product with one
+    row of ones into a sum, so there are 8, a tile.
+    """
+    by_head = jnp.stack([gradient.transpose(0, 2, 3, 1) for gradient in gradients], axis=2)
+    by_head = with_layout_constraint(by_head, Layout(tuple(range(by_head.ndim))))
+    d_y = by_head.reshape(len(by_head), -1, by_head.shape[-1])
+    if bias is None:
+        return d_y, None
+    ones = jnp.ones((8, len(d_y), d_y.shape[-1]), d_y.dtype)
+    return d_y, jnp.einsum("rbs,bos->ro", ones, d_y, precision="highest")[0]
+
+
+_take_apart.defvjp(_take_apart_forward, _put_together)
+
+
 def layer_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
-    """LayerNorm over the last axis, in fp32."""
+    """LayerNorm over the last axis, in fp32. One pass over x gives both its mean and its variance, as in Flax."""
     x = x.astype(jnp.float32)
-    centred = x - x.mean(-1, keepdims=True)
-    variance = jnp.mean(centred * centred, -1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
+    return (x - mean) * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
 
 
 def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
@@ -99,6 +149,7 @@ class Context(NamedTuple):
     dropout: the share of each branch's outputs that is dropped.
     position: position of the first token; above 0 only when text is generated token by token.
     attend: (query, key, value) -> mixed values; faster implementations and a key-value cache replace the default.
+    heads: makes queries, keys and values from a normed state; `heads`, or what suits `attend` better.
     total: sums a branch's outputs over the devices that split its heads or hidden units.
     """
 
@@ -106,6 +157,7 @@ class Context(NamedTuple):
     dropout: float = 0.0
     position: int | Int[Array, ""] = 0
     attend: Callable = attention.plain
+    heads: Callable = heads
     total: Callable = as_it_is
 
     def at_step(self, index) -> "Context":

@@ -101,8 +101,8 @@ class Llama(Block):
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
-        by_head = (*x.shape[:2], -1, self.width // self.heads)  # this device's heads
-        query, key, value = (linear(weights[name], y).reshape(by_head) for name in ("query", "key", "value"))
+        width = self.width // self.heads
+        [query], [key], [value] = (context.heads(weights[name], y, width) for name in ("query", "key", "value"))
         query, key = self.rotate(query, context.position), self.rotate(key, context.position)
         mixed = context.attend(query, key, value)
         return dropout(

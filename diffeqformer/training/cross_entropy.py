@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 2048  # number of positions whose logits exist at once
+CHUNK = 1024  # number of positions whose logits exist at once
 
 
 def cross_entropy(

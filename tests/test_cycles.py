@@ -51,6 +51,9 @@ ENTRY %main (a: s32[]) -> s32[] {
   %start = f32[8] copy-start(%a), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
   %end = f32[8] copy-done(%start), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
   %rest = f32[8] fusion(), backend_config={"estimated_cycles":"3"}
+  %copy = f32[8] copy(%kernel), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={stack_frame_id=4}, backend_config={"estimated_cycles":"40"}
   %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, backend_config={"custom_call_config":{"body":"T","cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
 }
 """  # noqa: E501
@@ -62,5 +65,5 @@ def test_cycles_are_counted_by_cause():
         "matrix products, backward": 3600,
         "matrix products, forward": 7,
         "update": 15_005,
-        "everything else": 3,
+        "everything else": 43,
     }

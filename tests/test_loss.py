@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from diffeqformer.fields import attention
+from diffeqformer.fields import attention, layers
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training import cross_entropy
+from diffeqformer.training import cross_entropy, loss
 from diffeqformer.training.step import Program
-from helpers import normal, toy_config
+from helpers import first_state, normal, tokens_of, toy_config
 
 
 def plain_cross_entropy(x, matrix, targets, weights, vocab_size):
@@ -84,6 +84,47 @@ def test_splash_attention_is_plain_attention(dtype, width, close):
     for ours, plain in zip(both(interpreted, *arrays), both(attention.plain, *arrays)):
         ours, plain = np.float32(ours), np.float32(plain)
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("parts, bias", [(3, True), (1, False)])
+def test_heads_are_the_same_in_either_order(parts, bias):
+    """Values, and gradients for the weights and the state."""
+    random = np.random.RandomState(0)
+    weights = {"kernel": normal(random, (16, 2 * parts * 8))} | (
+        {"bias": normal(random, (2 * parts * 8,))} if bias else {}
+    )
+    x, cotangents = normal(random, (3, 4, 16)), tuple(normal(random, (parts, 3, 4, 2, 8)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(heads, *arguments):
+        made, pull_back = jax.vjp(lambda weights, x: heads(weights, x, 8, parts), *arguments)
+        return made, pull_back(cotangents)
+
+    results = both(layers.heads_by_position, weights, x), both(layers.heads, weights, x)
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("diffeqformer", "llama")])
+def test_a_step_is_the_same_with_heads_for_tpus(kind, field, monkeypatch):
+    """Heads are divided over devices. Splash attention, which wants the other order, is replaced by plain attention."""
+    config = toy_config(kind, field, model__dropout=0.1, model__vocab_multiple=16)
+
+    def scalars_of_steps():
+        program = Program(config, make_mesh((1, 1, 2), jax.devices()[:2]), (attention.plain, "plain"))
+        state, found = first_state(program), []
+        for step in range(3):
+            state, scalars = program.train_step(state, tokens_of(step, config))
+            found.append([float(scalars["loss"]), float(scalars["gradient_norm"])])
+        return found
+
+    expected = scalars_of_steps()
+    made = []
+    monkeypatch.setattr(loss, "splash", attention.plain)
+    monkeypatch.setattr(loss, "heads_by_position", lambda *a, **k: made.append(a) or layers.heads_by_position(*a, **k))
+    np.testing.assert_allclose(scalars_of_steps(), expected, rtol=1e-5)
+    assert made
 
 
 def device(platform: str, compute_capability: str = ""):

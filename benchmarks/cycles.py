@@ -84,9 +84,11 @@ def computations(text: str) -> dict[str, list[str]]:
     for line in text.splitlines():
         if line.startswith(("%", "ENTRY ")) and line.endswith("{"):
             lines = found.setdefault("ENTRY" if line.startswith("ENTRY") else line.split()[0], [])
-        elif line.startswith("  "):
+        elif line == "}":
+            lines = []
+        elif line.startswith(("  %", "  ROOT %")):
             lines.append(line)
-        elif lines and line != "}":  # attributes of Pallas kernels, and of copies of their results, take several lines
+        elif lines:  # attributes of Pallas kernels, and of copies of their results, take several lines
             lines[-1] += line
     return found
 

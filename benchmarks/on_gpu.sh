@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that waits for an NVIDIA GPU, in at most ten minutes: the tests of `make test-gpu`, then the benchmarks.
+# All that waits for an NVIDIA GPU, in about ten minutes at most: the tests of `make test-gpu`, then the benchmarks.
 #
 #   benchmarks/on_gpu.sh                      write runs/gpu-<device>-<time>.md
 #   benchmarks/on_gpu.sh FOLDER               write it there
@@ -20,7 +20,8 @@ minutes=${MINUTES:-10}
 work=$(mktemp -d)
 running=
 trap '[[ -z $running ]] || kill "$running" 2>/dev/null; rm -rf "$work"' EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 fail() {
   echo "benchmarks/on_gpu.sh: $1" >&2
@@ -28,6 +29,7 @@ fail() {
 }
 
 [[ $minutes =~ ^[0-9]+$ ]] || fail "MINUTES: must be a whole number, but it is $minutes"
+minutes=$((10#$minutes))
 [[ $python != */* ]] || python=$(realpath -s "$python")
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -73,7 +75,7 @@ part() { # NAME SECONDS COMMAND...: run a command for at most so long
   running=
   took=$((SECONDS - began))
   [[ -z $fence ]] || echo "$fence" >>"$file"
-  reason=$(grep -E "not enough memory|RESOURCE_EXHAUSTED" "$work/errors" | tail -n 1 || true)
+  reason=$(grep -E "^diffeqformer: .*not enough memory|^[A-Za-z_.]+Error: RESOURCE_EXHAUSTED" "$work/errors" || true)
   if [[ $status == 0 ]]; then
     say "Done in $took s."
   elif [[ $name != Tests && -n $reason ]]; then

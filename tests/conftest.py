@@ -42,7 +42,7 @@ def pytest_configure(config):
     """End with one sentence if the tests are for a GPU and there is none."""
     if PLATFORMS == "cpu" and config.option.markexpr != "gpu":
         return
-    devices = [*pathlib.Path("/dev").glob("nvidia[0-9]*"), *pathlib.Path("/dev").glob("dxg")]  # what JAX looks for
+    devices = [*pathlib.Path("/dev").glob("nvidia[0-9]*"), *pathlib.Path("/dev").glob("dxg")]
     if not devices:
         raise pytest.UsageError("these tests need an NVIDIA GPU, and this machine has none")
     try:

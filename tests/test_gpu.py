@@ -90,7 +90,7 @@ def test_a_step_is_that_of_a_cpu_and_one_in_bfloat16_is_near(kind):
         assert_close(first_step(program_on(GPU, kind)), expected, 1e-4)  # with TF32 some are 3e-4 apart
     rounded = program_on(GPU, kind, "bfloat16")
     assert rounded.attention == CUDNN
-    assert_close(first_step(rounded), expected, 2**-5)
+    assert_close(first_step(rounded), expected, 2**-4)
 
 
 @pytest.mark.parametrize("there, here", [(GPU, CPU), (CPU, GPU)], ids=["to a CPU", "to a GPU"])
@@ -129,12 +129,15 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, short_stores):
     options = ["--config.steps=400", "--config.eval_every=200", "--config.model.dtype=bfloat16"]
     undisturbed = start(1, 1, [tmp_path / "alone"], short_stores, *options)
     stopped = start(1, 1, [tmp_path / "stopped"], short_stores, *options)
-    for line in stopped[0].stdout:
-        if line.startswith("step 9/"):
-            stopped[0].terminate()
-    finish(stopped, 143)
-    [(resumed, _)] = finish(start(1, 1, [tmp_path / "stopped"], short_stores, *options))
-    [(alone, _)] = finish(undisturbed)
+    try:
+        for line in stopped[0].stdout:
+            if line.startswith("step 9/"):
+                stopped[0].terminate()
+        finish(stopped, 143)
+        [(resumed, _)] = finish(start(1, 1, [tmp_path / "stopped"], short_stores, *options))
+        [(alone, _)] = finish(undisturbed)
+    finally:
+        undisturbed[0].kill()
     assert "from its checkpoint at step" in resumed and f"attention: {CUDNN[:5]}" in resumed
     assert resumed[resumed.index("--- sample ---") :] == alone[alone.index("--- sample ---") :]
     found, expected = curves(tmp_path / "stopped"), curves(tmp_path / "alone")

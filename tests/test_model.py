@@ -9,7 +9,7 @@ from flax import nnx
 from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
-from diffeqformer.fields.layers import Context, dropout
+from diffeqformer.fields.layers import Context, dropout, layer_norm
 from diffeqformer.fields.llama import rotary_table
 from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
@@ -267,3 +267,16 @@ def test_the_program_does_not_grow_with_depth_and_remat_saves_memory():
     assert len(compiled["step"].as_text()) < 1.05 * len(programs[6, "step"].compile().as_text())
     stored, step, products = (compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT)
     assert step < 0.9 * products < 0.9 * 0.9 * stored and step < 0.7 * stored
+
+
+def test_layer_norm_in_one_pass_is_accurate_and_finite():
+    random = np.random.RandomState(0)
+    rows = np.stack([normal(random, (1280,)) + mean for mean in (0.0, 10.0, 100.0)])
+    weights = {"scale": jnp.ones(1280), "shift": jnp.zeros(1280)}
+    exact = np.float64(rows) - np.float64(rows).mean(1, keepdims=True)
+    exact /= np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
+    errors = np.linalg.norm(layer_norm(weights, jnp.asarray(rows), 1e-5) - exact, axis=1) / np.sqrt(1280)
+    assert (errors <= [1e-6, 5e-5, 5e-3]).all(), errors
+    constant = jnp.full((1, 1280), 300.3)  # the rounded variance may be negative
+    for array in jax.value_and_grad(lambda x: layer_norm(weights, x, 1e-5).sum())(constant):
+        assert np.isfinite(array).all()

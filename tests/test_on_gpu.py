@@ -16,8 +16,8 @@ elif [[ $1 == --version ]]; then
   echo "Python 3.12.3"
 else
   echo "on $CUDA_VISIBLE_DEVICES with ${TEST_PLATFORMS-} ran $*"
-  [[ "$*" != *"${FULL:-nothing}"* ]] || { printf 'RESOURCE_EXHAUSTED\\nthere is not enough memory\\n' >&2; exit 1; }
-  [[ "$*" != *"${BROKEN:-nothing}"* ]] || { echo "what went wrong" >&2; exit 2; }
+  [[ "$*" != *"${FULL:-nothing}"* ]] || { echo "diffeqformer: there is not enough memory" >&2; exit 1; }
+  [[ "$*" != *"${BROKEN:-nothing}"* ]] || { printf 'W autotuner: RESOURCE_EXHAUSTED\\nwhat went wrong\\n' >&2; exit 2; }
 fi
 """
 
@@ -30,7 +30,8 @@ def on_gpu(tmp_path):
         (tmp_path / name).chmod(0o755)
 
     def run(**settings):
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        own = ("CUDA_VISIBLE_DEVICES", "MINUTES", "TEST_PLATFORMS", "FULL", "BROKEN", "FOUND", "NO_JAX")
+        environment = {name: value for name, value in os.environ.items() if name not in own}
         environment |= {"PYTHON": "python", "PATH": f"{tmp_path}:{os.environ['PATH']}", **settings}
         command = [ROOT / "benchmarks" / "on_gpu.sh", "results"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
@@ -60,9 +61,14 @@ def test_a_part_that_fails_or_does_not_fit_is_said_and_the_others_run(on_gpu):
     done, text = on_gpu(BROKEN="generation", FULL="large", FOUND="gpu 8")
     parts = parts_of(text)
     assert done.returncode == 1 and len(parts) == 6
-    assert "~~~\nwhat went wrong\n~~~\n\nFAILED with status 2" in parts["Generation, GPT-small"]
+    assert (
+        "~~~\nW autotuner: RESOURCE_EXHAUSTED\nwhat went wrong\n~~~\n\nFAILED with status 2"
+        in parts["Generation, GPT-small"]
+    )
     for name in ("Train step, GPT-large", "Train step, GPT-large, 8 GPUs"):
-        assert "Skipped: it doesn't fit into the GPU's memory ('there is not enough memory')" in parts[name]
+        assert (
+            "Skipped: it doesn't fit into the GPU's memory ('diffeqformer: there is not enough memory')" in parts[name]
+        )
     assert "\non 0,1,2,3,4,5,6,7 with" in parts["Train step, GPT-large, 8 GPUs"]
     assert done.stdout.count("Done in ") == 3 and done.stdout.count("Skipped") == 2 and "FAILED" in done.stdout
 
@@ -73,7 +79,7 @@ def test_tests_that_fail_are_never_skipped(on_gpu):
 
 
 def test_time_that_is_over_is_said(on_gpu, tmp_path):
-    done, text = on_gpu(MINUTES="0")
+    done, text = on_gpu(MINUTES="00")
     assert done.returncode == 0 and text.count("Skipped: the 0 minutes are over") == 5 and " ran " not in text
     (tmp_path / "timeout").write_text("#!/bin/sh\nexit 124\n")  # its status when it ends a command
     (tmp_path / "timeout").chmod(0o755)

@@ -68,18 +68,19 @@ def check_projections(folder: pathlib.Path, parts: int) -> None:
     lines = [line for name in ("ENTRY", *loops) for line in bodies[name]]
     made = [re.match(r"\s+(?:ROOT )?%([\w-]+)\S* = (.*?) ([a-z-]+)\(", line) for line in lines]
     projection = rf"f32\[({1280 // parts}|{5120 // parts}),96,(1280|3840|5120)\]"
-    of_projections = [(found[3], found[1]) for found in made if found and re.search(projection, found[2])]
-    kinds = collections.Counter(name if kind == "custom-call" else kind for kind, name in of_projections)
+    of_projections = [found.groups() for found in made if found and re.search(projection, found[2])]
+    kinds = collections.Counter(name if kind == "custom-call" else kind for name, _, kind in of_projections)
     assert kinds["parameter"] == 12 and kinds["update"] == 4
-    # The rest are names for parts of tuples, and what the compiler fetches into VMEM ahead of time.
-    fetched = {"async-start", "async-done", "copy-start", "copy-done", "custom-call"} if parts > 1 else set()
-    assert set(kinds) <= {"parameter", "update", "get-tuple-element", "tuple", *fetched}
+    # The rest are names for parts of tuples, and what the compiler fetches into VMEM, S(1), ahead of time.
+    fetched = set(kinds) - {"parameter", "update", "get-tuple-element", "tuple"}
+    assert fetched <= ({"async-start", "async-done", "copy-start", "copy-done", "custom-call"} if parts > 1 else set())
+    assert all("S(1)" in kept for name, kept, kind in of_projections if kind in fetched and name != "update")
 
 
 def test_a_step_on_64_chips_wastes_nothing(tmp_path):
     """No loop over depth writes anything to memory that the random numbers are drawn from, of the state's size.
 
-    The time has no reserve: what was gained by the order of heads and a loss without stored probabilities, say, stays.
+    The time is exact for the libtpu of constraints.txt. Another version may need another bound; a slower step does not.
     """
     options = ("--config=configs/large.py", "--topology=v5e:8x8", f"--dump={tmp_path}")
     said, arguments, temporaries = compile_for_tpu(*options)

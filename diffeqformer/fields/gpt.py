@@ -52,7 +52,7 @@ class GPT(Block):
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch F of equation (4), its norm included."""
         y = layer_norm(weights["norm_attention"], x, self.epsilon)
-        mixed = context.attend(*context.heads(weights["qkv"], y, self.width // self.heads, parts=3))
+        mixed = context.attend(*context.make_heads(weights["qkv"], y, self.width // self.heads, parts=3))
         return dropout(
             linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
         )

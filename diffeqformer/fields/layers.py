@@ -82,34 +82,46 @@ def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_
 Heads = tuple[Float[Array, "B S H K"], ...]
 
 
-def heads(weights: dict, x: Float[Array, "B S inputs"], width: int, parts: int = 1) -> Heads:
-    """Apply a linear layer whose outputs are ordered [head, part, head width], and take its parts apart."""
-    y = linear(weights, x).reshape(*x.shape[:2], -1, parts, width)
+def heads(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: int = 1) -> Heads:
+    """Apply a linear layer whose outputs are ordered [head, part, head width], and take its parts apart.
+
+    Returns:
+        A tuple with an array for each part, of the heads that this device has.
+    """
+    y = linear(weights, x).reshape(*x.shape[:2], -1, parts, head_width)
     return tuple(y[..., part, :] for part in range(parts))
 
 
-def heads_by_position(weights: dict, x: Float[Array, "B S inputs"], width: int, parts: int = 1) -> Heads:
+def heads_by_position(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: int = 1) -> Heads:
     """`heads` for attention that wants positions along a TPU's lanes, as splash does for narrow heads.
 
-    The product is computed in that order. So are its gradient and that of the bias; reverse mode alone is supported.
+    The product and its gradient have that order. Reverse mode alone is supported.
     """
     kernel = weights["kernel"]
     y = jnp.einsum("bsi,io->bos", x.astype(kernel.dtype), kernel)
-    return _take_apart(y, weights.get("bias"), parts, width)
+    return _take_apart(y, weights.get("bias"), parts, head_width)
+
+
+def heads_for(attend: Callable, head_width: int) -> Callable:
+    """What makes queries, keys and values for an implementation of attention: one of the functions above."""
+    by_position = attend is attention.splash and attention.positions_in_lanes(head_width)
+    return heads_by_position if by_position else heads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _take_apart(y: Float[Array, "B outputs S"], bias: Float[Array, "outputs"] | None, parts: int, width: int) -> Heads:
+def _take_apart(
+    y: Float[Array, "B outputs S"], bias: Float[Array, "outputs"] | None, parts: int, head_width: int
+) -> Heads:
     y = y if bias is None else y + bias[:, None]
-    by_head = y.reshape(len(y), -1, parts, width, y.shape[-1])
+    by_head = y.reshape(len(y), -1, parts, head_width, y.shape[-1])
     return tuple(by_head[:, :, part].transpose(0, 3, 1, 2) for part in range(parts))
 
 
-def _take_apart_forward(y, bias, parts, width):
-    return _take_apart(y, bias, parts, width), bias
+def _take_apart_forward(y, bias, parts, head_width):
+    return _take_apart(y, bias, parts, head_width), None if bias is None else ()
 
 
-def _put_together(parts, width, bias, gradients):
+def _put_together(parts, head_width, has_bias, gradients):
     """Transpose the gradients and write them side by side at once, which XLA wouldn't do by itself.
 
     The gradient of the bias is a product with ones, since a sum along lanes is slow. XLA would turn a product with one
@@ -118,7 +130,7 @@ def _put_together(parts, width, bias, gradients):
     by_head = jnp.stack([gradient.transpose(0, 2, 3, 1) for gradient in gradients], axis=2)
     by_head = with_layout_constraint(by_head, Layout(tuple(range(by_head.ndim))))
     d_y = by_head.reshape(len(by_head), -1, by_head.shape[-1])
-    if bias is None:
+    if has_bias is None:
         return d_y, None
     ones = jnp.ones((8, len(d_y), d_y.shape[-1]), d_y.dtype)
     return d_y, jnp.einsum("rbs,bos->ro", ones, d_y, precision="highest")[0]
@@ -128,7 +140,11 @@ _take_apart.defvjp(_take_apart_forward, _put_together)
 
 
 def layer_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
-    """LayerNorm over the last axis, in fp32. One pass over x gives both its mean and its variance, as in Flax."""
+    """LayerNorm over the last axis, in fp32.
+
+    One pass over x gives both its mean and its variance, as in Flax. So the relative error grows with the square of
+    mean / standard deviation: about 1e-3 if that is 100.
+    """
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
     variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
@@ -149,7 +165,7 @@ class Context(NamedTuple):
     dropout: the share of each branch's outputs that is dropped.
     position: position of the first token; above 0 only when text is generated token by token.
     attend: (query, key, value) -> mixed values; faster implementations and a key-value cache replace the default.
-    heads: makes queries, keys and values from a normed state; `heads`, or what suits `attend` better.
+    make_heads: makes queries, keys and values from a normed state: `heads`, or what suits `attend` better.
     total: sums a branch's outputs over the devices that split its heads or hidden units.
     """
 
@@ -157,7 +173,7 @@ class Context(NamedTuple):
     dropout: float = 0.0
     position: int | Int[Array, ""] = 0
     attend: Callable = attention.plain
-    heads: Callable = heads
+    make_heads: Callable = heads
     total: Callable = as_it_is
 
     def at_step(self, index) -> "Context":

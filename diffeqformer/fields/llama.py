@@ -101,8 +101,10 @@ class Llama(Block):
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
-        width = self.width // self.heads
-        [query], [key], [value] = (context.heads(weights[name], y, width) for name in ("query", "key", "value"))
+        head_width = self.width // self.heads
+        [query], [key], [value] = (
+            context.make_heads(weights[name], y, head_width) for name in ("query", "key", "value")
+        )
         query, key = self.rotate(query, context.position), self.rotate(key, context.position)
         mixed = context.attend(query, key, value)
         return dropout(

@@ -51,7 +51,7 @@ class GPT(Block):
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch F of equation (4), its norm included."""
-        y = layer_norm(weights["norm_attention"], x, self.epsilon)
+        y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
         mixed = context.attend(*context.make_heads(weights["qkv"], y, self.width // self.heads, parts=3))
         return dropout(
             linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
@@ -59,7 +59,8 @@ class GPT(Block):
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The feed-forward branch G of equation (5), its norm included."""
-        hidden = linear(weights["mlp_up"], layer_norm(weights["norm_mlp"], x, self.epsilon))
+        y = layer_norm(weights["norm_mlp"], x, self.epsilon, weights["mlp_up"]["kernel"].dtype)
+        hidden = linear(weights["mlp_up"], y)
         return dropout(
             linear(weights["mlp_down"], jax.nn.gelu(hidden, approximate=True), context.total), context, site=1
         )

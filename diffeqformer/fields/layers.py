@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.fields import attention
@@ -139,16 +140,24 @@ def _put_together(parts, head_width, has_bias, gradients):
 _take_apart.defvjp(_take_apart_forward, _put_together)
 
 
-def layer_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+def layer_norm(
+    weights: dict, x: Float[Array, "*B D"], epsilon: float, used_as: DTypeLike = jnp.float32
+) -> Float[Array, "*B D"]:
     """LayerNorm over the last axis, in fp32.
 
-    One pass over x gives both its mean and its variance, as in Flax. So the relative error grows with the square of
-    mean / standard deviation: about 1e-3 if that is 100.
+    Args:
+        used_as: the type that the result is converted to. If that is a shorter one, a single pass over x gives both
+            mean and variance, as in Flax. Its relative error grows with the square of mean / standard deviation, and
+            is about 1e-3 if that is 100.
     """
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
-    variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
-    return (x - mean) * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
+    centred = x - mean
+    if used_as == jnp.float32:
+        variance = jnp.mean(centred * centred, -1, keepdims=True)
+    else:
+        variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
+    return centred * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
 
 
 def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:

@@ -275,7 +275,7 @@ def test_layer_norm_is_accurate_and_finite():
     weights = {"scale": jnp.ones(1280), "shift": jnp.zeros(1280)}
     exact = np.float64(rows) - np.float64(rows).mean(1, keepdims=True)
     exact /= np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
-    for used_as, bounds in ((jnp.float32, [1e-6, 1e-6, 1e-5]), (jnp.bfloat16, [1e-6, 5e-5, 5e-3])):
+    for used_as, bounds in ((jnp.float32, [1e-6, 1e-5, 1e-4]), (jnp.bfloat16, [1e-6, 5e-5, 5e-3])):
         errors = np.linalg.norm(layer_norm(weights, jnp.asarray(rows), 1e-5, used_as) - exact, axis=1) / np.sqrt(1280)
         assert (errors <= bounds).all(), errors
     constant = jnp.full((1, 1280), 300.3)  # the rounded variance may be negative

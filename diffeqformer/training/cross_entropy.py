@@ -41,11 +41,12 @@ def _cross_entropy(x, matrix, targets, weights, vocab_size):
 
 
 def _losses(x, matrix, targets, vocab_size):
-    """-log p of each target, the logits, and the logarithm of the sum of their exponentials."""
+    """-log p of each target, the logits less their maximum, and the logarithm of the sum of their exponentials."""
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
     if len(matrix) != vocab_size:
         logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
-    log_total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    logits -= logits.max(axis=1, keepdims=True)
+    log_total = jnp.log(jnp.exp(logits).sum(axis=1, keepdims=True))
     losses = log_total - jnp.take_along_axis(logits, targets[:, None], axis=1)
     return losses[:, 0], logits, log_total
 

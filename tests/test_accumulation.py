@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
-from diffeqformer.training.loss import split_batch
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.loss import ShardedLoss, split_batch
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, loss_and_gradient, toy_config
@@ -98,3 +100,26 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused():
     graph, params = split_model(lively_model("gpt"))
     with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(8 examples\), but it is 3"):
         loss_and_gradient(graph, params, random_tokens(8), None, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernels", [None, "xla"])
+def test_without_a_sum_weights_are_made_in_the_compute_type(kernels, monkeypatch):
+    """One device and one microbatch: the gradient has the bits that it would have with weights in fp32."""
+    graph, params = split_model(lively_model("diffeqformer", "gpt", dtype="bfloat16"))
+    tokens, model = random_tokens(8), nnx.merge(graph, params)
+
+    def gradient():
+        loss = ShardedLoss(graph, params, ONE_DEVICE, kernels=kernels)
+        return jax.jit(lambda params: loss.mean_and_gradient(params, tokens, None))(params)
+
+    found = gradient()
+    monkeypatch.setattr(ShardedLoss, "made_type", lambda *_: jnp.dtype("float32"))
+    for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()), strict=True):
+        np.testing.assert_array_equal(np.float32(mine), np.float32(exact))
+    monkeypatch.undo()
+    for shape, microbatches, expected in [
+        ((1, 2, 1), 1, "bfloat16"), ((2, 1, 1), 1, "float32"), ((1, 2, 1), 2, "float32"),
+    ]:  # fmt: skip
+        loss = ShardedLoss(graph, params, make_mesh(shape, jax.devices()[:2]))
+        assert loss.made_type(model, microbatches) == expected

@@ -31,7 +31,7 @@ from diffeqformer.fields.layers import Context, as_it_is, heads_for
 from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
 from diffeqformer.training.projections import Projections
-from diffeqformer.transformer import layer_specs, merge_trees, partition_specs, select
+from diffeqformer.transformer import Transformer, layer_specs, merge_trees, partition_specs, select
 
 EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
 
@@ -100,8 +100,8 @@ class ShardedLoss:
         depth, factors = trained["depth"], {}
         if self.projections:
             depth = select(depth, lambda path: path[-1] != "projection")
-            factors = self.projections.factors(len(grid.times))
-        generate = functools.partial(self.generate, params, grid)
+            factors = self.projections.factors(len(grid.times), self.made_type(model, microbatches))
+        generate = functools.partial(self.generate, params, grid, self.made_type(model, microbatches))
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
@@ -119,17 +119,28 @@ class ShardedLoss:
         d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
         return loss, gradient | {"depth": merge_trees(d_depth, d_projections) if d_factors else d_depth}
 
-    def generate(self, params: dict, grid: Grid, depth: dict, factors: dict) -> tuple[dict, dict]:
+    def made_type(self, model: Transformer, microbatches: int) -> jnp.dtype:
+        """The type in which weights are made, and in which the sum of their gradients ends.
+
+        Gradients are summed over microbatches and over data-parallel devices. With neither, a longer type than the
+        depth loop's would hold the same numbers.
+        """
+        summed = microbatches * self.mesh.shape["data"] * self.mesh.shape["generator"] > 1
+        types = (model.weights_dtype, *([] if summed else [model.dtype]))
+        return min(types, key=lambda dtype: dtype.itemsize)
+
+    def generate(self, params: dict, grid: Grid, dtype: jnp.dtype, depth: dict, factors: dict) -> tuple[dict, dict]:
         """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
 
         Args:
             params: all parameters.
+            dtype: the type of the weights.
             depth, factors: the trained parameters of the depth weights, and factors in the place of each P
                 (`Projections.factors`). This is differentiated with respect to both.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
         made = model.depth(grid, self.projections.projects(factors)) if factors else model.depth(grid)
-        layers = in_compute_type(made, model.weights_dtype)
+        layers = in_compute_type(made, dtype)
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def device_mean(

@@ -48,7 +48,7 @@ class Projections:
     def __init__(self, model: Transformer, specs: dict, made_specs: dict, mesh: Mesh, wanted: str):
         layers = nnx.to_pure_dict(nnx.state(model.depth))["layers"]
         self.shapes = {name: layer["projection"].shape for name, layer in layers.items() if "projection" in layer}
-        self.specs, self.made_specs, self.mesh, self.dtype = specs, made_specs, mesh, model.weights_dtype
+        self.specs, self.made_specs, self.mesh = specs, made_specs, mesh
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.said = set(), "XLA"
@@ -72,11 +72,11 @@ class Projections:
         self.said = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
         self.said += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
 
-    def factors(self, times: int) -> dict[str, Factors]:
-        """For each layer, factors of the right shapes and types, to differentiate with respect to."""
+    def factors(self, times: int, dtype: jnp.dtype) -> dict[str, Factors]:
+        """For each layer, factors of the right shapes, to differentiate with respect to; `dtype`: that of weights."""
         made = {}
         for name, (inputs, width, outputs) in self.shapes.items():
-            kernel = jnp.zeros((times, inputs, outputs), self.dtype)
+            kernel = jnp.zeros((times, inputs, outputs), dtype)
             made[name] = Factors(jnp.zeros((times, width), jnp.float32), kernel, jnp.float32(0))
         return made
 
@@ -84,13 +84,14 @@ class Projections:
         """For each layer, what takes the place of `project`: the gradient of P is that of these `factors`."""
 
         def with_factors(h, projection, constant, *, name):
-            return project_with_factors(h, projection, constant, factors[name], self._products(name))
+            products = self._products(name, factors[name].d_kernel.dtype)
+            return project_with_factors(h, projection, constant, factors[name], products)
 
         return {name: functools.partial(with_factors, name=name) for name in factors}
 
-    def _products(self, name: str) -> Products:
+    def _products(self, name: str, dtype: jnp.dtype) -> Products:
         if name not in self.fused:
-            return Products(self._xla_generate, self._xla_statistics)
+            return Products(lambda *operands: project(*operands).astype(dtype), self._xla_statistics)
         from diffeqformer.kernels.forward import generate
         from diffeqformer.kernels.statistics import statistics
 
@@ -101,15 +102,12 @@ class Projections:
             d_h, d_constant, squares = statistics(h, projection, d_kernel, interpret=self.interpret)
             return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
 
-        generate_here = functools.partial(generate, dtype=self.dtype, interpret=self.interpret)
+        generate_here = functools.partial(generate, dtype=dtype, interpret=self.interpret)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         return Products(
             by_device(self.mesh, generate_here, places, made),
             by_device(self.mesh, summed_statistics, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
         )
-
-    def _xla_generate(self, h, projection, constant):
-        return project(h, projection, constant).astype(self.dtype)
 
     def _xla_statistics(self, h, projection, d_kernel):
         """On a CPU, dP is stored in any case, so its squares are summed."""

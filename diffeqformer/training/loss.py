@@ -97,11 +97,11 @@ class ShardedLoss:
         model = nnx.merge(self.graph, params)
         grid = grid or model.grid()
         trained, frozen = self.trained_and_frozen(params)
-        depth, factors = trained["depth"], {}
+        depth, factors, made_type = trained["depth"], {}, self.made_type(model, microbatches)
         if self.projections:
             depth = select(depth, lambda path: path[-1] != "projection")
-            factors = self.projections.factors(len(grid.times), self.made_type(model, microbatches))
-        generate = functools.partial(self.generate, params, grid, self.made_type(model, microbatches))
+            factors = self.projections.factors(len(grid.times), made_type)
+        generate = functools.partial(self.generate, params, grid, made_type)
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)

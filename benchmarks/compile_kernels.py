@@ -3,9 +3,9 @@
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_kernels.py --topology=v5e:2x2
 
-Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its temporary memory, and how often
-the program around it copies an array of P's size, which it should never do. --dump=folder keeps all that the compiler
-writes, with the kernels' instructions (`*final_bundles.txt`).
+Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its temporary memory, how often the
+program around it copies an array of P's size, which it should never do, and what it reads and writes, in sizes of P.
+--dump=folder keeps all that the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 
 import functools
@@ -36,7 +36,7 @@ WHOLE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and o
 CUT = [(160, 3840), (80, 3840), (40, 3840), (40, 1280), (640, 1280)]
 LAYERS = [
     *[(36, 96, *layer, "bfloat16", "float32") for layer in WHOLE + CUT],
-    (36, 96, 1280, 5120, "float32", "bfloat16"),  # T, E, inputs, outputs, the types of dW and of the first moment
+    (36, 96, 1280, 5120, "float32", "float32"),  # T, E, inputs, outputs, the types of dW and of the first moment
     (108, 96, 1280, 5120, "bfloat16", "float32"),
     (108, 144, 1280, 5120, "float32", "float32"),
     (36, 144, 40, 1280, "bfloat16", "bfloat16"),
@@ -57,21 +57,22 @@ def main(_) -> None:
         projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
         d_weights, scalars = shape((times, inputs, outputs), weights), shape((4,), jnp.float32)
         generate_in_type = jax.jit(functools.partial(generate, dtype=weights))
-        report("generate", layer, generate_in_type.lower(h, projection, constant))
-        report("statistics", layer, jax.jit(statistics).lower(h, projection, d_weights))
+        report("generate", layer, weights, generate_in_type.lower(h, projection, constant))
+        report("statistics", layer, weights, jax.jit(statistics).lower(h, projection, d_weights))
         in_place = jax.jit(ADAMW, donate_argnums=(2, 3, 4))
-        report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
+        report("update", layer, weights, in_place.lower(h, d_weights, projection, mean, projection, scalars))
 
 
-def report(name: str, layer: list[int], lowered: jax.stages.Lowered) -> None:
-    """Compile a kernel and print its line."""
+def report(name: str, layer: list[int], weights: str, lowered: jax.stages.Lowered) -> None:
+    """Compile a kernel and print its line. Its blocks cover each array once, so all of them are read or written once."""
     times, width, inputs, outputs = layer
     compiled = lowered.compile()
     memory, size = compiled.memory_analysis(), f"[{inputs},{width},{outputs}]"
     copies = sum(size in line and " copy(" in line for line in compiled.as_text().splitlines())
+    moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes) / (4 * inputs * width * outputs)
     print(
-        f"{name} T={times} E={width} {inputs}x{outputs}: temporaries {memory.temp_size_in_bytes} bytes, "
-        f"in place {memory.alias_size_in_bytes} bytes, copies {copies}",
+        f"{name} T={times} E={width} {inputs}x{outputs} {weights}: temporaries {memory.temp_size_in_bytes} bytes, "
+        f"in place {memory.alias_size_in_bytes} bytes, copies {copies}, moves {moved:.2f} P",
         flush=True,
     )
 

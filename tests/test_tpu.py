@@ -121,13 +121,22 @@ def test_splash_attention_saves_memory():
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_leave_projections_in_place(topology):
-    """They compile for GPT-large's layers, and no program around them needs memory of the size of P or copies it."""
+    """They compile for GPT-large's layers, and no program around them needs memory of the size of P or copies it.
+
+    A layer's backward pass, clipping and update move at most 7.9 times the bytes of P, and its forward pass 1.25 times.
+    """
+    moved = collections.Counter()
     lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
     assert len(lines) == 3 * 14
     for line in lines:
-        name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
+        name, layer, times, width, inputs, outputs, dtype = re.match(
+            r"(\w+) (T=(\d+) E=(\d+) (\d+)x(\d+) (\w+))", line
+        ).groups()
         temporary, in_place, copies = map(
             int, re.search(r"temporaries (\d+).*place (\d+).*copies (\d+)", line).groups()
         )
         assert temporary <= 2**19 and copies == 0
         assert in_place >= (name == "update") * (4 + 2 + 4) * int(width) * int(inputs) * int(outputs)
+        if (times, width) == ("36", "96"):
+            moved[layer, name == "generate"] += float(re.search(r"moves (\S+) P", line)[1])
+    assert moved and all(passes <= (1.25 if forward else 7.9) for (_, forward), passes in moved.items())

@@ -103,23 +103,20 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels", [None, "xla"])
-def test_without_a_sum_weights_are_made_in_the_compute_type(kernels, monkeypatch):
-    """One device and one microbatch: the gradient has the bits that it would have with weights in fp32."""
+@pytest.mark.parametrize(
+    "kernels, shape, microbatches", [(None, (1, 1, 1), 1), ("xla", (1, 1, 1), 1), ("xla", (4, 2, 1), 2)]
+)
+def test_gradients_have_the_bits_that_weights_made_in_fp32_would_give_them(
+    kernels, shape, microbatches, monkeypatch
+):
     graph, params = split_model(lively_model("diffeqformer", "gpt", dtype="bfloat16"))
-    tokens, model = random_tokens(8), nnx.merge(graph, params)
+    mesh, tokens = make_mesh(shape, jax.devices()[: np.prod(shape)]), random_tokens(16)
 
     def gradient():
-        loss = ShardedLoss(graph, params, ONE_DEVICE, kernels=kernels)
-        return jax.jit(lambda params: loss.mean_and_gradient(params, tokens, None))(params)
+        loss = ShardedLoss(graph, params, mesh, kernels=kernels)
+        return jax.jit(lambda params: loss.mean_and_gradient(params, tokens, None, microbatches))(params)
 
     found = gradient()
-    monkeypatch.setattr(ShardedLoss, "made_type", lambda *_: jnp.dtype("float32"))
+    monkeypatch.setattr(ShardedLoss, "types_of_weights", lambda *_: (jnp.dtype("float32"), jnp.dtype("float32")))
     for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()), strict=True):
         np.testing.assert_array_equal(np.float32(mine), np.float32(exact))
-    monkeypatch.undo()
-    for shape, microbatches, expected in [
-        ((1, 2, 1), 1, "bfloat16"), ((2, 1, 1), 1, "float32"), ((1, 2, 1), 2, "float32"),
-    ]:  # fmt: skip
-        loss = ShardedLoss(graph, params, make_mesh(shape, jax.devices()[:2]))
-        assert loss.made_type(model, microbatches) == expected

@@ -144,13 +144,29 @@ def gather(values, specs, over: tuple[str, ...]):
     """
 
     def whole(value, spec):
-        for dimension, place in enumerate(spec):
-            for axis in reversed((place,) if isinstance(place, str) else place or ()):
-                if axis in over and jax.lax.axis_size(axis) > 1:
-                    value = jax.lax.all_gather(value, axis, axis=dimension, tiled=True)
+        for dimension, axis in reversed(_cuts(spec, over)):
+            value = jax.lax.all_gather(value, axis, axis=dimension, tiled=True)
         return value
 
     return jax.tree.map(whole, values, specs)
+
+
+def scatter(values, specs, over: tuple[str, ...]):
+    """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part."""
+
+    def part(value, spec):
+        for dimension, axis in _cuts(spec, over):
+            value = jax.lax.psum_scatter(value, axis, scatter_dimension=dimension, tiled=True)
+        return value
+
+    return jax.tree.map(part, values, specs)
+
+
+def _cuts(spec: PartitionSpec, over: tuple[str, ...]) -> list[tuple[int, str]]:
+    """The dimensions that some axes of the mesh cut, each with its axis, the outer ones first. Axes of 1 cut nothing."""
+    places = [(dimension, (place,) if isinstance(place, str) else place or ()) for dimension, place in enumerate(spec)]
+    cuts = [(dimension, axis) for dimension, axes in places for axis in axes]
+    return [(dimension, axis) for dimension, axis in cuts if axis in over and jax.lax.axis_size(axis) > 1]
 
 
 def sum_copies(values, specs):

@@ -28,7 +28,7 @@ from diffeqformer.depth.weights import StackedWeights, in_compute_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
 from diffeqformer.fields.layers import Context, as_it_is, heads_for
-from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, sum_copies
+from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, scatter, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, layer_specs, merge_trees, partition_specs, select
@@ -97,20 +97,23 @@ class ShardedLoss:
         model = nnx.merge(self.graph, params)
         grid = grid or model.grid()
         trained, frozen = self.trained_and_frozen(params)
-        depth, factors, made_type = trained["depth"], {}, self.made_type(model, microbatches)
+        depth, factors = trained["depth"], {}
+        made_type, summed_type = self.types_of_weights(model, microbatches)
         if self.projections:
             depth = select(depth, lambda path: path[-1] != "projection")
-            factors = self.projections.factors(len(grid.times), made_type)
-        generate = functools.partial(self.generate, params, grid, made_type)
+            factors = self.projections.factors(len(grid.times), summed_type)
+        generate = functools.partial(self.generate, params, grid, made_type, summed_type)
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
+        layers["depth"]["layers"] = in_compute_type(layers["depth"]["layers"], made_type)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
         def on_device(trained, frozen, step_sizes, tokens, keys):
-            trained, scatter = jax.vjp(lambda parts: gather(parts, specs, ("generator",)), trained)
+            trained = gather(trained, specs, ("generator",))
             loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
             loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
-            return jax.lax.psum(loss, AXES), sum_copies(*scatter(gradient), specs)
+            gradient["depth"]["layers"] = in_compute_type(gradient["depth"]["layers"], summed_type)
+            return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
 
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
@@ -119,28 +122,30 @@ class ShardedLoss:
         d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
         return loss, gradient | {"depth": merge_trees(d_depth, d_projections) if d_factors else d_depth}
 
-    def made_type(self, model: Transformer, microbatches: int) -> jnp.dtype:
-        """The type in which weights are made, and in which the sum of their gradients ends.
+    def types_of_weights(self, model: Transformer, microbatches: int) -> tuple[jnp.dtype, jnp.dtype]:
+        """The type in which weights are made, and the one in which their gradients are summed and pulled back.
 
-        Gradients are summed over microbatches and over data-parallel devices. With neither, a longer type than the
-        depth loop's would hold the same numbers.
+        Weights are made in the compute type, to which the depth loop would round them, and so are their gradients in
+        the loop. On one device and with one microbatch, nothing is summed, and a longer type would hold the same.
         """
-        summed = microbatches * self.mesh.shape["data"] * self.mesh.shape["generator"] > 1
-        types = (model.weights_dtype, *([] if summed else [model.dtype]))
-        return min(types, key=lambda dtype: dtype.itemsize)
+        made = min(model.weights_dtype, model.dtype, key=lambda dtype: dtype.itemsize)
+        return made, model.weights_dtype if microbatches * self.mesh.size > 1 else made
 
-    def generate(self, params: dict, grid: Grid, dtype: jnp.dtype, depth: dict, factors: dict) -> tuple[dict, dict]:
+    def generate(
+        self, params: dict, grid: Grid, made_type: jnp.dtype, summed_type: jnp.dtype, depth: dict, factors: dict
+    ) -> tuple[dict, dict]:
         """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
 
         Args:
             params: all parameters.
-            dtype: the type of the weights.
+            made_type, summed_type: from `types_of_weights`. Weights are returned in the second, that of their gradient;
+                where kernels make them, rounded to the first.
             depth, factors: the trained parameters of the depth weights, and factors in the place of each P
                 (`Projections.factors`). This is differentiated with respect to both.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
-        made = model.depth(grid, self.projections.projects(factors)) if factors else model.depth(grid)
-        layers = in_compute_type(made, dtype)
+        made = model.depth(grid, self.projections.projects(factors, made_type)) if factors else model.depth(grid)
+        layers = in_compute_type(made, summed_type)
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def device_mean(
@@ -214,7 +219,7 @@ def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "par
 
 
 def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], dict]:
-    """The mean over microbatches of a value and its gradient `at` something; their sums are fp32."""
+    """The mean over microbatches of a value and its gradient `at` something. With several, it is fp32."""
     if microbatches == 1:
         return differentiate(at, *batch)
     parts = jax.tree.map(lambda array: split_batch(array, microbatches), batch)
@@ -222,6 +227,6 @@ def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -
     def add(total, part):
         return jax.tree.map(jnp.add, total, differentiate(at, *part)), None
 
-    like = (jnp.float32(0.0), at)
-    total, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like), parts)
-    return jax.tree.map(lambda leaf, sum: (sum / microbatches).astype(leaf.dtype), like, total)
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.float32(0.0), at))
+    total, _ = jax.lax.scan(add, start, parts)
+    return jax.tree.map(lambda leaf: leaf / microbatches, total)

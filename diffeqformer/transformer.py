@@ -208,7 +208,7 @@ class Transformer(nnx.Module):
 
     def normalize(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """The final norm of the last state, in the compute type."""
-        return self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x).astype(self.dtype)
+        return self.field.normalize(nnx.to_pure_dict(nnx.state(self.final_norm)), x, self.dtype)
 
     def head_matrix(self) -> Float[Array, "V D"]:
         """The matrix that maps a normalized state to logits, in the compute type."""

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.layers import Context, Linear, Norm
@@ -67,8 +68,8 @@ class Block(VectorField):
         """The norm between the last state and the head."""
 
     @abc.abstractmethod
-    def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Apply the final norm."""
+    def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
+        """Apply the final norm. The result has type `dtype`."""
 
     @abc.abstractmethod
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:

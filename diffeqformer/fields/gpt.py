@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import Block
@@ -80,6 +81,6 @@ class GPT(Block):
         """See `Block`."""
         return Norm(self.width)
 
-    def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
         """See `Block`."""
-        return layer_norm(weights, x, self.epsilon)
+        return layer_norm(weights, x, self.epsilon, used_as=dtype).astype(dtype)

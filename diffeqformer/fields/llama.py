@@ -14,6 +14,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.fields.field import Block
@@ -134,6 +135,6 @@ class Llama(Block):
         """See `Block`."""
         return Norm(self.width, shift=False)
 
-    def normalize(self, weights: dict, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
         """See `Block`."""
-        return rms_norm(weights, x, 1e-5)
+        return rms_norm(weights, x, 1e-5).astype(dtype)

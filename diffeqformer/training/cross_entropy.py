@@ -41,14 +41,14 @@ def _cross_entropy(x, matrix, targets, weights, vocab_size):
 
 
 def _losses(x, matrix, targets, vocab_size):
-    """-log p of each target, the logits less their maximum, and the logarithm of the sum of their exponentials."""
+    """-log p of each target, the logits, their maximum, and the logarithm of the sum of exponentials less that."""
     logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)
     if len(matrix) != vocab_size:
         logits = jnp.where(jnp.arange(len(matrix)) < vocab_size, logits, -jnp.inf)
-    logits -= logits.max(axis=1, keepdims=True)
-    log_total = jnp.log(jnp.exp(logits).sum(axis=1, keepdims=True))
-    losses = log_total - jnp.take_along_axis(logits, targets[:, None], axis=1)
-    return losses[:, 0], logits, log_total
+    largest = logits.max(axis=1, keepdims=True)
+    log_total = jnp.log(jnp.exp(logits - largest).sum(axis=1, keepdims=True))
+    losses = log_total - (jnp.take_along_axis(logits, targets[:, None], axis=1) - largest)
+    return losses[:, 0], logits, largest, log_total
 
 
 def _chunks(*arrays):
@@ -70,9 +70,9 @@ def _forward(x, matrix, targets, weights, vocab_size):
     def add(carry, chunk):
         total, d_matrix = carry
         x, targets, weights = chunk
-        losses, logits, log_total = _losses(x, matrix, targets, vocab_size)
+        losses, logits, largest, log_total = _losses(x, matrix, targets, vocab_size)
         one_hot = jnp.arange(len(matrix)) == targets[:, None]
-        d_logits = ((jnp.exp(logits - log_total) - one_hot) * weights[:, None]).astype(x.dtype)
+        d_logits = ((jnp.exp(logits - largest - log_total) - one_hot) * weights[:, None]).astype(x.dtype)
         d_x = d_logits @ matrix
         d_matrix += jnp.einsum("nv,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(losses * weights), d_matrix), d_x

@@ -64,7 +64,7 @@ def main(_) -> None:
 
 
 def report(name: str, layer: list[int], weights: str, lowered: jax.stages.Lowered) -> None:
-    """Compile a kernel and print its line. Its blocks cover each array once, so all of them are read or written once."""
+    """Compile a kernel and print its line. Its blocks cover each array once, so it is read or written once."""
     times, width, inputs, outputs = layer
     compiled = lowered.compile()
     memory, size = compiled.memory_analysis(), f"[{inputs},{width},{outputs}]"

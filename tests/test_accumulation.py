@@ -1,14 +1,15 @@
 """Gradients accumulated over microbatches equal the whole batch's, with weights generated once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.sharding import divide_generator, make_mesh
 from diffeqformer.training.loss import ShardedLoss, split_batch
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model
@@ -103,20 +104,19 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kernels, shape, microbatches", [(None, (1, 1, 1), 1), ("xla", (1, 1, 1), 1), ("xla", (4, 2, 1), 2)]
-)
-def test_gradients_have_the_bits_that_weights_made_in_fp32_would_give_them(
-    kernels, shape, microbatches, monkeypatch
-):
+@pytest.mark.parametrize("kernels, shape, microbatches", [(None, (1, 1, 1), 1), ("xla", (4, 2, 1), 2)])
+def test_weights_are_made_in_the_compute_type(kernels, shape, microbatches, monkeypatch):
+    """They are gathered in it, too, and the gradient has the bits that weights made in fp32 would give it."""
     graph, params = split_model(lively_model("diffeqformer", "gpt", dtype="bfloat16"))
-    mesh, tokens = make_mesh(shape, jax.devices()[: np.prod(shape)]), random_tokens(16)
+    mesh = divide_generator(make_mesh(shape, jax.devices()[: np.prod(shape)]), max(1, shape[0] // 2))
 
     def gradient():
         loss = ShardedLoss(graph, params, mesh, kernels=kernels)
-        return jax.jit(lambda params: loss.mean_and_gradient(params, tokens, None, microbatches))(params)
+        differentiate = jax.jit(lambda params: loss.mean_and_gradient(params, random_tokens(16), None, microbatches))
+        return differentiate.lower(params).as_text(), differentiate(params)
 
-    found = gradient()
+    text, found = gradient()
+    assert set(re.findall(r"all_gather.* -> tensor<6x\d+x\d+x(\w+)>", text)) == ({"bf16"} if shape[0] > 1 else set())
     monkeypatch.setattr(ShardedLoss, "types_of_weights", lambda *_: (jnp.dtype("float32"), jnp.dtype("float32")))
-    for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()), strict=True):
+    for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()[1]), strict=True):
         np.testing.assert_array_equal(np.float32(mine), np.float32(exact))

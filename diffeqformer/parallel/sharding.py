@@ -131,7 +131,13 @@ def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """The axes of the mesh that divide an array with this spec."""
-    return tuple(axis for place in spec for axis in ((place,) if isinstance(place, str) else place or ()))
+    return tuple(axis for _, axis in _cuts(spec))
+
+
+def _cuts(spec: PartitionSpec) -> list[tuple[int, str]]:
+    """Each axis of the mesh that divides an array with this spec, with the dimension that it cuts, outer axes first."""
+    places = [(place,) if isinstance(place, str) else place or () for place in spec]
+    return [(dimension, axis) for dimension, axes in enumerate(places) for axis in axes]
 
 
 def gather(values, specs, over: tuple[str, ...]):
@@ -144,8 +150,9 @@ def gather(values, specs, over: tuple[str, ...]):
     """
 
     def whole(value, spec):
-        for dimension, axis in reversed(_cuts(spec, over)):
-            value = jax.lax.all_gather(value, axis, axis=dimension, tiled=True)
+        for dimension, axis in reversed(_cuts(spec)):
+            if axis in over and jax.lax.axis_size(axis) > 1:
+                value = jax.lax.all_gather(value, axis, axis=dimension, tiled=True)
         return value
 
     return jax.tree.map(whole, values, specs)
@@ -155,18 +162,12 @@ def scatter(values, specs, over: tuple[str, ...]):
     """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part."""
 
     def part(value, spec):
-        for dimension, axis in _cuts(spec, over):
-            value = jax.lax.psum_scatter(value, axis, scatter_dimension=dimension, tiled=True)
+        for dimension, axis in _cuts(spec):
+            if axis in over and jax.lax.axis_size(axis) > 1:
+                value = jax.lax.psum_scatter(value, axis, scatter_dimension=dimension, tiled=True)
         return value
 
     return jax.tree.map(part, values, specs)
-
-
-def _cuts(spec: PartitionSpec, over: tuple[str, ...]) -> list[tuple[int, str]]:
-    """The dimensions that some axes of the mesh cut, each with its axis, the outer ones first. Axes of 1 cut nothing."""
-    places = [(dimension, (place,) if isinstance(place, str) else place or ()) for dimension, place in enumerate(spec)]
-    cuts = [(dimension, axis) for dimension, axes in places for axis in axes]
-    return [(dimension, axis) for dimension, axis in cuts if axis in over and jax.lax.axis_size(axis) > 1]
 
 
 def sum_copies(values, specs):

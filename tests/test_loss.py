@@ -118,14 +118,17 @@ def test_a_gradient_is_the_same_with_heads_for_tpus(field, mesh, monkeypatch):
         return jax.jit(lambda params: sharded.mean_and_gradient(params, tokens, None))(params)
 
     expected = gradient()
-    monkeypatch.setattr(loss, "heads_for", lambda *_: layers.heads_by_position)
+    calls = []
+
+    def recorded(*operands, **named):
+        calls.append(operands)
+        return layers.heads_by_position(*operands, **named)
+
+    monkeypatch.setattr(loss, "splash", attention.plain)
+    monkeypatch.setattr(loss, "heads_by_position", recorded)
     found = gradient()
+    assert calls
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
-
-
-def test_heads_suit_the_attention():
-    assert layers.heads_for(attention.splash, 64) is layers.heads_by_position
-    assert layers.heads_for(attention.splash, 128) is layers.heads_for(attention.plain, 64) is layers.heads
 
 
 def device(platform: str, compute_capability: str = ""):

@@ -89,7 +89,7 @@ def test_a_step_on_64_chips_wastes_nothing(tmp_path):
     options = ("--config=configs/large.py", "--config.model.remat=step", "--topology=v5e:8x8", f"--dump={tmp_path}")
     said, arguments, temporaries = compile_for_tpu(*options)
     assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 1.9 and "attention: splash" in said
-    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 188
+    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 187
     check_projections(tmp_path, parts=8 * 4)
     bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "

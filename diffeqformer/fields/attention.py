@@ -22,11 +22,6 @@ def cudnn(
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
-def positions_in_lanes(head_width: int) -> bool:
-    """Whether splash attention takes positions, and not a head's entries, along a TPU's lanes, which are 128."""
-    return head_width % 128 != 0
-
-
 def splash(
     query: Float[Array, "B S H K"],
     key: Float[Array, "B S H K"],
@@ -41,8 +36,7 @@ def splash(
     sizes = {
         name: block for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     }
-    layouts = splash_attention.QKVLayout
-    minor = layouts.SEQ_MINOR if positions_in_lanes(width) else layouts.HEAD_DIM_MINOR
+    minor = splash_attention.QKVLayout.SEQ_MINOR  # positions along the lanes (`layers.heads_by_position`)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((sequence, sequence))] * heads),
         block_sizes=splash_attention.BlockSizes(**sizes, q_layout=minor, k_layout=minor, v_layout=minor),

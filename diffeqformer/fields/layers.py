@@ -94,19 +94,13 @@ def heads(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: 
 
 
 def heads_by_position(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: int = 1) -> Heads:
-    """`heads` for attention that wants positions along a TPU's lanes, as splash does for narrow heads.
+    """`heads` for attention that takes positions, and not a head's entries, along a TPU's lanes (`attention.splash`).
 
     The product and its gradient have that order. Reverse mode alone is supported.
     """
     kernel = weights["kernel"]
     y = jnp.einsum("bsi,io->bos", x.astype(kernel.dtype), kernel)
     return _take_apart(y, weights.get("bias"), parts, head_width)
-
-
-def heads_for(attend: Callable, head_width: int) -> Callable:
-    """What makes queries, keys and values for an implementation of attention: one of the functions above."""
-    by_position = attend is attention.splash and attention.positions_in_lanes(head_width)
-    return heads_by_position if by_position else heads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -26,8 +26,8 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.weights import StackedWeights, in_compute_type
 from diffeqformer.errors import UserError
-from diffeqformer.fields.attention import plain
-from diffeqformer.fields.layers import Context, as_it_is, heads_for
+from diffeqformer.fields.attention import plain, splash
+from diffeqformer.fields.layers import Context, as_it_is, heads, heads_by_position
 from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, scatter, sum_copies
 from diffeqformer.training.cross_entropy import cross_entropy
 from diffeqformer.training.projections import Projections
@@ -173,7 +173,7 @@ class ShardedLoss:
             weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
         shared = self.mesh.shape["tensor"]
         total = _sum_over_tensor if shared > 1 else as_it_is
-        make_heads = heads_for(self.attend, model.field.width // model.field.heads)
+        make_heads = heads_by_position if self.attend is splash else heads
         context = Context(keys, model.dropout, attend=self.attend, make_heads=make_heads, total=total)
         x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
         if shared > 1:

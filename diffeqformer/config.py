@@ -70,9 +70,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     config.model.dtype = "bfloat16"  # type of matrix products; parameters and times are float32
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
-    config.model.weights_dtype = (
-        "float32"  # type of the weights of all steps and of their gradient: float32 or bfloat16
-    )
+    config.model.weights_dtype = "float32"  # type of all steps' weights (or dtype, if shorter) and of their gradient
     # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
     # products: every step except for its products with weights and its attention.
     config.model.remat = "step"

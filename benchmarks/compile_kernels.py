@@ -34,13 +34,14 @@ flags.DEFINE_string("dump", None, "Folder for what the compiler writes.")
 
 WHOLE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
 CUT = [(160, 3840), (80, 3840), (40, 3840), (40, 1280), (640, 1280)]
-LAYERS = [
-    *[(36, 96, *layer, "bfloat16", "float32") for layer in WHOLE + CUT],
-    (36, 96, 1280, 5120, "float32", "float32"),  # T, E, inputs, outputs, the types of dW and of the first moment
-    (108, 96, 1280, 5120, "bfloat16", "float32"),
-    (108, 144, 1280, 5120, "float32", "float32"),
-    (36, 144, 40, 1280, "bfloat16", "bfloat16"),
-    (7, 8, 24, 640, "bfloat16", "float32"),  # an odd number of strips
+LAYERS = [  # T, E, inputs, outputs, the types of the weights, of their gradient dW and of the first moment
+    *[(36, 96, *layer, "bfloat16", "bfloat16", "float32") for layer in WHOLE],
+    *[(36, 96, *layer, "bfloat16", "float32", "float32") for layer in CUT],
+    (36, 96, 1280, 5120, "bfloat16", "float32", "bfloat16"),
+    (108, 96, 1280, 5120, "bfloat16", "bfloat16", "float32"),
+    (108, 144, 1280, 5120, "float32", "float32", "float32"),
+    (36, 144, 40, 1280, "bfloat16", "bfloat16", "bfloat16"),
+    (7, 8, 24, 640, "bfloat16", "bfloat16", "float32"),  # an odd number of strips
 ]
 ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -48,30 +49,30 @@ ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 def main(_) -> None:
     topology = topologies.get_topology_desc(topology_name=TOPOLOGY.value, platform="tpu")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    for *layer, weights, moment in LAYERS:
+    for *layer, weights, gradient, moment in LAYERS:
         times, width, inputs, outputs = layer
         if reason := blocks.reason_against(*layer):
             raise ValueError(reason)
         shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         h, constant = shape((times, width), jnp.float32), shape((inputs, outputs), jnp.float32)
         projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
-        d_weights, scalars = shape((times, inputs, outputs), weights), shape((4,), jnp.float32)
+        d_weights, scalars = shape((times, inputs, outputs), gradient), shape((4,), jnp.float32)
         generate_in_type = jax.jit(functools.partial(generate, dtype=weights))
-        report("generate", layer, weights, generate_in_type.lower(h, projection, constant))
-        report("statistics", layer, weights, jax.jit(statistics).lower(h, projection, d_weights))
+        report("generate", layer, generate_in_type.lower(h, projection, constant))
+        report("statistics", layer, jax.jit(statistics).lower(h, projection, d_weights))
         in_place = jax.jit(ADAMW, donate_argnums=(2, 3, 4))
-        report("update", layer, weights, in_place.lower(h, d_weights, projection, mean, projection, scalars))
+        report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
 
 
-def report(name: str, layer: list[int], weights: str, lowered: jax.stages.Lowered) -> None:
-    """Compile a kernel and print its line. Its blocks cover each array once, so it is read or written once."""
+def report(name: str, layer: list[int], lowered: jax.stages.Lowered) -> None:
+    """Compile a kernel and print its line. Each block of an array is moved once (tests/test_kernels.py)."""
     times, width, inputs, outputs = layer
     compiled = lowered.compile()
     memory, size = compiled.memory_analysis(), f"[{inputs},{width},{outputs}]"
     copies = sum(size in line and " copy(" in line for line in compiled.as_text().splitlines())
     moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes) / (4 * inputs * width * outputs)
     print(
-        f"{name} T={times} E={width} {inputs}x{outputs} {weights}: temporaries {memory.temp_size_in_bytes} bytes, "
+        f"{name} T={times} E={width} {inputs}x{outputs}: temporaries {memory.temp_size_in_bytes} bytes, "
         f"in place {memory.alias_size_in_bytes} bytes, copies {copies}, moves {moved:.2f} P",
         flush=True,
     )

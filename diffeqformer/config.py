@@ -70,7 +70,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     config.model.dtype = "bfloat16"  # type of matrix products; parameters and times are float32
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
-    config.model.weights_dtype = "float32"  # type of all steps' weights (or dtype, if shorter) and of their gradient
+    # The type in which gradients of all steps' weights are summed: float32 or bfloat16. If it is the shorter one, it is
+    # that of the weights, too; otherwise that is dtype.
+    config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
     # products: every step except for its products with weights and its attention.
     config.model.remat = "step"

@@ -14,7 +14,7 @@ from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
-from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_compute_type, weight_axes
+from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
 from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
@@ -129,11 +129,11 @@ class Transformer(nnx.Module):
             UserError: if the model only has weights for another number of steps.
         """
         grid = self.grid() if grid is None else grid
-        return self.stack(merge(in_compute_type(self.depth(grid), self.dtype)), grid.step_sizes)
+        return self.stack(merge(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
     def stack(self, layers: dict, step_sizes: Float[Array, "T"]) -> StackedWeights:
         """The input of the second phase, from the output of `self.depth` for a grid with these step sizes."""
-        return StackedWeights(in_compute_type(layers, self.dtype), step_sizes, self.depth.constant)
+        return StackedWeights(in_type(layers, self.dtype), step_sizes, self.depth.constant)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None

@@ -104,11 +104,21 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels, shape, microbatches", [(None, (1, 1, 1), 1), ("xla", (4, 2, 1), 2)])
-def test_weights_are_made_in_the_compute_type(kernels, shape, microbatches, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, kernels, shape, microbatches",
+    [
+        ("diffeqformer", "xla", (1, 1, 1), 1),
+        ("diffeqformer", "xla", (4, 2, 1), 2),
+        pytest.param("diffeqformer", None, (1, 1, 2), 1, marks=pytest.mark.slow),
+        pytest.param("gpt", None, (2, 2, 1), 2, marks=pytest.mark.slow),
+        pytest.param("shared", None, (2, 2, 1), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_made_in_the_compute_type(kind, kernels, shape, microbatches, monkeypatch):
     """They are gathered in it, too, and the gradient has the bits that weights made in fp32 would give it."""
-    graph, params = split_model(lively_model("diffeqformer", "gpt", dtype="bfloat16"))
-    mesh = divide_generator(make_mesh(shape, jax.devices()[: np.prod(shape)]), max(1, shape[0] // 2))
+    graph, params = split_model(lively_model(kind, "gpt", dtype="bfloat16"))
+    devices = int(np.prod(shape))
+    mesh = divide_generator(make_mesh(shape, jax.devices()[:devices]), max(1, shape[0] // 2))
 
     def gradient():
         loss = ShardedLoss(graph, params, mesh, kernels=kernels)
@@ -116,7 +126,11 @@ def test_weights_are_made_in_the_compute_type(kernels, shape, microbatches, monk
         return differentiate.lower(params).as_text(), differentiate(params)
 
     text, found = gradient()
-    assert set(re.findall(r"all_gather.* -> tensor<6x\d+x\d+x(\w+)>", text)) == ({"bf16"} if shape[0] > 1 else set())
+    if kernels:
+        gathered = re.findall(r"all_gather.* -> tensor<6x\d+x\d+x(\w+)>", text)
+        assert set(gathered) == ({"bf16"} if devices > 1 else set())
+        made = found[1]["depth"]["layers"]["qkv"]["projection"].d_kernel
+        assert made.dtype == ("float32" if devices > 1 else "bfloat16")
     monkeypatch.setattr(ShardedLoss, "types_of_weights", lambda *_: (jnp.dtype("float32"), jnp.dtype("float32")))
     for mine, exact in zip(jax.tree.leaves(found), jax.tree.leaves(gradient()[1]), strict=True):
         np.testing.assert_array_equal(np.float32(mine), np.float32(exact))

@@ -116,13 +116,15 @@ def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, 
 
 @pytest.mark.parametrize("inputs, outputs", LARGE)
 @pytest.mark.parametrize("times, width", [(36, 96), (108, 96), (36, 144), (144, 144), (6, 8)])
-def test_blocks_cover_a_layer(times, width, inputs, outputs):
+def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
     per_weight = 6 * 4 * width + 2 * times
     for rows in (inputs, inputs // 8, inputs // 16, inputs // 32):  # cut over devices
         assert blocks.reason_against(times, width, rows, outputs) is None
         cut = blocks.choose(rows, outputs, per_weight)
         assert rows % cut.rows == outputs % cut.columns == 0 and cut.across == outputs // cut.columns
         assert np.prod(cut.grid) * cut.rows * cut.columns == rows * outputs and cut.grid[0] == 2
+        row, column = cut.of_constant().index_map(*np.indices(cut.grid, np.int32).reshape(2, -1))
+        assert len({*zip(np.array(row).tolist(), np.array(column).tolist(), strict=True)}) == np.prod(cut.grid)
         assert 2 * per_weight * cut.rows * cut.columns <= blocks.BUDGET
 
 

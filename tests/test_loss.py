@@ -50,6 +50,15 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, mon
     assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
 
 
+def test_losses_have_the_bits_of_log_softmax():
+    """In fp32, where a run goes on as with earlier versions, which stored log-probabilities."""
+    x, matrix, targets, _ = example(24, "float32")
+    logits = jnp.where(jnp.arange(48) < 41, jnp.einsum("nd,vd->nv", x, matrix), -jnp.inf)
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    one_by_one = jax.vmap(lambda weights: cross_entropy.cross_entropy(x, matrix, targets, weights, 41))
+    np.testing.assert_array_equal(one_by_one(jnp.eye(24)), expected)
+
+
 def test_all_logits_never_exist():
     """According to the compiler's figures for the loss and its gradient at 16 chunks."""
     shapes = [
@@ -117,15 +126,16 @@ def test_a_gradient_is_the_same_with_heads_for_tpus(field, mesh, monkeypatch):
         sharded = loss.ShardedLoss(program.graph, params, program.mesh)
         return jax.jit(lambda params: sharded.mean_and_gradient(params, tokens, None))(params)
 
-    expected = gradient()
     calls = []
 
     def recorded(*operands, **named):
         calls.append(operands)
         return layers.heads_by_position(*operands, **named)
 
-    monkeypatch.setattr(loss, "splash", attention.plain)
     monkeypatch.setattr(loss, "heads_by_position", recorded)
+    expected = gradient()
+    assert not calls
+    monkeypatch.setattr(loss, "splash", attention.plain)
     found = gradient()
     assert calls
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)

@@ -72,20 +72,31 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             {"optimizer__moment_dtype": "bfloat16", "model__weights_dtype": "bfloat16", "optimizer__epsilon": 1e-4},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "diffeqformer",
+            "gpt",
+            (2, 2, 1),
+            {"microbatches": 2, "model__dtype": "bfloat16"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch):
-    """By XLA, by XLA as on accelerators (where the norm comes from Gram matrices), and by the kernels."""
+    """By XLA, by XLA as on accelerators (where the norm comes from Gram matrices), and by the kernels.
+
+    Only one step in bfloat16: the next one's weights may be rounded up instead of down.
+    """
     config = toy_config(kind, field, **{**SIZES, **changes})
     mesh = make_mesh(shape, jax.devices()[: np.prod(shape)]) if shape else ONE_DEVICE
-    expected, norms = steps_of_optax(config, mesh, 3)
+    steps = 1 if config.model.dtype == "bfloat16" else 3
+    expected, norms = steps_of_optax(config, mesh, steps)
     rounded = "bfloat16" in (config.optimizer.moment_dtype, config.model.weights_dtype)
     apart = 2 * config.optimizer.learning_rate / 256 if rounded else 1e-6  # a last bit of bf16 is 1 / 256
     for kernels, on_cpu in (("xla", True), ("xla", False), ("pallas", False)):
         config.kernels = kernels
         fixed = property(lambda _, value=on_cpu: value, lambda *_: None)
         monkeypatch.setattr(Projections, "on_cpu", fixed, raising=False)
-        program, state, scalars = run_steps(config, mesh, 3)
+        program, state, scalars = run_steps(config, mesh, steps)
         np.testing.assert_allclose(scalars[:, 1], norms, rtol=1e-2 if rounded else 3e-6)
         projections = program.loss.projections
         assert projections.fused == (set(projections.shapes) if kernels == "pallas" else set())

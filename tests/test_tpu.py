@@ -81,15 +81,16 @@ def check_projections(folder: pathlib.Path, parts: int) -> None:
     assert all("S(1)" in result for kind, result in of_projections if kind in moved - {"copy-done"})
 
 
-def test_a_step_on_64_chips_wastes_nothing(tmp_path):
+@pytest.mark.parametrize("remat, most, time", [("step", 1.9, 187), ("products", 5.1, 191)])
+def test_a_step_on_64_chips_wastes_nothing(remat, most, time, tmp_path):
     """No loop over depth writes anything to memory that the random numbers are drawn from, of the state's size.
 
     The time is exact for the libtpu of constraints.txt. Another version may need another bound; a slower step does not.
     """
-    options = ("--config=configs/large.py", "--config.model.remat=step", "--topology=v5e:8x8", f"--dump={tmp_path}")
+    options = ("--config=configs/large.py", f"--config.model.remat={remat}", "--topology=v5e:8x8", f"--dump={tmp_path}")
     said, arguments, temporaries = compile_for_tpu(*options)
-    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < 1.9 and "attention: splash" in said
-    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= 187
+    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < most and "attention: splash" in said
+    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= time
     check_projections(tmp_path, parts=8 * 4)
     bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "
@@ -125,18 +126,17 @@ def test_kernels_leave_projections_in_place(topology):
 
     A layer's backward pass, clipping and update move at most 7.9 times the bytes of P, and its forward pass 1.25 times.
     """
-    moved = collections.Counter()
+    moved = collections.defaultdict(list)
     lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
     assert len(lines) == 3 * 14
     for line in lines:
-        name, layer, times, width, inputs, outputs, dtype = re.match(
-            r"(\w+) (T=(\d+) E=(\d+) (\d+)x(\d+) (\w+))", line
-        ).groups()
+        name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
         temporary, in_place, copies = map(
             int, re.search(r"temporaries (\d+).*place (\d+).*copies (\d+)", line).groups()
         )
         assert temporary <= 2**19 and copies == 0
         assert in_place >= (name == "update") * (4 + 2 + 4) * int(width) * int(inputs) * int(outputs)
         if (times, width) == ("36", "96"):
-            moved[layer, name == "generate"] += float(re.search(r"moves (\S+) P", line)[1])
-    assert moved and all(passes <= (1.25 if forward else 7.9) for (_, forward), passes in moved.items())
+            moved[name].append(float(re.search(r"moves (\S+) P", line)[1]))
+    assert len(moved["generate"]) == 10 and max(moved["generate"]) <= 1.25
+    assert max(map(sum, zip(moved["statistics"], moved["update"], strict=True))) <= 7.9

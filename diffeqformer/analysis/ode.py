@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.depth.grid import Grid
-from diffeqformer.depth.weights import StackedWeights, in_compute_type
+from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import Context, Linear
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.solvers import SOLVERS, Solver, walk
@@ -117,7 +117,7 @@ def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) ->
 @functools.partial(jax.jit, static_argnames=("graph",))
 def _advance(graph, params, features, sizes, x):
     model = nnx.merge(graph, params)
-    layers = in_compute_type(model.depth.from_features(features), jnp.float32)
+    layers = in_type(model.depth.from_features(features), jnp.float32)
     return walk(model.solver, model.field, StackedWeights(layers, sizes), x, Context())
 
 

@@ -102,13 +102,14 @@ def project_with_factors(
 
     Args:
         factors: of the same shapes and types as P's gradient. Their values aren't used.
-        products: the implementation.
+        products: the implementation. It may round the kernel to a shorter type than that of its gradient in `factors`,
+            in which it is returned.
     """
-    return products.generate(h, projection, constant)
+    return products.generate(h, projection, constant).astype(factors.d_kernel.dtype)
 
 
 def _with_factors_forward(h, projection, constant, factors, products):
-    return products.generate(h, projection, constant), (h, projection)
+    return project_with_factors(h, projection, constant, factors, products), (h, projection)
 
 
 def _with_factors_backward(products, residuals, d_kernel):

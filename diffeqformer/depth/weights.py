@@ -64,7 +64,7 @@ def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
     return {"kernel": (inputs, outputs), "bias": (outputs,), "a": (inputs, "rank"), "b": ("rank", outputs)}[name]
 
 
-def in_compute_type(layers: dict, dtype) -> dict:
+def in_type(layers: dict, dtype) -> dict:
     """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
 
     In a model with adapters, kernels keep their type until the adapters are merged, so that they aren't held twice.

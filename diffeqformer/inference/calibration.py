@@ -17,7 +17,7 @@ from diffeqformer.data.files import read_texts
 from diffeqformer.data.preparation import matching_files
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.grid import Grid
-from diffeqformer.depth.weights import in_compute_type
+from diffeqformer.depth.weights import in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.heun import HEUN
@@ -49,7 +49,7 @@ def calibration_tokens(patterns: str, tokenizer: Tokenizer, window: int, count: 
 def _try(graph, params, features, dt, x):
     """Heun's step of length dt, and the root mean square of its difference from Euler's step."""
     model = nnx.merge(graph, params)
-    layers = in_compute_type(model.depth.from_features(features), model.dtype)
+    layers = in_type(model.depth.from_features(features), model.dtype)
     start, end = (jax.tree.map(lambda leaf, node=node: leaf[node], layers) for node in (0, 1))
     following = HEUN.step(model.field, [start, end], x, dt, Context())
     embedded = x + dt * model.field(start, x, Context())  # also Heun's first evaluation: the compiler computes it once

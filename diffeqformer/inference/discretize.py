@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.weights import in_compute_type
+from diffeqformer.depth.weights import in_type
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, Transformer, split_model
 
@@ -35,8 +35,8 @@ def _discretized_params(graph, params, num_steps, dtype, solver):
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
-        **in_compute_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_compute_type(merge(layers), dtype)},
+        **in_type({"final_norm": params["final_norm"]}, dtype),
+        "depth": {"layers": in_type(merge(layers), dtype)},
     }
 
 

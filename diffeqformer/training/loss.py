@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import FACTORS
-from diffeqformer.depth.weights import StackedWeights, in_compute_type
+from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain, splash
 from diffeqformer.fields.layers import Context, as_it_is, heads, heads_by_position
@@ -104,7 +104,7 @@ class ShardedLoss:
             factors = self.projections.factors(len(grid.times), summed_type)
         generate = functools.partial(self.generate, params, grid, made_type, summed_type)
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
-        layers["depth"]["layers"] = in_compute_type(layers["depth"]["layers"], made_type)
+        layers["depth"]["layers"] = in_type(layers["depth"]["layers"], made_type)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
@@ -112,7 +112,7 @@ class ShardedLoss:
             trained = gather(trained, specs, ("generator",))
             loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
             loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
-            gradient["depth"]["layers"] = in_compute_type(gradient["depth"]["layers"], summed_type)
+            gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
 
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
@@ -123,10 +123,11 @@ class ShardedLoss:
         return loss, gradient | {"depth": merge_trees(d_depth, d_projections) if d_factors else d_depth}
 
     def types_of_weights(self, model: Transformer, microbatches: int) -> tuple[jnp.dtype, jnp.dtype]:
-        """The type in which weights are made, and the one in which their gradients are summed and pulled back.
+        """The type in which weights are made, and that of their gradients as they are summed and pulled back.
 
-        Weights are made in the compute type, to which the depth loop would round them, and so are their gradients in
-        the loop. On one device and with one microbatch, nothing is summed, and a longer type would hold the same.
+        The depth loop would round weights to the compute type, and its gradients have it. Over `fsdp` they are summed
+        in it, within the loop. Over microbatches and copies they are summed in `weights_dtype`. On one device and with
+        one microbatch nothing is summed, and a longer type would hold the same numbers.
         """
         made = min(model.weights_dtype, model.dtype, key=lambda dtype: dtype.itemsize)
         return made, model.weights_dtype if microbatches * self.mesh.size > 1 else made
@@ -138,14 +139,13 @@ class ShardedLoss:
 
         Args:
             params: all parameters.
-            made_type, summed_type: from `types_of_weights`. Weights are returned in the second, that of their gradient;
-                where kernels make them, rounded to the first.
+            made_type, summed_type: from `types_of_weights`. Weights are returned in that of their gradient.
             depth, factors: the trained parameters of the depth weights, and factors in the place of each P
                 (`Projections.factors`). This is differentiated with respect to both.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
         made = model.depth(grid, self.projections.projects(factors, made_type)) if factors else model.depth(grid)
-        layers = in_compute_type(made, summed_type)
+        layers = in_type(made, summed_type)
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def device_mean(

@@ -72,29 +72,29 @@ class Projections:
         self.said = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
         self.said += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
 
-    def factors(self, times: int, dtype: jnp.dtype) -> dict[str, Factors]:
-        """For each layer, factors of the right shapes, to differentiate with respect to; `dtype`: that of dW."""
+    def factors(self, times: int, summed_type: jnp.dtype) -> dict[str, Factors]:
+        """For each layer, factors of the right shapes, to differentiate with respect to, with dW in `summed_type`."""
         made = {}
         for name, (inputs, width, outputs) in self.shapes.items():
-            kernel = jnp.zeros((times, inputs, outputs), dtype)
+            kernel = jnp.zeros((times, inputs, outputs), summed_type)
             made[name] = Factors(jnp.zeros((times, width), jnp.float32), kernel, jnp.float32(0))
         return made
 
-    def projects(self, factors: dict[str, Factors], dtype: jnp.dtype) -> dict[str, Callable]:
+    def projects(self, factors: dict[str, Factors], made_type: jnp.dtype) -> dict[str, Callable]:
         """For each layer, what takes the place of `project`: the gradient of P is that of these `factors`.
 
-        `dtype`: the type that weights are rounded to. They are returned in that of their gradient in `factors`.
+        Pallas kernels make the weights in `made_type`.
         """
 
         def with_factors(h, projection, constant, *, name):
-            products = self._products(name, dtype, factors[name].d_kernel.dtype)
+            products = self._products(name, made_type)
             return project_with_factors(h, projection, constant, factors[name], products)
 
         return {name: functools.partial(with_factors, name=name) for name in factors}
 
-    def _products(self, name: str, dtype: jnp.dtype, returned: jnp.dtype) -> Products:
+    def _products(self, name: str, made_type: jnp.dtype) -> Products:
         if name not in self.fused:
-            return Products(lambda *of: project(*of).astype(dtype).astype(returned), self._xla_statistics)
+            return Products(project, self._xla_statistics)
         from diffeqformer.kernels.forward import generate
         from diffeqformer.kernels.statistics import statistics
 
@@ -105,10 +105,10 @@ class Projections:
             d_h, d_constant, squares = statistics(h, projection, d_kernel, interpret=self.interpret)
             return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
 
-        generate_here = functools.partial(generate, dtype=dtype, interpret=self.interpret)
+        generate_here = functools.partial(generate, dtype=made_type, interpret=self.interpret)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         return Products(
-            lambda *of: by_device(self.mesh, generate_here, places, made)(*of).astype(returned),
+            by_device(self.mesh, generate_here, places, made),
             by_device(self.mesh, summed_statistics, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
         )
 

@@ -17,7 +17,8 @@ from helpers import normal
 
 SHAPES = [(36, 24, 16, 384), (6, 8, 24, 128), (108, 96, 16, 256), (7, 144, 8, 640)]  # T, E, inputs, outputs
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-LARGE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
+WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
+LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (1, 1), (1, 4), (4, 1)]]
 
 
 def cases(*more):
@@ -114,7 +115,7 @@ def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, 
         h = h[::-1]  # another gradient
 
 
-@pytest.mark.parametrize("inputs, outputs", LARGE)
+@pytest.mark.parametrize("inputs, outputs", LAYERS)
 @pytest.mark.parametrize("times, width", [(36, 96), (108, 96), (36, 144), (144, 144), (6, 8)])
 def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
     per_weight = 6 * 4 * width + 2 * times

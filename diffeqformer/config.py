@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES
+from diffeqformer.depth.grid import TRAINING_TIMES, shares_of_depths
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.errors import UserError, did_you_mean
@@ -62,6 +62,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
     # Times at which weights are trained: fixed, jittered or shifted (see diffeqformer.depth.grid and docs/ode.md).
     config.model.training_times = "fixed"
+    # Numbers of steps among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights. num_steps is
+    # then what other commands take by default. Empty: always num_steps.
+    config.model.training_depths = ""
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
     config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
@@ -155,6 +158,13 @@ def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
 
 
+def _are_depths(text: str) -> bool:
+    try:
+        return bool(shares_of_depths(text)) or not text
+    except ValueError:
+        return False
+
+
 RULES = [
     *_every(
         "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
@@ -211,6 +221,16 @@ RULES = [
         "model.training_times",
         lambda v, c: v == "fixed" or MODELS[c.model.kind].weights.generated,
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
+    ),
+    *_every(
+        "model.training_depths",
+        _are_depths,
+        "must be different numbers of steps, such as 2,4,8 or, with weights, 2:1,4:3,8:1",
+    ),
+    Rule(
+        "model.training_depths",
+        lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
+        "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
     ),
     *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
     Rule(

@@ -11,7 +11,7 @@ from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
-from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.grid import Grid, shares_of_depths
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
@@ -73,6 +73,7 @@ class Transformer(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps = config.num_steps, kind.vanilla
+        self.training_depths = tuple(shares_of_depths(config.training_depths) or [config.num_steps])
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)

@@ -106,7 +106,8 @@ def describe(run: Run, params: dict) -> None:
     trained = parameter_overview.count_parameters(run.program.trained(params))
     tokens = config.steps * config.batch_size * config.sequence_length
     fixed_depth = MODELS[config.model.kind].weights.fixed_depth
-    depth = f"{config.model.num_steps} {'layers' if fixed_depth else 'steps of depth'}"
+    numbers = ", ".join(map(str, run.program.depths))
+    depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
@@ -143,7 +144,7 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
         show_validation(run, first, state["params"], progress, dynamics)
     pending = collections.deque()
     for step in range(first + 1, config.steps + 1):
-        state, scalars = run.program.train_step(state, run.batch(step))
+        state, scalars = run.program.train_step(state, run.batch(step), run.num_steps(step))
         if step == first + 1:
             jax.block_until_ready((state, scalars))  # raises an error if memory ran out
         pending.append((step, scalars))

@@ -53,7 +53,8 @@ class Projections:
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.said = set(), "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            times = len(model.grid().times) + len(model.solver.nodes)  # training can shift the grid, which adds a step
+            most = max(model.training_depths)
+            times = len(model.grid(most).times) + len(model.solver.nodes)  # training can shift the grid: one more step
             self._take_kernels(times, everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:

@@ -19,6 +19,7 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.grid import drawn_depth, shares_of_depths
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
@@ -56,6 +57,11 @@ class Run:
             self.program.batch_sharding,
             lambda index: self.splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
         )
+
+    def num_steps(self, step: int) -> int:
+        """The number of steps of depth in a step of training, counted from 1."""
+        shares = shares_of_depths(self.config.model.training_depths)
+        return drawn_depth(shares, self.config.seed, step - 1) if shares else self.config.model.num_steps
 
 
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:

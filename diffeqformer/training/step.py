@@ -31,9 +31,11 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
 
 
-def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""]) -> Grid:
+def training_grid(
+    model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None
+) -> Grid:
     """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
-    grid = model.grid()
+    grid = model.grid(num_steps)
     if how == "fixed":
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
@@ -51,6 +53,7 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
 class Program:
     """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
+    depths: the numbers of steps of depth in training, one of which is `num_steps` of each train step
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
     loss, optimizer: what the train step is made of
@@ -58,7 +61,8 @@ class Program:
     state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
-    train_step(state, tokens [B, S]) -> (state, scalars); the input state is donated
+    train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth;
+        each number is compiled when it is first needed
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
@@ -70,6 +74,7 @@ class Program:
 
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
+        self.depths = model.training_depths
         self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads
@@ -88,6 +93,7 @@ class Program:
             in_shardings=(self.state_shardings, by_example),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
+            static_argnames="num_steps",
         )
         self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
@@ -134,10 +140,10 @@ class Program:
         moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
-    def _train_step(self, state, tokens):
+    def _train_step(self, state, tokens, num_steps=None):
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
-        grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step)
+        grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
         loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES, shares_of_depths
+from diffeqformer.depth.grid import TRAINING_TIMES, are_depths
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.errors import UserError, did_you_mean
@@ -53,17 +53,14 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # The solver through depth: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
     config.model.solver = MODELS[model].solver if model in MODELS else "euler"
     config.model.vocab_size = 50_257  # at least the tokenizer's
-    config.model.vocab_multiple = (
-        1  # rows of embeddings are padded to a multiple of this, for sharding; padding gets probability 0
-    )
+    config.model.vocab_multiple = 1  # embeddings are padded to a multiple of this; padding gets probability 0
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
     config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
     # Times at which weights are trained: fixed, jittered or shifted (see diffeqformer.depth.grid and docs/ode.md).
     config.model.training_times = "fixed"
-    # Numbers of steps among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights. num_steps is
-    # then what other commands take by default. Empty: always num_steps.
+    # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
     config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
@@ -107,9 +104,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
     config.data.tokenizer_file = ""  # a SentencePiece model; or a folder with GPT-2's files, to avoid the download
     config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer
-    config.data.remote = (
-        ""  # URL of a folder of token stores, such as gs://bucket/stores, copied to data.dir before use
-    )
+    config.data.remote = ""  # URL of a folder of token stores (gs://bucket/stores), copied to data.dir before use
     config.data.tfds_dir = ""  # download folder for corpora; by default TensorFlow Datasets' own
     config.data.processes = 0  # number of processes that prepare a store; 0: one per core
 
@@ -156,13 +151,6 @@ def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
 
 def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
-
-
-def _are_depths(text: str) -> bool:
-    try:
-        return bool(shares_of_depths(text)) or not text
-    except ValueError:
-        return False
 
 
 RULES = [
@@ -222,11 +210,7 @@ RULES = [
         lambda v, c: v == "fixed" or MODELS[c.model.kind].weights.generated,
         "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
     ),
-    *_every(
-        "model.training_depths",
-        _are_depths,
-        "must be different numbers of steps, such as 2,4,8 or, with weights, 2:1,4:3,8:1",
-    ),
+    *_every("model.training_depths", are_depths, "must be numbers of steps, such as 2,4,8 or, weighted, 2:1,4:3,8:1"),
     Rule(
         "model.training_depths",
         lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
@@ -374,10 +358,7 @@ def check_overrides(arguments: list[str]) -> None:
         name, equals, text = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             continue
-        if name in (
-            "config.model",
-            "config.model.kind",
-        ):  # the config's name and learning rate would belong to another model
+        if name in ("config.model", "config.model.kind"):  # a config's name and learning rate belong to its model
             raise UserError(f"{name}: choose the model in the config's name, for example --config=configs/tiny.py:gpt")
         if name not in known:
             raise UserError(f"{name}: there is no such field{did_you_mean(name, known)}")

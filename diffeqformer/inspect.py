@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from diffeqformer import checkpoint
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
-from diffeqformer.console.progress import read_curves
+from diffeqformer.console.progress import BITS_AT, read_curves
 
 BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
@@ -210,11 +210,14 @@ def history_lines(found: dict) -> list[str]:
     if not found["validation"] and not found["train"]:
         return ["history: none, there are no curves in this folder"]
     if found["validation"]:
+        at = [name for name in found["validation"][-1] if name.startswith(BITS_AT)]  # other depths
+        names |= dict.fromkeys(at, "{:.4f}")
         rows = [
             [form.format(row[name]) if name in row else "" for name, form in names.items()]
             for row in found["validation"]
         ]
-        lines += columns([["step", "loss", "perplexity", "bits/byte"], *rows])
+        titles = ["step", "loss", "perplexity", "bits/byte", *(f"at {name.removeprefix(BITS_AT)}" for name in at)]
+        lines += columns([titles, *rows])
     for group, word in (("train", "training"), ("dynamics", "dynamics")):
         if found[group]:
             last = found[group][-1]

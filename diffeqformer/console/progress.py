@@ -48,7 +48,8 @@ def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
                 for step in [step for step in series if step >= event.step]:
                     del series[step]
         for value in event.summary.value:
-            curves.setdefault(value.tag, {})[event.step] = value.simple_value
+            if value.HasField("simple_value"):
+                curves.setdefault(value.tag, {})[event.step] = value.simple_value
     return curves
 
 
@@ -66,6 +67,10 @@ def _events(content: bytes) -> Iterator[Event]:
         at += 12 + length + 4
 
 
+BITS_AT = "bits_per_byte_at_"
+"""The names of a validation's scalars for other steps of depth than `model.num_steps` begin with this."""
+
+
 class Progress:
     """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
 
@@ -77,9 +82,18 @@ class Progress:
         steps: steps of the whole run.
         tokens_per_step: tokens of one global batch.
         writes: whether this process writes the curves. Only one process of a run does.
+        depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
     """
 
-    def __init__(self, workdir: epath.PathLike, first_step: int, steps: int, tokens_per_step: int, writes: bool = True):
+    def __init__(
+        self,
+        workdir: epath.PathLike,
+        first_step: int,
+        steps: int,
+        tokens_per_step: int,
+        writes: bool = True,
+        depths: tuple[int, ...] = (),
+    ):
         self.writer, self.flushed, self.failed = None, time.monotonic(), False
         if writes:
             with reachable("--workdir", workdir):
@@ -87,6 +101,10 @@ class Progress:
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = self.timed_from = first_step
+        if depths:
+            tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
+            layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
+            self._put(lambda writer: writer.write_event(Event(wall_time=time.time(), summary=layout)))
 
     def first(self, step: int, loss: float, seconds: float) -> None:
         """Report the first step of this process, `seconds` after its start; most of that time is compilation.
@@ -114,11 +132,13 @@ class Progress:
         self._write(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:
-        """Print and write the results of an evaluation."""
+        """Print and write the results of an evaluation, with bits per byte at other depths, if any."""
         self._write(step, "validation", scalars)
+        at = [f"at {name.removeprefix(BITS_AT)}: {x:.4f}" for name, x in scalars.items() if name.startswith(BITS_AT)]
+        others = f" ({', '.join(at)})" if at else ""
         print(
             f"step {step:,}/{self.steps:,}  validation: loss {scalars['loss']:.4f}  "
-            f"perplexity {scalars['perplexity']:.2f}  bits/byte {scalars['bits_per_byte']:.4f}",
+            f"perplexity {scalars['perplexity']:.2f}  bits/byte {scalars['bits_per_byte']:.4f}{others}",
             flush=True,
         )
 

@@ -80,6 +80,15 @@ def shares_of_depths(text: str) -> dict[int, float]:
     return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
 
 
+def are_depths(text: str) -> bool:
+    """Whether `shares_of_depths` can read a text."""
+    try:
+        shares_of_depths(text)
+    except ValueError:
+        return False
+    return True
+
+
 def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
     """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
     drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]

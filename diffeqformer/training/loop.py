@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.config import check_config, check_fields, check_tokenizer
-from diffeqformer.console.progress import Progress
+from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
@@ -136,7 +136,8 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
         UserError: if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
     config, first = run.config, int(state["step"])
-    progress = Progress(run.folder, first, config.steps, config.batch_size * config.sequence_length, hosts.is_first())
+    tokens = config.batch_size * config.sequence_length
+    progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths())
     dynamics = (
         Recorder(run.program, run.splits["validation"], config.sequence_length) if config.dynamics_every else None
     )
@@ -185,8 +186,11 @@ def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progr
 
 def show_validation(run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None) -> None:
     """Print and write the validation after `step` steps, and the dynamics each `config.dynamics_every`-th time."""
-    config = run.config
-    progress.validation(step, validate(run.program, params, run.splits["validation"], config))
+    config, split = run.config, run.splits["validation"]
+    results = validate(run.program, params, split, config)
+    for depth in run.other_depths():
+        results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
+    progress.validation(step, results)
     if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
         progress.dynamics(step, dynamics(params))
 

@@ -63,6 +63,10 @@ class Run:
         shares = shares_of_depths(self.config.model.training_depths)
         return drawn_depth(shares, self.config.seed, step - 1) if shares else self.config.model.num_steps
 
+    def other_depths(self) -> tuple[int, ...]:
+        """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""
+        return tuple(depth for depth in self.program.depths if depth != self.config.model.num_steps)
+
 
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
     """The token store's splits and the record of the run's checkpoints, which are the same on all processes.

@@ -31,9 +31,7 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch_size))
 
 
-def training_grid(
-    model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None
-) -> Grid:
+def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None) -> Grid:
     """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
     grid = model.grid(num_steps)
     if how == "fixed":

@@ -73,6 +73,7 @@ WRONG = {
     "model.time_frequency": 0.0,
     "model.generator_start": "best",
     "model.training_times": "random",
+    "model.training_depths": "2,2",
     "model.solver": "rk3",
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,

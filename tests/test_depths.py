@@ -1,0 +1,87 @@
+"""Training at many depths: which one each step draws, and that it is then a step of that depth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer import inspect
+from diffeqformer.depth.grid import are_depths, drawn_depth, shares_of_depths
+from diffeqformer.errors import Stopped
+from diffeqformer.training import loop
+from diffeqformer.training.run import Run
+from diffeqformer.training.step import Program
+from helpers import ONE_DEVICE, first_state, tokens_of, toy_config
+from runs import curves
+
+
+def test_shares_add_up_and_wrong_lists_are_refused():
+    assert shares_of_depths("") == {}
+    assert shares_of_depths("4,2,8") == {2: 1 / 3, 4: 1 / 3, 8: 1 / 3}
+    assert shares_of_depths("2:1,4:3,8:0.5, 3") == {2: 2 / 11, 3: 2 / 11, 4: 6 / 11, 8: 1 / 11}
+    for wrong in ("a", "2,", "2;4", "2.5", "0", "-1,2", "2,2", "2:0", "2:-1", "2:nan", "2:inf", "2:x"):
+        assert not are_depths(wrong), wrong
+    assert are_depths("") and are_depths("2:1,4:3")
+
+
+def test_each_step_draws_for_itself_and_in_proportion():
+    shares = shares_of_depths("2:1,4:3,8:4")
+    drawn = [drawn_depth(shares, 7, step) for step in range(4000)]
+    for depth, share in shares.items():
+        assert np.mean(np.equal(drawn, depth)) == pytest.approx(share, abs=0.02)
+    pairs = np.mean(np.equal(drawn[1:], drawn[:-1]))
+    assert pairs == pytest.approx(sum(share**2 for share in shares.values()), abs=0.02)  # independent
+    assert drawn[:10] == [drawn_depth(shares, 7, step) for step in range(10)]
+    assert drawn[:40] != [drawn_depth(shares, 8, step) for step in range(40)]
+
+
+@pytest.mark.parametrize("kind, times", [("diffeqformer", "shifted"), ("shared", "fixed")])
+def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
+    changes = dict(model__training_times=times, optimizer__warmup_fraction=0.0)
+    program = Program(toy_config(kind, **changes, model__training_depths="2,3"), ONE_DEVICE)
+    for depth in (2, 3):
+        alone = Program(toy_config(kind, **changes, model__num_steps=depth), ONE_DEVICE)
+        tokens = tokens_of(0, alone.config)
+        expected, scalars = alone.train_step(first_state(alone), tokens, depth)
+        found, found_scalars = program.train_step(first_state(program), tokens, depth)
+        jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
+
+
+def test_kernels_have_room_for_the_deepest():
+    sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="auto")
+    config = toy_config(**sizes, model__training_depths="2,260")
+    config.kernels = "pallas"
+    with pytest.raises(Exception, match=r"T = 261 is more than 256"):
+        Program(config, ONE_DEVICE)
+
+
+def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
+    tmp_path, short_stores, monkeypatch, one_device_loop, capsys
+):
+    config = toy_config(
+        steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores), model__training_depths="1,2,6:2"
+    )
+    expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
+    assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3
+    asked, seen, num_steps = [], [], Run.num_steps
+    monkeypatch.setattr(Run, "num_steps", lambda run, step: asked.append(num_steps(run, step)) or asked[-1])
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    whole = nnx.state(loop.train(config, tmp_path / "whole"))
+    assert asked == expected_depths
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
+        patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
+        loop.train(config, tmp_path / "stopped")
+    again = nnx.state(loop.train(config, tmp_path / "stopped"))
+    assert asked[8:] == expected_depths
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+    found = curves(tmp_path / "whole")
+    assert {name for name in found if "_at_" in name} == {f"validation/bits_per_byte_at_{depth}" for depth in (1, 2)}
+    assert found["validation/bits_per_byte_at_1"] != found["validation/bits_per_byte"]
+    assert " (at 1: " in capsys.readouterr().out
+    rows = inspect.inspect_run(tmp_path / "whole")["validation"]
+    assert [row["bits_per_byte_at_2"] for row in rows] == list(found["validation/bits_per_byte_at_2"].values())
+    assert "bits/byte    at 1    at 2\n  4 " in inspect.text(inspect.inspect_run(tmp_path / "whole"))
+
+

@@ -1,15 +1,14 @@
 """Training at many depths: which one each step draws, and that it is then a step of that depth."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from diffeqformer import inspect
 from diffeqformer.depth.grid import are_depths, drawn_depth, shares_of_depths
-from diffeqformer.errors import Stopped
-from diffeqformer.training import loop
+from diffeqformer.errors import Stopped, UserError
+from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program
 from helpers import ONE_DEVICE, first_state, tokens_of, toy_config
@@ -48,12 +47,16 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
 
 
-def test_kernels_have_room_for_the_deepest():
-    sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="auto")
-    config = toy_config(**sizes, model__training_depths="2,260")
-    config.kernels = "pallas"
-    with pytest.raises(Exception, match=r"T = 261 is more than 256"):
-        Program(config, ONE_DEVICE)
+def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
+    sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="pallas")
+    with pytest.raises(UserError, match=r"T = 261 is more than 256"):
+        Program(toy_config(**sizes, model__training_depths="2,260"), ONE_DEVICE)
+    needed, bytes_of_program = [], memory.bytes_of_program
+    monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
+    for changes in ({"model__training_depths": "1,40"}, {"model__num_steps": 40}, {"model__num_steps": 1}):
+        program = Program(toy_config(**changes), ONE_DEVICE)
+        memory.check_memory(program.config, program, program.state_shapes, True)
+    assert needed[0] == needed[1] > needed[2] > 0
 
 
 def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
@@ -83,5 +86,3 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     rows = inspect.inspect_run(tmp_path / "whole")["validation"]
     assert [row["bits_per_byte_at_2"] for row in rows] == list(found["validation/bits_per_byte_at_2"].values())
     assert "bits/byte    at 1    at 2\n  4 " in inspect.text(inspect.inspect_run(tmp_path / "whole"))
-
-

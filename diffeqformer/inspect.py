@@ -210,7 +210,7 @@ def history_lines(found: dict) -> list[str]:
     if not found["validation"] and not found["train"]:
         return ["history: none, there are no curves in this folder"]
     if found["validation"]:
-        at = [name for name in found["validation"][-1] if name.startswith(BITS_AT)]  # other depths
+        at = [name for name in found["validation"][0] if name.startswith(BITS_AT)]  # the last may be half written
         names |= dict.fromkeys(at, "{:.4f}")
         rows = [
             [form.format(row[name]) if name in row else "" for name, form in names.items()]

@@ -140,6 +140,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1",
         ),
         (("gpt", "gpt"), {"mesh__generator": 2}, "mesh.generator: must be 0 or 1 for model.kind gpt, .* it is 2"),
+        (
+            ("gpt", "gpt"),
+            {"model__training_depths": "2,4"},
+            "model.training_depths: must be left out for model.kind gpt, .* but it is '2,4'",
+        ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),

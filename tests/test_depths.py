@@ -6,8 +6,10 @@ import pytest
 from flax import nnx
 
 from diffeqformer import inspect
+from diffeqformer.config import check_config
 from diffeqformer.depth.grid import are_depths, drawn_depth, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
+from diffeqformer.inference.discretize import discretized_config
 from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program
@@ -45,6 +47,12 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
         expected, scalars = alone.train_step(first_state(alone), tokens, depth)
         found, found_scalars = program.train_step(first_state(program), tokens, depth)
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
+
+
+def test_weights_that_are_stored_for_one_depth_have_a_valid_config():
+    config = toy_config(model__training_depths="2,3")
+    assert discretized_config(config, 3, "float32").model.training_depths == ""
+    check_config(discretized_config(config, 3, "float32"), num_devices=None)
 
 
 def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):

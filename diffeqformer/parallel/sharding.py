@@ -159,7 +159,10 @@ def gather(values, specs, over: tuple[str, ...]):
 
 
 def scatter(values, specs, over: tuple[str, ...]):
-    """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part."""
+    """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part.
+
+    Used within `by_device`, with the arguments of `gather`.
+    """
 
     def part(value, spec):
         for dimension, axis in _cuts(spec):

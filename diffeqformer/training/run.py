@@ -19,7 +19,7 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.grid import drawn_depth, shares_of_depths
+from diffeqformer.depth.grid import drawn_depth
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
@@ -60,8 +60,7 @@ class Run:
 
     def num_steps(self, step: int) -> int:
         """The number of steps of depth in a step of training, counted from 1."""
-        shares = shares_of_depths(self.config.model.training_depths)
-        return drawn_depth(shares, self.config.seed, step - 1) if shares else self.config.model.num_steps
+        return drawn_depth(self.program.depths, self.config.seed, step - 1)
 
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""

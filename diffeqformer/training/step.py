@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from diffeqformer.depth.grid import Grid, random_grid
+from diffeqformer.depth.grid import Grid, random_grid, shares_of_depths
 from diffeqformer.fields.attention import fastest
 from diffeqformer.fields.layers import Linear, as_it_is
 from diffeqformer.parallel.fit import generator_parts
@@ -51,7 +51,7 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
 class Program:
     """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
-    depths: the numbers of steps of depth in training, one of which is `num_steps` of each train step
+    depths: the numbers of steps of depth in training, with their shares of the train steps
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
     loss, optimizer: what the train step is made of
@@ -59,8 +59,8 @@ class Program:
     state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
-    train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth;
-        each number is compiled when it is first needed
+    train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
+        by default as in the config; each number is compiled when it is first needed
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
@@ -72,7 +72,7 @@ class Program:
 
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
-        self.depths = model.training_depths
+        self.depths = shares_of_depths(config.model.training_depths) or {config.model.num_steps: 1.0}
         self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads

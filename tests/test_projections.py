@@ -69,6 +69,14 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             "diffeqformer",
             "gpt",
             None,
+            {"optimizer__moment_dtype": "bfloat16", "optimizer__learning_rate": 1e-4},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("discretized", "gpt", (2, 2, 1), {"model__lora_rank": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "diffeqformer",
+            "gpt",
+            None,
             {"optimizer__moment_dtype": "bfloat16", "model__weights_dtype": "bfloat16", "optimizer__epsilon": 1e-4},
             marks=pytest.mark.slow,
         ),
@@ -84,7 +92,8 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
 def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch):
     """By XLA, by XLA as on accelerators (where the norm comes from Gram matrices), and by the kernels.
 
-    Only one step in bfloat16: the next one's weights may be rounded up instead of down.
+    Only one step in bfloat16: the next one's weights may be rounded up instead of down. Where moments are bfloat16, a
+    rate of 1e-4 keeps what one rounding moves below 1e-6.
     """
     config = toy_config(kind, field, **{**SIZES, **changes})
     mesh = make_mesh(shape, jax.devices()[: np.prod(shape)]) if shape else ONE_DEVICE
@@ -92,14 +101,15 @@ def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch
     expected, norms = steps_of_optax(config, mesh, steps)
     rounded = "bfloat16" in (config.optimizer.moment_dtype, config.model.weights_dtype)
     apart = 2 * config.optimizer.learning_rate / 256 if rounded else 1e-6  # a last bit of bf16 is 1 / 256
+    assert config.model.weights_dtype == "bfloat16" or apart <= 1e-6
     for kernels, on_cpu in (("xla", True), ("xla", False), ("pallas", False)):
         config.kernels = kernels
         fixed = property(lambda _, value=on_cpu: value, lambda *_: None)
         monkeypatch.setattr(Projections, "on_cpu", fixed, raising=False)
         program, state, scalars = run_steps(config, mesh, steps)
         np.testing.assert_allclose(scalars[:, 1], norms, rtol=1e-2 if rounded else 3e-6)
-        projections = program.loss.projections
-        assert projections.fused == (set(projections.shapes) if kernels == "pallas" else set())
+        if projections := program.loss.projections:  # none in a model with weights per layer
+            assert projections.fused == (set(projections.shapes) if kernels == "pallas" else set())
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=0, atol=apart), state["params"], expected["params"]
         )

@@ -3,8 +3,9 @@
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_kernels.py --topology=v5e:2x2
 
-Prints a line for each kernel and layer of GPT-large, whole and cut over devices: its temporary memory, how often the
-program around it copies an array of P's size, which it should never do, and what it reads and writes, in sizes of P.
+Prints what the device gives to blocks. Then a line follows for each kernel and layer of GPT-large, whole and cut over
+devices: its temporary memory, how often the program around it copies an array of P's size, which it should never do,
+and what it reads and writes, in sizes of P.
 --dump=folder keeps all that the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 
@@ -49,18 +50,20 @@ ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 def main(_) -> None:
     topology = topologies.get_topology_desc(topology_name=TOPOLOGY.value, platform="tpu")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    chip = blocks.chip_of(topology.devices[0])
+    print(f"{topology.devices[0].device_kind}: blocks of {chip.budget / 2**20:g} MiB, cores per device {chip.cores}")
     for *layer, weights, gradient, moment in LAYERS:
         times, width, inputs, outputs = layer
-        if reason := blocks.reason_against(*layer):
+        if reason := blocks.reason_against(*layer, chip):
             raise ValueError(reason)
         shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         h, constant = shape((times, width), jnp.float32), shape((inputs, outputs), jnp.float32)
         projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
         d_weights, scalars = shape((times, inputs, outputs), gradient), shape((4,), jnp.float32)
-        generate_in_type = jax.jit(functools.partial(generate, dtype=weights))
+        generate_in_type = jax.jit(functools.partial(generate, dtype=weights, chip=chip))
         report("generate", layer, generate_in_type.lower(h, projection, constant))
-        report("statistics", layer, jax.jit(statistics).lower(h, projection, d_weights))
-        in_place = jax.jit(ADAMW, donate_argnums=(2, 3, 4))
+        report("statistics", layer, jax.jit(functools.partial(statistics, chip=chip)).lower(h, projection, d_weights))
+        in_place = jax.jit(functools.partial(ADAMW, chip=chip), donate_argnums=(2, 3, 4))
         report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
 
 

@@ -1,6 +1,8 @@
 """The Pallas kernels' values, without a TPU, against float64 and optax."""
 
 import functools
+import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ SHAPES = [(36, 24, 16, 384), (6, 8, 24, 128), (108, 96, 16, 256), (7, 144, 8, 64
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
 LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (1, 1), (1, 4), (4, 1)]]
+CHIPS = [blocks.Chip(budget, cores) for budget in sorted({*blocks.BUDGETS.values()}) for cores in (2, 1)]
 
 
 def cases(*more):
@@ -42,18 +45,18 @@ def exact(pattern: str, *arrays) -> np.ndarray:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """Room for one or two of the smallest blocks of a kernel, so that small layers need many."""
-    yield lambda per_weight: monkeypatch.setattr(blocks, "BUDGET", 2 * 8 * 128 * per_weight)
+def small_chip():
+    """Two cores with room for one or two of the smallest blocks of a kernel, so that small layers need many."""
+    yield lambda per_weight: blocks.Chip(2 * 8 * 128 * per_weight, cores=2)
     pltpu.reset_tpu_interpret_mode_state()  # which an error would leave behind
 
 
 @pytest.mark.parametrize("shape, dtype, interpret", cases())
-def test_weights_are_rounded_once(shape, dtype, interpret, small_blocks):
+def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
-    small_blocks(4 * width + 4 + 4 * times)
+    chip = small_chip(4 * width + 4 + 4 * times)
     h, projection, constant, _ = layer(shape, dtype)
-    weights = jax.jit(functools.partial(generate, dtype=dtype, interpret=interpret))(h, projection, constant)
+    weights = jax.jit(functools.partial(generate, dtype=dtype, chip=chip, interpret=interpret))(h, projection, constant)
     expected = exact("te,ieo->tio", h, projection) + np.asarray(constant)
     assert weights.dtype == dtype
     half = float(jnp.finfo(dtype).eps) / 2
@@ -61,11 +64,13 @@ def test_weights_are_rounded_once(shape, dtype, interpret, small_blocks):
 
 
 @pytest.mark.parametrize("shape, dtype, interpret", cases())
-def test_statistics(shape, dtype, interpret, small_blocks):
+def test_statistics(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
-    small_blocks(4 * width + 4 + 4 * times)
+    chip = small_chip(4 * width + 4 + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
-    d_h, d_constant, squares = jax.jit(functools.partial(statistics, interpret=interpret))(h, projection, d_weights)
+    d_h, d_constant, squares = jax.jit(functools.partial(statistics, chip=chip, interpret=interpret))(
+        h, projection, d_weights
+    )
     expected = exact("tio,ieo->te", d_weights, projection)
     np.testing.assert_allclose(d_h, expected, atol=1e-6 * np.abs(expected).max())
     np.testing.assert_allclose(d_constant, exact("tio->io", d_weights), atol=1e-5)
@@ -80,19 +85,21 @@ def test_squares_survive_cancellation():
     expected = (exact("te,tio->ieo", h, d_weights) ** 2).sum()
     gram = jnp.sum((h @ h.T) * jnp.einsum("tio,sio->ts", d_weights, d_weights))
     assert abs(gram / expected - 1) > 1e-3
-    np.testing.assert_allclose(statistics(h, projection, d_weights, interpret=True)[2], expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        statistics(h, projection, d_weights, chip=CHIPS[0], interpret=True)[2], expected, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     "shape, dtype, interpret, moment, decay", [*cases("float32", 0.0), (SHAPES[0], "bfloat16", True, "bfloat16", 0.1)]
 )
-def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, small_blocks):
+def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, small_chip):
     times, width, *_ = shape
-    small_blocks(6 * 4 * width + 4 * times)
+    chip = small_chip(6 * 4 * width + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
     settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
     optimizer = optax.adamw(1e-2, **settings, mu_dtype=moment)
-    step = jax.jit(functools.partial(update, **settings, interpret=interpret))
+    step = jax.jit(functools.partial(update, **settings, chip=chip, interpret=interpret))
 
     @jax.jit
     def expected_step(gradient, state, params):
@@ -119,20 +126,28 @@ def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, 
 @pytest.mark.parametrize("times, width", [(36, 96), (108, 96), (36, 144), (144, 144), (6, 8)])
 def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
     per_weight = 6 * 4 * width + 2 * times
-    for rows in (inputs, inputs // 8, inputs // 16, inputs // 32):  # cut over devices
-        assert blocks.reason_against(times, width, rows, outputs) is None
-        cut = blocks.choose(rows, outputs, per_weight)
+    for chip, rows in itertools.product(CHIPS, (inputs, inputs // 8, inputs // 16, inputs // 32)):  # cut over devices
+        assert blocks.reason_against(times, width, rows, outputs, chip) is None
+        cut = blocks.choose(rows, outputs, per_weight, chip)
         assert rows % cut.rows == outputs % cut.columns == 0 and cut.across == outputs // cut.columns
-        assert np.prod(cut.grid) * cut.rows * cut.columns == rows * outputs and cut.grid[0] == 2
+        assert np.prod(cut.grid) * cut.rows * cut.columns == rows * outputs and cut.grid[0] == chip.cores
         row, column = cut.of_constant().index_map(*np.indices(cut.grid, np.int32).reshape(2, -1))
         assert len({*zip(np.array(row).tolist(), np.array(column).tolist(), strict=True)}) == np.prod(cut.grid)
-        assert 2 * per_weight * cut.rows * cut.columns <= blocks.BUDGET
+        assert 2 * per_weight * cut.rows * cut.columns <= chip.budget
+
+
+def test_a_device_has_its_row():
+    device = functools.partial(mock.Mock, jax.Device)
+    assert blocks.chip_of(device(device_kind="TPU v5", num_cores=2)) == blocks.Chip(14 * 2**20, 2)
+    assert blocks.chip_of(device(device_kind="TPU v6 lite", num_cores=1)) == blocks.Chip(28 * 2**20, 1)
+    assert blocks.chip_of(jax.devices()[0]) == blocks.Chip(min(blocks.BUDGETS.values()), 1)
 
 
 def test_reasons_against():
-    assert blocks.reason_against(36, 96, 1280, 5120) is None
-    assert blocks.reason_against(36, 97, 1280, 5120) == "E = 97 isn't a multiple of 8"
-    assert blocks.reason_against(36, 96, 20, 5120) == "inputs = 20 isn't a multiple of 8"
-    assert blocks.reason_against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
-    assert blocks.reason_against(303, 144, 1280, 3840) == "T = 303 is more than 256"
-    assert blocks.reason_against(36, 4096, 8, 128) == "blocks of E = 4096 and T = 36 don't fit in VMEM"
+    against = functools.partial(blocks.reason_against, chip=CHIPS[0])
+    assert against(36, 96, 1280, 5120) is None
+    assert against(36, 97, 1280, 5120) == "E = 97 isn't a multiple of 8"
+    assert against(36, 96, 20, 5120) == "inputs = 20 isn't a multiple of 8"
+    assert against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
+    assert against(303, 144, 1280, 3840) == "T = 303 is more than 256"
+    assert against(36, 4096, 8, 128) == "blocks of E = 4096 and T = 36 don't fit in VMEM"

@@ -120,15 +120,24 @@ def test_splash_attention_saves_memory():
     assert "attention: plain" in said and splash < 0.7 * plain
 
 
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_kernels_leave_projections_in_place(topology):
+@pytest.mark.parametrize(
+    "topology, chip",
+    [
+        ("v4:2x2x1", "TPU v4: blocks of 14 MiB, cores per device 1"),  # on a pod, a device has both cores of a chip
+        ("v5e:2x2", "TPU v5 lite: blocks of 14 MiB, cores per device 1"),
+        ("v5p:2x2x1", "TPU v5: blocks of 14 MiB, cores per device 2"),
+        ("v6e:2x2", "TPU v6 lite: blocks of 28 MiB, cores per device 1"),
+        ("tpu7x:2x2x1", "TPU7x: blocks of 28 MiB, cores per device 1"),
+    ],
+)
+def test_kernels_leave_projections_in_place(topology, chip):
     """They compile for GPT-large's layers, and no program around them needs memory of the size of P or copies it.
 
     A layer's backward pass, clipping and update move at most 7.9 times the bytes of P, and its forward pass 1.25 times.
     """
     moved = collections.defaultdict(list)
-    lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
-    assert len(lines) == 3 * 14
+    said, *lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
+    assert said == chip and len(lines) == 3 * 14
     for line in lines:
         name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
         temporary, in_place, copies = map(

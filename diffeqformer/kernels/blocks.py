@@ -13,17 +13,37 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-BUDGET = 14 * 2**20  # bytes for blocks; v5e and v5p give a program 16 MiB of VMEM, the smallest of all chips
 EIGHT, STRIP = 8, 128
+MEBIBYTE = 2**20
+BUDGETS = {  # bytes for blocks by kind of device: what a program gets of the VMEM, less what h and a strip may take
+    "TPU v4": 14 * MEBIBYTE,  # of 16 MiB, all that a core has
+    "TPU v5 lite": 14 * MEBIBYTE,  # v5e: of 16 MiB, the compiler's limit for one program; a core has 128
+    "TPU v5": 14 * MEBIBYTE,  # v5p: of 16 MiB, the same limit; a core has 64
+    "TPU v6 lite": 28 * MEBIBYTE,  # v6e: of 32 MiB; a core has 128. Half as many steps for twice the bandwidth of v5e
+    "TPU7x": 28 * MEBIBYTE,  # of 32 MiB; a core has 64 and 4.5 times the bandwidth of v5e
+}
 MOST_TIMES = 256  # h, its gradient and a strip take the rest of the VMEM, in proportion to T
 MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What blocks depend on: the bytes of VMEM that they may take, and how many cores of a device share a grid."""
+
+    budget: int
+    cores: int
+
+
+def chip_of(device: jax.Device) -> Chip:
+    """What a device gives to blocks. One that isn't in `BUDGETS` has the smallest budget."""
+    return Chip(BUDGETS.get(device.device_kind, min(BUDGETS.values())), getattr(device, "num_cores", 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Blocks of rows x columns, numbered along the columns first, and the grid in which a kernel goes through them.
 
-    The grid is [halves, blocks in each]: two halves for the two cores of v4 and v5p, or one if the number is odd.
+    The grid is [halves, blocks in each]: a half for each of the two cores that a device of v4 or v5p has.
     """
 
     rows: int
@@ -90,28 +110,28 @@ def time(strip, index: int, rows: int):
     return strip.at[pl.ds(index * (rows + 1), rows), :]
 
 
-def choose(inputs: int, outputs: int, bytes_per_weight: int) -> Blocks | None:
+def choose(inputs: int, outputs: int, bytes_per_weight: int, chip: Chip) -> Blocks | None:
     """The largest blocks that fit twice, as one is computed while the next is on its way; None if none fits.
 
-    An even number of blocks goes before size: two cores then have the same work. Wide ones go before high ones.
+    The same number for each core goes before size. Wide ones go before high ones.
 
     Args:
         bytes_per_weight: what a kernel keeps in VMEM for a pair of an input and an output.
     """
     found = [
-        (inputs * outputs // (rows * columns) % 2 == 0, rows * columns, columns)
+        (inputs * outputs // (rows * columns) % chip.cores == 0, rows * columns, columns)
         for rows in range(EIGHT, min(inputs, MOST_ROWS) + 1, EIGHT)
         for columns in range(STRIP, outputs + 1, STRIP)
-        if inputs % rows == outputs % columns == 0 and 2 * bytes_per_weight * rows * columns <= BUDGET
+        if inputs % rows == outputs % columns == 0 and 2 * bytes_per_weight * rows * columns <= chip.budget
     ]
     if not found:
         return None
-    even, size, columns = max(found)
-    halves, number = 1 + even, inputs * outputs // size
+    shared, size, columns = max(found)
+    halves, number = chip.cores if shared else 1, inputs * outputs // size
     return Blocks(size // columns, columns, outputs // columns, (halves, number // halves))
 
 
-def reason_against(times: int, width: int, inputs: int, outputs: int) -> str | None:
+def reason_against(times: int, width: int, inputs: int, outputs: int, chip: Chip) -> str | None:
     """Why the kernels can't be used for a layer (the part of it on one device), or None if they can.
 
     With E, inputs or outputs off the tiles, an array in its usual layout would have to be copied for a kernel.
@@ -121,6 +141,7 @@ def reason_against(times: int, width: int, inputs: int, outputs: int) -> str | N
             return f"{name} = {size} isn't a multiple of {of}"
     if times > MOST_TIMES:
         return f"T = {times} is more than {MOST_TIMES}"
-    if choose(inputs, outputs, bytes_per_weight=6 * 4 * width + 4 * times) is None:  # of update, which needs most
+    bytes_of_update = 6 * 4 * width + 4 * times  # the kernel that needs most
+    if choose(inputs, outputs, bytes_of_update, chip) is None:
         return f"blocks of E = {width} and T = {times} don't fit in VMEM"
     return None

@@ -15,6 +15,7 @@ def generate(
     constant: Float[Array, "inputs outputs"],
     dtype: jax.typing.DTypeLike,
     *,
+    chip: blocks.Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "T inputs outputs"]:
     """The kernels of a layer at all times: [T, inputs, outputs] in `dtype`, fp32 or bf16.
@@ -22,12 +23,13 @@ def generate(
     Everything else is fp32. The result is rounded once, at the end. Not to be differentiated.
 
     Args:
+        chip: what blocks are cut for (`blocks.chip_of`).
         interpret: run on any backend, as in `pallas_call`.
     """
     times, width = h.shape
     inputs, outputs = constant.shape
     size = jnp.dtype(dtype).itemsize
-    cut = blocks.choose(inputs, outputs, bytes_per_weight=4 * width + 4 + size * times)
+    cut = blocks.choose(inputs, outputs, 4 * width + 4 + size * times, chip)
     weights = jax.ShapeDtypeStruct((times, inputs, outputs), dtype)
     return pl.pallas_call(
         _kernel,

@@ -14,6 +14,7 @@ def statistics(
     projection: Float[Array, "inputs E outputs"],
     d_weights: Float[Array, "T inputs outputs"],
     *,
+    chip: blocks.Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "inputs outputs"], Float[Array, ""]]:
     """The gradient of h, that of B, and the sum of squares of dP, from one read of P and dW. All three are fp32.
@@ -24,11 +25,12 @@ def statistics(
     Args:
         h, projection: fp32.
         d_weights: dW in any type: converted as it is read.
+        chip: what blocks are cut for (`blocks.chip_of`).
         interpret: run on any backend, as in `pallas_call`.
     """
     times, width = h.shape
     _, inputs, outputs = d_weights.shape
-    cut = blocks.choose(inputs, outputs, bytes_per_weight=4 * width + 4 + d_weights.dtype.itemsize * times)
+    cut = blocks.choose(inputs, outputs, 4 * width + 4 + d_weights.dtype.itemsize * times, chip)
     halves, float32 = cut.grid[0], jnp.float32
     d_h, d_constant, squares = pl.pallas_call(
         _kernel,

@@ -24,6 +24,7 @@ def update(
     b2: float,
     eps: float,
     weight_decay: float,
+    chip: blocks.Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[
     Float[Array, "inputs E outputs"],
@@ -38,13 +39,14 @@ def update(
         mean: fp32 or bf16 (optax's `mu_dtype`). The step is made from the new mean before it is rounded.
         scalars: fp32: the clip factor, the learning rate, 1 - b1^count and 1 - b2^count, where count is 1 in the first
             step.
+        chip: what blocks are cut for (`blocks.chip_of`).
         interpret: run on any backend, as in `pallas_call`.
     """
     times, width = h.shape
     _, inputs, outputs = d_weights.shape
     state = (projection, mean, variance)
     state_bytes = 2 * sum(leaf.dtype.itemsize for leaf in state)
-    cut = blocks.choose(inputs, outputs, state_bytes * width + d_weights.dtype.itemsize * times)
+    cut = blocks.choose(inputs, outputs, state_bytes * width + d_weights.dtype.itemsize * times, chip)
     return pl.pallas_call(
         functools.partial(_kernel, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in state],

@@ -58,12 +58,13 @@ class Projections:
             self._take_kernels(times, everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:
-        from diffeqformer.kernels.blocks import reason_against
+        from diffeqformer.kernels.blocks import chip_of, reason_against
 
-        against = {}
+        chip = chip_of(self.mesh.devices.flat[0])
+        self.how, against = {"chip": chip, "interpret": self.interpret}, {}
         for name, shape in self.shapes.items():
             inputs, width, outputs = NamedSharding(self.mesh, self.specs[name]["projection"]).shard_shape(shape)
-            against[name] = reason_against(times, width, inputs, outputs)
+            against[name] = reason_against(times, width, inputs, outputs, chip)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in against.items() if reason)
         if everywhere and reasons:
             raise UserError(
@@ -103,10 +104,10 @@ class Projections:
         cut = axes_of(specs["projection"])
 
         def summed_statistics(h, projection, d_kernel):
-            d_h, d_constant, squares = statistics(h, projection, d_kernel, interpret=self.interpret)
+            d_h, d_constant, squares = statistics(h, projection, d_kernel, **self.how)
             return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
 
-        generate_here = functools.partial(generate, dtype=made_type, interpret=self.interpret)
+        generate_here = functools.partial(generate, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         return Products(
             by_device(self.mesh, generate_here, places, made),
@@ -131,7 +132,7 @@ class Projections:
         """P and its moments after an update by the kernel (see `kernels.update.update`)."""
         from diffeqformer.kernels.update import update
 
-        update_here = functools.partial(update, interpret=self.interpret, **adamw)
+        update_here = functools.partial(update, **self.how, **adamw)
         place, made = self.specs[name]["projection"], self.made_specs[name]["kernel"]
         on_devices = by_device(
             self.mesh, update_here, (EVERYWHERE, made, place, place, place, EVERYWHERE), (place, place, place)

@@ -62,6 +62,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.training_times = "fixed"
     # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""
+    config.model.step_features = False  # the weights depend on the length of their step, too, not on the time alone
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
     config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
@@ -149,6 +150,14 @@ def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
     return [Rule(field, lambda value, _: holds(value), says) for field in fields.split()]
 
 
+def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str) -> Rule:
+    return Rule(
+        field,
+        lambda value, c: holds(value) or MODELS[c.model.kind].weights.generated,
+        f"must be {must_be} for model.kind {{c.model.kind}}, which has no hypernetwork",
+    )
+
+
 def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
 
@@ -194,22 +203,11 @@ RULES = [
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
         f"({', '.join(MODELS['discretized'].solvers())})",
     ),
-    Rule(
-        "mesh.generator",
-        lambda v, c: v < 2 or MODELS[c.model.kind].weights.generated,
-        "must be 0 or 1 for model.kind {c.model.kind}, which has no hypernetwork",
-    ),
-    Rule(
-        "kernels",
-        lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generated,
-        "must be auto or xla for model.kind {c.model.kind}, which has no hypernetwork",
-    ),
+    _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
+    _without_hypernetwork("kernels", lambda v: v != "pallas", "auto or xla"),
+    _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
+    _without_hypernetwork("model.step_features", lambda v: not v, "left out"),
     _one_of("model.training_times", TRAINING_TIMES),
-    Rule(
-        "model.training_times",
-        lambda v, c: v == "fixed" or MODELS[c.model.kind].weights.generated,
-        "must be fixed for model.kind {c.model.kind}, whose weights don't depend on a time",
-    ),
     *_every("model.training_depths", are_depths, "must be numbers of steps, such as 2,4,8 or, weighted, 2:1,4:3,8:1"),
     Rule(
         "model.training_depths",

@@ -145,6 +145,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"model__training_depths": "2,4"},
             "model.training_depths: must be left out for model.kind gpt, .* but it is '2,4'",
         ),
+        (
+            ("shared", "gpt"),
+            {"model__step_features": True},
+            "model.step_features: must be left out for model.kind shared, .* it is True",
+        ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
@@ -235,13 +240,14 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "name",
         "base",
         "model.norm_of_norm",
+        "model.step_features",
         "data.dir",
         "data.module",
         "data.tfds_dir",
-    }  # any value will do
+    }  # any value will do for a diffeqformer
     free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert (
-        {rule.field for rule in RULES} | {"mesh.data", "mesh.fsdp", "mesh.tensor"}
+        {rule.field for rule in RULES} - free | {"mesh.data", "mesh.fsdp", "mesh.tensor"}
         == set(WRONG)
         == set(field_names(base_config("", "gpt"))) - free
     )

@@ -1,19 +1,26 @@
 """Training at many depths: which one each step draws, and that it is then a step of that depth."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from diffeqformer import inspect
+from diffeqformer.analysis import ode, spectra
 from diffeqformer.config import check_config
-from diffeqformer.depth.grid import are_depths, drawn_depth, shares_of_depths
+from diffeqformer.depth.generated import step_features
+from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, random_grid, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.inference.discretize import discretized_config
+from diffeqformer.inference.calibration import choose_times
+from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program
-from helpers import ONE_DEVICE, first_state, tokens_of, toy_config
+from diffeqformer.transformer import new_model
+from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
 from runs import curves
 
 
@@ -49,10 +56,54 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
 
 
-def test_weights_that_are_stored_for_one_depth_have_a_valid_config():
-    config = toy_config(model__training_depths="2,3")
-    assert discretized_config(config, 3, "float32").model.training_depths == ""
+def test_features_of_a_step_are_waves_of_its_logarithm():
+    sizes = np.array([1.0, 1 / 4, 1 / 16])
+    expected = [[0, 0, 1, 0, 1], [0.5, 1, 0, 0, -1], [1, 0, -1, 0, 1]]
+    np.testing.assert_allclose(step_features(sizes), expected, atol=1e-6)
+    np.testing.assert_allclose(step_features(jnp.asarray(sizes, jnp.float32)), expected, atol=1e-6)
+    assert np.isfinite(step_features(jnp.zeros(1))).all() and step_features(sizes).dtype == np.float32
+
+
+@pytest.mark.parametrize("solver", ["euler", "midpoint"])
+def test_weights_know_their_step_if_they_should(solver):
+    """Both grids take weights at the end of depth (Euler) or at 3/4 of it (midpoint)."""
+    for knows in (False, True):
+        model = lively_model("diffeqformer", solver=solver, step_features=knows)
+        two = model.grid(2)
+        other = model.grid(4 if solver == "euler" else (0.6, 0.9, 1.0))
+        assert two.times[-1] == pytest.approx(other.times[3])
+        coarse, fine = model.depth(two)["qkv"]["kernel"][-1], model.depth(other)["qkv"]["kernel"][3]
+        assert (np.abs(coarse - fine).max() < 1e-5) != knows
+        drawn = random_grid(model.grid(4), model.solver.nodes, "shifted", jax.random.key(0))
+        on_host = Grid.of(np.float64(drawn.ends), model.solver.nodes)
+        np.testing.assert_allclose(drawn.step_sizes_at_times(), on_host.step_sizes_at_times(), atol=1e-6)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-3), model.depth(drawn), model.depth(on_host))
+
+
+def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
+    config = toy_config(model__training_depths="2,3", model__step_features=True)
+    model, tokens = new_model(config), jnp.asarray(tokens_of(0, config)[:2])
+    stored = discretize(model, config, 3, "float32")
+    np.testing.assert_allclose(stored(tokens, stored.weights()), model(tokens, model.weights(model.grid(3))), atol=1e-5)
     check_config(discretized_config(config, 3, "float32"), num_devices=None)
+
+
+def test_analyses_take_the_weights_of_the_trained_steps(monkeypatch):
+    """Also where they look at single times, which have no steps of their own."""
+    model = lively_model("diffeqformer", num_steps=4, step_features=True)
+    expected, sizes = model.depth(model.grid()), []
+    found = list(spectra.pairs_over_time(model, model.grid().times, False))
+    trained = spectra.matrix_pairs(model.field, expected, False)
+    for name, pair in trained.items():
+        np.testing.assert_allclose(np.concatenate([part[name][0] for part in found]), pair[0], atol=1e-5)
+    features_at = type(model.depth).features_at
+    monkeypatch.setattr(type(model.depth), "features_at", lambda *args: sizes.append(args[2]) or features_at(*args))
+    ode.smoothness(model)
+    ode.curves(model, points=8)
+    assert {*sizes} == {1 / 4}
+    ends = choose_times(model, jnp.arange(6, dtype=jnp.int32)[None], 10.0)
+    lengths = [size for size in sizes if np.ndim(size) == 0]
+    assert len(ends) < 4 and {*np.diff(ends, prepend=0.0)} <= {*lengths}
 
 
 def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):

@@ -134,7 +134,7 @@ def pairs_over_time(
     if depth.generated:
         graph, params = split_model(model)
         for start in range(0, len(times), CHUNK):
-            features = depth.features(Grid.of(times[start : start + CHUNK]))
+            features = depth.features_at(times[start : start + CHUNK], 1 / model.num_steps)
             yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))
         return
     layers = depth(Grid.of(times))

@@ -6,6 +6,8 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
+With `model.step_features`, e has features of the step's length d as well, and all weights are functions of (t, d).
+
 `diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
 All layers share e(t). Each layer has its own MLP h; in the paper's alternative design (section D.2, Fig. 17) all
@@ -42,6 +44,26 @@ def time_features(
     frequencies = 10000.0 ** (-np.arange(sinusoidal_dim) / sinusoidal_dim)
     angles = times * (time_frequency * frequencies).astype(times.dtype)
     return of.concatenate([times, of.sin(angles), of.cos(angles)], axis=1).astype(np.float32)
+
+
+STEP_FEATURES = 5
+SHORTEST_STEP = 2.0**-16  # a random grid can have a step of length 0
+
+
+def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T features"]:
+    """Features of the lengths of steps, z = log2(1 / d) / 4 and its first waves: [T, 5] fp32.
+
+    Lengths count by their logarithm, as in shortcut models:
+
+    @inproceedings{frans2025shortcut,
+      title={One Step Diffusion via Shortcut Models},
+      author={Frans, Kevin and Hafner, Danijar and Levine, Sergey and Abbeel, Pieter},
+      booktitle={International Conference on Learning Representations}, year={2025}}
+    """
+    of = jnp if isinstance(step_sizes, Array) else np
+    z = -of.log2(of.maximum(step_sizes, SHORTEST_STEP)) / 4
+    waves = [wave(harmonic * math.pi * z) for harmonic in (1, 2) for wave in (of.sin, of.cos)]
+    return of.stack([z, *waves], axis=1).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +144,8 @@ class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
     Args:
-        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c), and
-            `generator_start`, a key of `GENERATOR_STARTS`.
+        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c),
+            `step_features`, and `generator_start`, a key of `GENERATOR_STARTS`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
@@ -134,7 +156,8 @@ class GeneratedWeights(DepthWeights):
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
         width, start = config.time_embed_dim, GENERATOR_STARTS[config.generator_start]
-        number = 2 * config.sinusoidal_dim + 1
+        self.step_features = config.step_features
+        number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start.mlp, rngs)
         kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
@@ -153,13 +176,23 @@ class GeneratedWeights(DepthWeights):
         return self.from_features(self.features(grid), projects)
 
     def features(self, grid: Grid) -> Float[np.ndarray | Array, "T features"]:
-        """e(t) at `grid.times`: [T, 2 K + 1] fp32, for `from_features`. Computed on the host if the grid is there."""
-        return time_features(grid.times, self.sinusoidal_dim, self.time_frequency)
+        """e at `grid.times`, for `from_features`. Computed on the host if the grid is there."""
+        return self.features_at(grid.times, grid.step_sizes_at_times())
+
+    def features_at(
+        self, times: Float[np.ndarray | Array, "T"], step_sizes: Float[np.ndarray | Array, "T"] | float
+    ) -> Float[np.ndarray | Array, "T features"]:
+        """e at some times, each in a step of some length: [T, 2 K + 1] fp32, or [T, 2 K + 6] with `step_features`."""
+        of_times = time_features(times, self.sinusoidal_dim, self.time_frequency)
+        if not self.step_features:
+            return of_times
+        of = jnp if isinstance(of_times, Array) else np
+        return of.concatenate([of_times, step_features(of.broadcast_to(step_sizes, times.shape))], axis=1)
 
     def from_features(
         self, features: Float[Array | np.ndarray, "T features"], projects: dict[str, Callable] | None = None
     ) -> dict:
-        """The weights of every layer in fp32, given e(t). `projects` as above."""
+        """The weights of every layer in fp32, given e. `projects` as above."""
         features, weights = jnp.asarray(features), {}
         shared = self.mlp(features) if self.shared_mlp else None
         for name, layer in self.layers.items():

@@ -43,8 +43,16 @@ class Grid:
     @property
     def step_sizes(self) -> Float[Array, "T"]:
         """The length of each step in fp32. Differences are taken in float64, unless the ends are on the device."""
+        return jnp.asarray(self._differences(), jnp.float32)
+
+    def step_sizes_at_times(self) -> Float[np.ndarray | Array, "stages"]:
+        """For each of `times`, the length of its step."""
+        xp, _ = _library(self.ends)
+        return xp.repeat(self._differences(), len(self.times) // len(self.ends))
+
+    def _differences(self):
         xp, ends = _library(self.ends)
-        return jnp.asarray(xp.diff(ends, prepend=0.0), jnp.float32)
+        return xp.diff(ends, prepend=0.0)
 
 
 def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, ""]) -> Grid:

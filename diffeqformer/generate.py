@@ -27,6 +27,7 @@ def define_flags() -> None:
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
+    flags.DEFINE_integer("draft_steps", None, "Fewer steps of depth, which draft tokens for all steps to verify.")
 
 
 def prompt_text(options) -> str:
@@ -69,6 +70,7 @@ def write(options) -> None:
         choice=Choice(options.temperature, options.top_k, options.top_p),
         samples=count,
         num_steps=options.num_steps,
+        draft_steps=options.draft_steps,
     )
     show = printable if sys.stdout.isatty() else str
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
@@ -90,7 +92,8 @@ def write(options) -> None:
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
     trained, steps = opened.config.model, options.num_steps or opened.config.model.num_steps
-    what = f"{opened.config.name} ({trained.kind}, {steps} steps, {trained.dtype}) at step {opened.step:,}"
+    drafts = f", drafts in {options.draft_steps}" if options.draft_steps else ""
+    what = f"{opened.config.name} ({trained.kind}, {steps} steps{drafts}, {trained.dtype}) at step {opened.step:,}"
     print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
 
 

@@ -186,6 +186,7 @@ def test_each_sample_ends_by_itself():
         ([1], {"choice": Choice(1.0, 0, 1.5)}, "top_p: must be above 0 and at most 1, but it is 1.5"),
         ([1], {"choice": Choice(1.0, 0, 0.0)}, "top_p: must be above 0 and at most 1, but it is 0.0"),
         ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
+        ([1], {"draft_steps": 2}, "draft_steps: this model has weights for 6 steps and for no other number"),
     ],
 )
 def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
@@ -216,8 +217,13 @@ def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path)
     assert both.stdout == "".join(f"--- sample {n + 1} of 2 ---\ndef é{text}\n" for n, text in enumerate(texts)), (
         both.stderr
     )
-    for source in (["--prompt_file", tmp_path / "prompt"], []):
-        assert command("generate", *options, *source, input="def é").stdout == f"def é{texts[0]}\n"
+    from_file = command("generate", *options, "--prompt_file", tmp_path / "prompt")
+    assert from_file.stdout == f"def é{texts[0]}\n"
+    [drafted] = generate(
+        opened.model, opened.tokenizer, "def é", tokens=20, key=random_key(0, "sample"), num_steps=3, draft_steps=1
+    )
+    from_input = command("generate", "--workdir", run, "--tokens=20", "--num_steps=3", "--draft_steps=1", input="def é")
+    assert from_input.stdout == f"def é{drafted}\n" and " 3 steps, drafts in 1, float32" in from_input.stderr
     assert (
         both.stderr.startswith("\ntoy (diffeqformer, 3 steps, float32) at step 12: 40 tokens, the first after ")
         and "Traceback" not in both.stderr
@@ -244,7 +250,9 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
     (tmp_path / "prompt").write_bytes(b"a\r\n")
     options = dict(workdir=run, prompt=None, prompt_file=tmp_path / "prompt", tokens=None, samples=1, temperature=1.0)
-    generate_command.write(types.SimpleNamespace(**options, top_k=0, top_p=1.0, seed=0, num_steps=None))
+    generate_command.write(
+        types.SimpleNamespace(**options, top_k=0, top_p=1.0, seed=0, num_steps=None, draft_steps=None)
+    )
     assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
 
 
@@ -276,6 +284,7 @@ def test_the_commands_can_be_imported_together():
         (["--prompt=a", "--prompt_file=b"], "--prompt_file: a prompt was given as well"),
         (["--prompt_file=absent"], "--prompt_file: absent: No such file"),
         (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
+        (["--prompt=a", "--draft_steps=9"], "draft_steps: must be at least 1 and below the "),
         (["--prompt=a", "--tokens=64"], "tokens: after a prompt of 1 there is room for 63, but it is 64"),
         (["--prompt=a", "--top_q=1"], "top_q"),
         (["--prompt=a", "--seed=-1"], "--seed"),

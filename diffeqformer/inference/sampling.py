@@ -51,8 +51,8 @@ class Choice(NamedTuple):
                 raise UserError(f"{name}: must be {needed}, but it is {value}")
 
 
-def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
-    """One token for each row of logits.
+def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
+    """The logits of the tokens as `choice` draws them: -inf for those that it excludes.
 
     top_p is nucleus sampling.
 
@@ -63,7 +63,8 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
       year={2020}}
     """
     if choice.temperature < 1e-6:
-        return jnp.argmax(logits, axis=-1)
+        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+        return jnp.where(jnp.arange(logits.shape[-1]) == likeliest, 0.0, -jnp.inf)
     logits = logits / choice.temperature
     if 0 < choice.top_k < logits.shape[-1]:
         logits = jnp.where(logits < jax.lax.top_k(logits, choice.top_k)[0][:, -1:], -jnp.inf, logits)
@@ -73,7 +74,12 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
         before = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of all likelier tokens
         least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.vmap(jax.random.categorical)(keys, logits)
+    return logits
+
+
+def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
+    """One token for each row of logits."""
+    return jax.vmap(jax.random.categorical)(keys, chances(logits, choice))
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
@@ -139,6 +145,7 @@ def write_tokens(
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
+    draft_steps: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Generate text after a prompt: yields `count` times the next token of every sample, [samples] int32.
 
@@ -153,6 +160,7 @@ def write_tokens(
         choice: how each token is chosen.
         samples: number of texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
+        draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
 
     Raises:
         UserError: if one of these is out of range.
@@ -169,8 +177,14 @@ def write_tokens(
         )
     if count > room:
         raise UserError(f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}")
-    graph, params, weights = split_reader(model, num_steps)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
+    if draft_steps is not None:
+        from diffeqformer.inference.speculation import continue_by_drafts
+
+        return continue_by_drafts(
+            model, num_steps, draft_steps, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
+        )
+    graph, params, weights = split_reader(model, num_steps)
     return continue_prompt(
         graph, params, weights, model.max_length, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
     )
@@ -262,6 +276,7 @@ def generate(
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
+    draft_steps: int | None = None,
 ) -> list[str]:
     """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
@@ -276,7 +291,7 @@ def generate(
     written = Samples(tokenizer, ids, samples)
     for step in write_tokens(
         model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
-        samples=samples, num_steps=num_steps,
+        samples=samples, num_steps=num_steps, draft_steps=draft_steps,
     ):  # fmt: skip
         written.add(step)
         if written.finished():

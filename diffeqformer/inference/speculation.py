@@ -1,0 +1,167 @@
+"""Speculative generation: one model drafts tokens in few steps of depth and verifies them in all of its steps.
+
+Drafts are read by the full depth at once, which takes about as long as one token where memory is the limit. A draft is
+kept with a probability that makes the text as likely as without drafts: greedily, the same tokens.
+
+@inproceedings{leviathan2023fast,
+  title={Fast Inference from Transformers via Speculative Decoding},
+  author={Leviathan, Yaniv and Kalman, Matan and Matias, Yossi},
+  booktitle={International Conference on Machine Learning}, year={2023}}
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.errors import UserError
+from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.sampling import CHUNK, Choice, chances, choose_next, read_prompt
+from diffeqformer.solvers import KeyValueCache
+from diffeqformer.transformer import Transformer, weights_at
+
+DRAFTED = 4  # tokens in a round of drafts
+
+
+class Depths(NamedTuple):
+    """One of each for the few steps that draft and the many that verify."""
+
+    few: StackedWeights | KeyValueCache
+    many: StackedWeights | KeyValueCache
+
+
+class Writing(NamedTuple):
+    """A text that is being written: its last token, which no cache holds yet, and that token's position."""
+
+    token: Int[Array, ""]
+    position: Int[Array, ""]
+    caches: Depths
+
+
+def keep(
+    drafted: Int[Array, "drafted"],
+    few: Float[Array, "drafted V"],
+    many: Float[Array, "verified V"],
+    key: Key[Array, ""],
+) -> tuple[Int[Array, "verified"], Int[Array, ""]]:
+    """The tokens that replace a draft, and how many of them count: those kept, and one more.
+
+    Args:
+        drafted: each token was drawn from its row of `few`.
+        few, many: logits after `chances`. `many` has one row more: what follows the draft.
+        key: of the choices to keep and of the token after those kept.
+    """
+    count = len(drafted)
+    p, q = jax.nn.softmax(many), jax.nn.softmax(few)
+    of_draft = drafted[:, None]
+    ratios = jnp.take_along_axis(p[:count], of_draft, 1) / jnp.take_along_axis(q, of_draft, 1)
+    kept = jnp.cumprod(jax.random.uniform(jax.random.fold_in(key, 0), (count,)) < ratios[:, 0]).sum()
+    missing = jnp.maximum(p - jnp.append(q, jnp.zeros_like(q[:1]), axis=0), 0.0)[kept]  # after a whole draft: p
+    missing = jnp.where(missing.sum() > 0, missing, p[kept])  # where p and q are equal but for rounding
+    following = jax.random.categorical(jax.random.fold_in(key, 1), jnp.log(missing)).astype(jnp.int32)
+    return jnp.append(drafted, 0).at[kept].set(following), kept + 1
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "choice", "vocab_size"), donate_argnames=("texts",))
+def write_round(
+    graph: nnx.GraphDef,
+    params: dict,
+    weights: Depths,
+    texts: Writing,
+    keys: Key[Array, "B"],
+    going_on: Bool[Array, "B"],
+    choice: Choice,
+    vocab_size: int,
+) -> tuple[Writing, Int[Array, "B verified"], Int[Array, "B"]]:
+    """Draft and verify once in every text: the texts, the new tokens, and how many of them count.
+
+    Args:
+        texts: each leaf with an axis B in front. They are donated.
+        going_on: which texts are written further. The others stay as they are.
+    """
+    model = nnx.merge(graph, params)
+
+    def read(tokens, weights, cache, position):
+        states, cache = model.extend(tokens[None], weights, cache, position)
+        return chances(model.head(states)[0, :, :vocab_size], choice), cache
+
+    def write(text, key, going_on):
+        key = jax.random.fold_in(key, text.position)
+
+        def draft(carry, number):
+            token, cache = carry
+            logits, cache = read(token[None], weights.few, cache, text.position + number)
+            following = jax.random.categorical(jax.random.fold_in(key, 2 + number), logits[0]).astype(jnp.int32)
+            return (following, cache), (following, logits[0])
+
+        # The last draft is dropped: its step stores the keys and values of the one before it.
+        (_, few), (drafted, of_few) = jax.lax.scan(draft, (text.token, text.caches.few), jnp.arange(DRAFTED + 1))
+        drafted, of_few = drafted[:-1], of_few[:-1]
+        verified = jnp.append(text.token, drafted)
+        of_many, many = read(verified, weights.many, text.caches.many, text.position)
+        tokens, count = keep(drafted, of_few, of_many, key)
+        count = jnp.where(going_on, count, 0)
+        token = jnp.where(going_on, tokens[count - 1], text.token)
+        return Writing(token, text.position + count, Depths(few, many)), tokens, count
+
+    return jax.vmap(write)(texts, keys, going_on)
+
+
+def continue_by_drafts(
+    model: Transformer,
+    num_steps: int | None,
+    draft_steps: int,
+    prompt: list[int],
+    *,
+    count: int,
+    keys: Key[Array, "B"],
+    vocab_size: int,
+    choice: Choice,
+) -> Iterator[np.ndarray]:
+    """`sampling.write_tokens` with drafts in `draft_steps` steps, without its checks of the other arguments.
+
+    Texts keep drafts of different lengths. A token is yielded when all of them have it.
+
+    Raises:
+        UserError: if the model has one number of steps only, or `draft_steps` isn't below `num_steps`.
+    """
+    steps = model.num_steps if num_steps is None else num_steps
+    if model.depth.fixed_depth:
+        raise UserError(
+            f"draft_steps: this model has weights for {model.num_steps} steps and for no other number; leave it out"
+        )
+    if not 1 <= draft_steps < steps:
+        raise UserError(
+            f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
+        )
+    graph, params, many = split_reader(model, num_steps)
+    weights = Depths(weights_at(model, draft_steps), many)
+    return _continue(graph, params, weights, model.max_length, prompt, count, keys, vocab_size, choice)
+
+
+def _continue(graph, params, weights, max_length, prompt, count, keys, vocab_size, choice):
+    length = -(-(max_length + DRAFTED) // CHUNK) * CHUNK  # the last draft can go on behind the last position
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
+    logits, caches = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
+    )
+    first = choose_next(logits, keys, len(prompt), choice, vocab_size)
+    texts = Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)
+    written, yielded = [[token] for token in np.asarray(first).tolist()], 0
+    while yielded < count:
+        while yielded < min(count, *map(len, written)):
+            yield np.array([text[yielded] for text in written], np.int32)
+            yielded += 1
+        going_on = np.array([len(text) < count for text in written])
+        if going_on.any():
+            texts, new, counts = write_round(graph, params, weights, texts, keys, going_on, choice, vocab_size)
+            for text, tokens, kept in zip(written, np.asarray(new).tolist(), np.asarray(counts).tolist(), strict=True):
+                text += tokens[:kept]

@@ -1,4 +1,4 @@
-"""Speculative generation: greedily the same tokens as without drafts, drawn from the same distribution, in few rounds."""
+"""Speculative generation: greedily the same tokens as without drafts; sampled, the same distribution; few rounds."""
 
 import jax
 import jax.numpy as jnp

@@ -31,15 +31,26 @@ def finished(workdir: pathlib.Path) -> bool:
     return found["step"] == found["config"]["steps"]
 
 
-def train(workdir: pathlib.Path, options: list[str]) -> None:
-    """Run `diffeqformer.main` unless it has already finished. Its output is also written to `<workdir>.log`."""
+def on_cores(command: list[str], cores: list[int] | None) -> list[str]:
+    """A command that uses only some processor cores (by Linux's taskset), or all if `cores` is None."""
+    return command if cores is None else ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
+
+
+def train(workdir: pathlib.Path, options: list[str], cores: list[int] | None = None) -> None:
+    """Run `diffeqformer.main` unless it has already finished. Its output is also written to `<workdir>.log`.
+
+    Args:
+        cores: see `on_cores`.
+    """
     if finished(workdir):
         return
     workdir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "diffeqformer.main", *options, f"--workdir={workdir}"]
     print(" ".join(command), flush=True)
     with workdir.with_name(f"{workdir.name}.log").open("a") as file:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running = subprocess.Popen(
+            on_cores(command, cores), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for line in running.stdout:
             file.write(line)
             file.flush()

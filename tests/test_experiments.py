@@ -54,3 +54,28 @@ def test_the_short_text_is_the_first_articles(tmp_path):
     assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
     assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
     assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3
+
+
+@pytest.mark.long
+def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
+    results = tmp_path / "elastic.json"
+
+    def run(stage):
+        done = command(
+            "pretended_elastic", f"--stage={stage}", f"--folder={tmp_path}", f"--results={results}", "--seeds=2"
+        )
+        return done, [line for line in done.stdout.splitlines() if line.startswith("trained ")]
+
+    done, _ = run("final")
+    assert (
+        done.returncode == 1 and "--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate" in done.stderr
+    )
+    assert len(run("rates")[1]) == 3 * 4 and run("rates")[1] == []
+    done, trained = run("final")
+    assert done.returncode == 0, done.stderr
+    assert len(trained) == 2 * (2 + 2 * 4 + 2 + 2) - 4  # four rows of seed 0 are those of the rates
+    assert all("--config.optimizer.learning_rate=0.003 " in line for line in trained)
+    assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 4
+    assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
+    assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
+    assert results.with_suffix(".png").stat().st_size > 10_000

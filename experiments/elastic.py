@@ -1,0 +1,212 @@
+"""One checkpoint for many depths against a model for each depth, on two CPU cores.
+
+    python experiments/elastic.py --stage=rates    # three learning rates for each kind of model, one seed
+    python experiments/elastic.py --stage=final    # three seeds: specialists, GPTs, elastic models at two budgets
+
+The shape and the text are those of configs/tiny.py. A row of the results is one run of diffeqformer.main in its own
+folder, scored by diffeqformer.evaluate at the depths that it can take. --results is part of the repository: its rows
+aren't run again, so the study can be run in pieces. Interrupted runs go on where they were.
+
+A specialist, like a GPT, is trained at one depth. An elastic model draws one of `TRAINED` in each step. Its first
+budget is the number of steps of one specialist, its second one the steps of depth of all specialists together.
+"""
+
+import concurrent.futures
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+from absl import app, flags
+from common import on_cores, train
+
+from diffeqformer.console.results import write_text
+
+STAGE = flags.DEFINE_enum("stage", None, ["rates", "final"], "Which rows.", required=True)
+FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
+RESULTS = flags.DEFINE_string("results", "experiments/elastic.json", "The rows so far; new ones are added.")
+AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of the final rows; all rows of one come before the next.")
+STEPS = flags.DEFINE_integer("steps", 5000, "Training steps of a specialist.", lower_bound=1)
+
+DEPTHS = (2, 4, 8, 12)  # of specialists
+TRAINED = (2, 3, 4, 6, 8)  # depths among which elastic models draw
+SCORED = (2, 3, 4, 5, 6, 8, 12, 16)
+RATES = (1.5e-3, 3e-3, 6e-3)
+DRAWN = [f"--config.model.training_depths={','.join(map(str, TRAINED))}", "--config.model.num_steps=8"]
+MODELS = {  # the config's model and the options of each kind
+    "specialist": ("diffeqformer", []),
+    "gpt": ("gpt", []),
+    "drawn": ("diffeqformer", [*DRAWN, "--config.model.time_frequency=10"]),
+    "drawn, step features": (
+        "diffeqformer",
+        [*DRAWN, "--config.model.time_frequency=10", "--config.model.step_features"],
+    ),
+}
+ELASTIC = tuple(name for name in MODELS if name.startswith("drawn"))
+
+
+class Row(NamedTuple):
+    """One run: a key of `MODELS`, its depth (0: elastic), training steps, peak learning rate and seed."""
+
+    model: str
+    depth: int
+    steps: int
+    rate: float
+    seed: int
+
+    def name(self) -> str:
+        """Its key in the results, and its folder."""
+        depth = f" at {self.depth}" if self.depth else ""
+        return f"{self.model}{depth}, {self.steps} steps, rate {self.rate:g}, seed {self.seed}"
+
+    def options(self) -> list[str]:
+        """What `main` is told."""
+        model, options = MODELS[self.model]
+        depth = [f"--config.model.num_steps={self.depth}"] if self.depth else []
+        return [
+            f"--config=configs/tiny.py:{model}", *options, *depth, f"--config.steps={self.steps}",
+            f"--config.optimizer.learning_rate={self.rate:g}", f"--config.seed={self.seed}",
+            f"--config.eval_every={self.steps}", "--config.checkpoints_kept=1",
+        ]  # fmt: skip
+
+
+def rows_of_rates() -> list[Row]:
+    """Each kind at three rates, where one depth stands for all depths of specialists and GPTs."""
+    return [
+        Row(model, 0 if model in ELASTIC else 4, STEPS.value, rate, 0)
+        for model, rate in itertools.product(MODELS, RATES)
+    ]
+
+
+def best_rates(results: dict[str, dict]) -> dict[str, float]:
+    """The rate of each kind with the lowest bits/byte, on average over its trained depths, among `rows_of_rates`."""
+    found = {}
+    for row in rows_of_rates():
+        if row.name() not in results:
+            sys.exit(f"--stage=final: the rates are chosen by --stage=rates, which lacks the row {row.name()!r}")
+        scores = results[row.name()]["bits_per_byte"]
+        trained = TRAINED if row.model in ELASTIC else (row.depth,)
+        found.setdefault(row.model, {})[row.rate] = statistics.mean(scores[str(depth)] for depth in trained)
+    return {model: min(of_rates, key=of_rates.get) for model, of_rates in found.items()}
+
+
+def final_rows(rates: dict[str, float]) -> list[Row]:
+    """All models at both budgets. The deepest specialist and GPT get all compute, too: what training alone does."""
+    steps, total = STEPS.value, STEPS.value * sum(DEPTHS)
+    rows = []
+    for seed in range(SEEDS.value):
+        rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
+        rows += [Row(model, depth, steps, rates[model], seed) for depth in DEPTHS for model in ("specialist", "gpt")]
+        rows += [Row(model, 0, round(total / statistics.mean(TRAINED)), rates[model], seed) for model in ELASTIC]
+        rows += [Row(model, DEPTHS[-1], total // DEPTHS[-1], rates[model], seed) for model in ("specialist", "gpt")]
+    return rows
+
+
+def run(row: Row, cores: list[int] | None) -> dict:
+    """Train and score one row on some cores. Returns bits/byte and milliseconds of a window, by depth."""
+    workdir = pathlib.Path(FOLDER.value) / row.name().replace(", ", "-").replace(" ", "_")
+    train(workdir, row.options(), cores)
+    scored = SCORED if row.model in ELASTIC else (row.depth,)
+    command = [sys.executable, "-m", "diffeqformer.evaluate", f"--workdir={workdir}", f"--output={workdir}/scores"]
+    command += [f"--num_steps={','.join(map(str, scored))}", "--stride=128"]
+    done = subprocess.run(on_cores(command, cores), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{row.name()} wasn't scored: {done.stderr.strip()}")
+    found = json.loads((workdir / "scores" / "results.json").read_text())["rows"]
+    return {
+        "bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found},
+        "milliseconds": {str(each["num_steps"]): each["milliseconds_per_window"] for each in found},
+    }
+
+
+def run_all(rows: list[Row], results: dict[str, dict]) -> None:
+    """Run the rows that `results` lack, some at once. Each is added and saved when it is done."""
+    number, parts = AT_ONCE.value, [None]
+    if number > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        parts = [cores[part::number] for part in range(min(number, len(cores)))]
+    waiting, lock = iter([row for row in rows if row.name() not in results]), threading.Lock()
+
+    def work(cores):
+        while True:
+            with lock:
+                row = next(waiting, None)
+            if row is None:
+                return
+            found = run(row, cores)
+            with lock:
+                results[row.name()] = {**row._asdict(), **found}
+                write_text(pathlib.Path(RESULTS.value), json.dumps(results, indent=1) + "\n")
+
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(work, parts))
+
+
+def main(_) -> None:
+    path = pathlib.Path(RESULTS.value)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
+    run_all(rows, results)
+    found = {row: results[row.name()] for row in rows}
+    print(table(found))
+    if STAGE.value == "final":
+        plot(found, path.with_suffix(".png"))
+
+
+def by_model(found: dict[Row, dict]) -> dict[tuple, list[dict]]:
+    """The results of all seeds of each row."""
+    groups = {}
+    for row, result in found.items():
+        groups.setdefault(row[:-1], []).append(result)
+    return groups
+
+
+def table(found: dict[Row, dict]) -> str:
+    """Bits/byte by depth as Markdown: means over seeds and their standard deviations."""
+    lines = ["| model | trained at | steps | rate | seeds | " + " | ".join(map(str, SCORED)) + " |"]
+    lines.append("|" + " --- |" * (5 + len(SCORED)))
+    for (model, depth, steps, rate), seeds in by_model(found).items():
+        cells = [model, str(depth or ", ".join(map(str, TRAINED))), f"{steps:,}", f"{rate:g}", str(len(seeds))]
+        for number in map(str, SCORED):
+            values = [seed["bits_per_byte"][number] for seed in seeds if number in seed["bits_per_byte"]]
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: dict[Row, dict], path: pathlib.Path) -> None:
+    """Plot bits/byte against depth and against the time of a window: elastic models as lines, others as points."""
+    from diffeqformer.console.figures import new_figure
+
+    figure, [panels] = new_figure(1, 2, (12, 4.5), sharey="row")
+    lines = {}
+    for (model, _, steps, _), seeds in by_model(found).items():
+        lines.setdefault((model, steps), []).extend(
+            (
+                int(number),
+                *(statistics.mean(seed[key][number] for seed in seeds) for key in ("milliseconds", "bits_per_byte")),
+            )
+            for number in seeds[0]["bits_per_byte"]
+        )
+    for (model, steps), points in lines.items():
+        depths, milliseconds, bits = zip(*sorted(points), strict=True)
+        style = "o-" if model in ELASTIC else "s--"
+        for panel, across in zip(panels, (depths, milliseconds), strict=True):
+            panel.plot(across, bits, style, markersize=4, label=f"{model}, {steps:,} steps")
+    panels[0].set(
+        xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED, xticklabels=SCORED
+    )
+    panels[1].set(xlabel="milliseconds for a window of 128 bytes", xscale="log")
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -3,9 +3,9 @@
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/compile_kernels.py --topology=v5e:2x2
 
-Prints what the device gives to blocks. Then a line follows for each kernel and layer of GPT-large, whole and cut over
-devices: its temporary memory, how often the program around it copies an array of P's size, which it should never do,
-and what it reads and writes, in sizes of P.
+Prints what the device gives to blocks. Then it prints a line for each kernel and layer: the layers of GPT-large, whole
+and cut over devices, and one with the most times and the widest E that fit. A line has the program's temporary memory,
+how often it copies an array of P's size, which it should never do, and what it reads and writes, in sizes of P.
 --dump=folder keeps all that the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 
@@ -52,7 +52,11 @@ def main(_) -> None:
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     chip = blocks.chip_of(topology.devices[0])
     print(f"{topology.devices[0].device_kind}: blocks of {chip.budget / 2**20:g} MiB, cores per device {chip.cores}")
-    for *layer, weights, gradient, moment in LAYERS:
+    most = next(
+        width for width in range(2048, 0, -8) if not blocks.reason_against(blocks.MOST_TIMES, width, 16, 256, chip)
+    )
+    largest = (blocks.MOST_TIMES, most, 16, 256, "float32", "float32", "float32")
+    for *layer, weights, gradient, moment in [*LAYERS, largest]:
         times, width, inputs, outputs = layer
         if reason := blocks.reason_against(*layer, chip):
             raise ValueError(reason)

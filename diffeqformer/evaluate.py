@@ -40,13 +40,18 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     """The grid of each tolerance.
 
     Raises:
-        UserError: if there is no calibration text, the model's weights aren't generated, or a tolerance can't be met.
+        UserError: if there is no calibration text, the model's weights aren't generated from the time alone, or a
+            tolerance can't be met.
     """
     if not options.tolerance:
         return {}
     if not opened.model.depth.generated:
         raise UserError(
             f"--tolerance: needs generated weights, but the model is of the kind {opened.config.model.kind}"
+        )
+    if opened.config.model.step_features:
+        raise UserError(
+            "--tolerance: needs weights that depend on the time alone, but this model has model.step_features"
         )
     if not options.calibration_files:
         raise UserError("--calibration_files: must name the text on which --tolerance chooses a grid")

@@ -40,6 +40,11 @@ def examine(options) -> dict:
             "--workdir: must hold a model whose weights are generated for at least 2 times, but it is a model of the "
             f"kind {config.kind} with {model.num_steps} steps"
         )
+    if config.step_features:
+        raise UserError(
+            "--workdir: must hold a model whose weights depend on the time alone, but this one has "
+            "model.step_features, so each grid has a differential equation of its own"
+        )
     window = window_of(options, opened)
     task, files = text_of(options, opened)
     windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)

@@ -24,6 +24,12 @@ def time_features(t, num_frequencies, time_frequency):
     return np.concatenate([[t], np.sin(time_frequency * t * omega), np.cos(time_frequency * t * omega)])
 
 
+def step_features(size):
+    """z = log2(1 / size) / 4 and its waves, which weights that know the length of their step read beside e(t): [5]."""
+    z = np.log2(1 / size) / 4
+    return np.array([z, np.sin(np.pi * z), np.cos(np.pi * z), np.sin(2 * np.pi * z), np.cos(2 * np.pi * z)])
+
+
 def time_mlp(p, e):
     """h(t) = lin2(silu(lin1(e(t)))): [E]."""
     return silu(e @ p["lin1"] + p["lin1_bias"]) @ p["lin2"] + p["lin2_bias"]
@@ -142,10 +148,12 @@ def lie_trotter(blocks, x, heads):
     return jnp.stack(states)
 
 
-def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
+def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0, know_step=False):
     """The block's weights at t_n = (n + 1) / L, computed for one time after the other."""
     times = np.arange(1, num_steps + 1) / num_steps
-    return [generated_block(params["depth"], time_features(t, num_frequencies, time_frequency)) for t in times]
+    of_step = step_features(1 / num_steps) if know_step else []
+    features = [np.concatenate([time_features(t, num_frequencies, time_frequency), of_step]) for t in times]
+    return [generated_block(params["depth"], e) for e in features]
 
 
 def per_layer_blocks(params, num_steps):

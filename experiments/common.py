@@ -54,7 +54,7 @@ def train(workdir: pathlib.Path, options: list[str], cores: list[int] | None = N
         for line in running.stdout:
             file.write(line)
             file.flush()
-            print(line, end="", flush=True)
+            print(f"{workdir.name}: {line}" if cores else line, end="", flush=True)
     if running.wait():
         sys.exit(f"{workdir} ended with status {running.returncode}; see above, and run the same command again")
 

@@ -4,11 +4,14 @@
     python experiments/elastic.py --stage=final    # three seeds: specialists, GPTs, elastic models at two budgets
 
 The shape and the text are those of configs/tiny.py. A row of the results is one run of diffeqformer.main in its own
-folder, scored by diffeqformer.evaluate at the depths that it can take. --results is part of the repository: its rows
-aren't run again, so the study can be run in pieces. Interrupted runs go on where they were.
+folder, scored by diffeqformer.evaluate at the depths that it can take. Rows that --results holds aren't run again, so
+the study can be run in pieces, and on several machines. Interrupted runs go on where they were.
 
-A specialist, like a GPT, is trained at one depth. An elastic model draws one of `TRAINED` in each step. Its first
-budget is the number of steps of one specialist, its second one the steps of depth of all specialists together.
+A specialist, like a GPT, is trained at one depth, with the published time frequency. An elastic model draws one of
+`TRAINED` in each step, and has a low frequency. Its first budget is the number of training steps of one specialist, its
+second one the steps of depth of all specialists together; the deepest specialist and GPT are given these as well. Rates
+are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over its
+depths for an elastic model. Longer runs take the same rates.
 """
 
 import concurrent.futures
@@ -16,6 +19,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +35,9 @@ STAGE = flags.DEFINE_enum("stage", None, ["rates", "final"], "Which rows.", requ
 FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
 RESULTS = flags.DEFINE_string("results", "experiments/elastic.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of the final rows; all rows of one come before the next.")
+SEEDS = flags.DEFINE_integer(
+    "seeds", 3, "Seeds of the final rows; all rows of one come before the next.", lower_bound=1
+)
 STEPS = flags.DEFINE_integer("steps", 5000, "Training steps of a specialist.", lower_bound=1)
 
 DEPTHS = (2, 4, 8, 12)  # of specialists
@@ -97,10 +103,10 @@ def best_rates(results: dict[str, dict]) -> dict[str, float]:
 
 
 def final_rows(rates: dict[str, float]) -> list[Row]:
-    """All models at both budgets. The deepest specialist and GPT get all compute, too: what training alone does."""
+    """All models at both budgets, seed by seed."""
     steps, total = STEPS.value, STEPS.value * sum(DEPTHS)
     rows = []
-    for seed in range(SEEDS.value):
+    for seed in range(1, 1 + SEEDS.value):
         rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
         rows += [Row(model, depth, steps, rates[model], seed) for depth in DEPTHS for model in ("specialist", "gpt")]
         rows += [Row(model, 0, round(total / statistics.mean(TRAINED)), rates[model], seed) for model in ELASTIC]
@@ -109,9 +115,10 @@ def final_rows(rates: dict[str, float]) -> list[Row]:
 
 
 def run(row: Row, cores: list[int] | None) -> dict:
-    """Train and score one row on some cores. Returns bits/byte and milliseconds of a window, by depth."""
+    """Train and score one row on some cores. Returns bits/byte by depth."""
     workdir = pathlib.Path(FOLDER.value) / row.name().replace(", ", "-").replace(" ", "_")
     train(workdir, row.options(), cores)
+    shutil.rmtree(workdir / "scores", ignore_errors=True)  # of an interrupted scoring
     scored = SCORED if row.model in ELASTIC else (row.depth,)
     command = [sys.executable, "-m", "diffeqformer.evaluate", f"--workdir={workdir}", f"--output={workdir}/scores"]
     command += [f"--num_steps={','.join(map(str, scored))}", "--stride=128"]
@@ -119,37 +126,54 @@ def run(row: Row, cores: list[int] | None) -> dict:
     if done.returncode:
         sys.exit(f"{row.name()} wasn't scored: {done.stderr.strip()}")
     found = json.loads((workdir / "scores" / "results.json").read_text())["rows"]
-    return {
-        "bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found},
-        "milliseconds": {str(each["num_steps"]): each["milliseconds_per_window"] for each in found},
-    }
+    return {"bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found}}
+
+
+def parts_of_cores() -> list[list[int] | None]:
+    """The cores of each of the runs side by side; None for all."""
+    number = AT_ONCE.value
+    if number == 1:
+        return [None]
+    if not (hasattr(os, "sched_getaffinity") and shutil.which("taskset")):
+        sys.exit("--at_once: must be 1 here, because only Linux with taskset can divide the cores")
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[part::number] for part in range(min(number, len(cores)))]
 
 
 def run_all(rows: list[Row], results: dict[str, dict]) -> None:
-    """Run the rows that `results` lack, some at once. Each is added and saved when it is done."""
-    number, parts = AT_ONCE.value, [None]
-    if number > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        parts = [cores[part::number] for part in range(min(number, len(cores)))]
-    waiting, lock = iter([row for row in rows if row.name() not in results]), threading.Lock()
+    """Run the rows that `results` lack, some at once. Each is added and saved when it is done.
+
+    After a failure, runs under way are finished and no others begun.
+    """
+    waiting = iter([row for row in rows if row.name() not in results])
+    lock, failed = threading.Lock(), threading.Event()
 
     def work(cores):
-        while True:
+        while not failed.is_set():
             with lock:
                 row = next(waiting, None)
             if row is None:
                 return
-            found = run(row, cores)
+            try:
+                found = run(row, cores)
+            except SystemExit as error:
+                failed.set()
+                print(error, file=sys.stderr, flush=True)
+                return
             with lock:
                 results[row.name()] = {**row._asdict(), **found}
                 write_text(pathlib.Path(RESULTS.value), json.dumps(results, indent=1) + "\n")
 
+    parts = parts_of_cores()
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(work, parts))
+    if failed.is_set():
+        sys.exit(1)
 
 
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
     run_all(rows, results)
@@ -182,29 +206,24 @@ def table(found: dict[Row, dict]) -> str:
 
 
 def plot(found: dict[Row, dict], path: pathlib.Path) -> None:
-    """Plot bits/byte against depth and against the time of a window: elastic models as lines, others as points."""
+    """Plot mean bits/byte against depth."""
     from diffeqformer.console.figures import new_figure
 
-    figure, [panels] = new_figure(1, 2, (12, 4.5), sharey="row")
+    figure, [[panel]] = new_figure(1, 1, (8, 4.5))
     lines = {}
     for (model, _, steps, _), seeds in by_model(found).items():
-        lines.setdefault((model, steps), []).extend(
-            (
-                int(number),
-                *(statistics.mean(seed[key][number] for seed in seeds) for key in ("milliseconds", "bits_per_byte")),
-            )
+        points = {
+            int(number): statistics.mean(seed["bits_per_byte"][number] for seed in seeds)
             for number in seeds[0]["bits_per_byte"]
-        )
+        }
+        lines.setdefault((model, steps), {}).update(points)
     for (model, steps), points in lines.items():
-        depths, milliseconds, bits = zip(*sorted(points), strict=True)
+        depths = sorted(points)
         style = "o-" if model in ELASTIC else "s--"
-        for panel, across in zip(panels, (depths, milliseconds), strict=True):
-            panel.plot(across, bits, style, markersize=4, label=f"{model}, {steps:,} steps")
-    panels[0].set(
-        xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED, xticklabels=SCORED
-    )
-    panels[1].set(xlabel="milliseconds for a window of 128 bytes", xscale="log")
-    panels[0].legend(fontsize=8)
+        panel.plot(depths, [points[depth] for depth in depths], style, markersize=4, label=f"{model}, {steps:,} steps")
+    panel.set(xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED, xticklabels=SCORED)
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 

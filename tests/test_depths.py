@@ -1,6 +1,8 @@
 """Training at many depths: which one each step draws, and that it is then a step of that depth."""
 
 import functools
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diffeqformer import inspect
-from diffeqformer.analysis import ode, spectra
+from diffeqformer import checkpoint, evaluate, inspect, ode
+from diffeqformer.analysis import spectra
 from diffeqformer.config import check_config
 from diffeqformer.depth.generated import step_features
 from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, random_grid, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.inference.calibration import choose_times
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
@@ -62,6 +63,10 @@ def test_features_of_a_step_are_waves_of_its_logarithm():
     np.testing.assert_allclose(step_features(sizes), expected, atol=1e-6)
     np.testing.assert_allclose(step_features(jnp.asarray(sizes, jnp.float32)), expected, atol=1e-6)
     assert np.isfinite(step_features(jnp.zeros(1))).all() and step_features(sizes).dtype == np.float32
+    depth = lively_model("diffeqformer", step_features=True).depth
+    features = depth.features(Grid.of(np.array([0.25, 1.0])))
+    np.testing.assert_array_equal(features[:, -5:], step_features(np.array([0.25, 0.75])))
+    assert features[:, 0].tolist() == [0.25, 1.0] and features.shape == (2, 2 * depth.sinusoidal_dim + 6)
 
 
 @pytest.mark.parametrize("solver", ["euler", "midpoint"])
@@ -88,22 +93,23 @@ def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
     check_config(discretized_config(config, 3, "float32"), num_devices=None)
 
 
-def test_analyses_take_the_weights_of_the_trained_steps(monkeypatch):
-    """Also where they look at single times, which have no steps of their own."""
+def test_spectra_are_those_of_the_trained_steps():
+    """Also at single times, which have no steps of their own."""
     model = lively_model("diffeqformer", num_steps=4, step_features=True)
-    expected, sizes = model.depth(model.grid()), []
     found = list(spectra.pairs_over_time(model, model.grid().times, False))
-    trained = spectra.matrix_pairs(model.field, expected, False)
+    trained = spectra.matrix_pairs(model.field, model.depth(model.grid()), False)
     for name, pair in trained.items():
         np.testing.assert_allclose(np.concatenate([part[name][0] for part in found]), pair[0], atol=1e-5)
-    features_at = type(model.depth).features_at
-    monkeypatch.setattr(type(model.depth), "features_at", lambda *args: sizes.append(args[2]) or features_at(*args))
-    ode.smoothness(model)
-    ode.curves(model, points=8)
-    assert {*sizes} == {1 / 4}
-    ends = choose_times(model, jnp.arange(6, dtype=jnp.int32)[None], 10.0)
-    lengths = [size for size in sizes if np.ndim(size) == 0]
-    assert len(ends) < 4 and {*np.diff(ends, prepend=0.0)} <= {*lengths}
+
+
+def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
+    config = toy_config(model__step_features=True)
+    opened = mock.Mock(checkpoint.Checkpoint, config=config, model=lively_model("diffeqformer"))
+    with pytest.raises(UserError, match=r"^--tolerance: needs weights that depend on the time alone"):
+        evaluate.calibrated(opened, types.SimpleNamespace(tolerance=["0.1"], calibration_files="a"), 8)
+    monkeypatch.setattr(ode.checkpoint, "load", lambda workdir: opened)
+    with pytest.raises(UserError, match=r"^--workdir: must hold a model whose weights depend on the time alone"):
+        ode.examine(types.SimpleNamespace(workdir="runs/toy"))
 
 
 def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):

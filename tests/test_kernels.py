@@ -21,7 +21,7 @@ SHAPES = [(36, 24, 16, 384), (6, 8, 24, 128), (108, 96, 16, 256), (7, 144, 8, 64
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 WIDTHS = (768, 1024, 1280, 2048)  # of the models in configs/
 LAYERS = [(inputs * width, outputs * width) for width in WIDTHS for inputs, outputs in [(1, 3), (1, 1), (1, 4), (4, 1)]]
-CHIPS = [blocks.Chip(budget, cores) for budget in sorted({*blocks.BUDGETS.values()}) for cores in (2, 1)]
+CHIPS = [blocks.Chip(limit, cores) for limit in sorted({*blocks.LIMITS.values()}) for cores in (2, 1)]
 
 
 def cases(*more):
@@ -47,7 +47,7 @@ def exact(pattern: str, *arrays) -> np.ndarray:
 @pytest.fixture
 def small_chip():
     """Two cores with room for one or two of the smallest blocks of a kernel, so that small layers need many."""
-    yield lambda per_weight: blocks.Chip(2 * 8 * 128 * per_weight, cores=2)
+    yield lambda per_weight: blocks.Chip(-(-2 * 8 * 128 * per_weight * 8 // 7), cores=2)
     pltpu.reset_tpu_interpret_mode_state()  # which an error would leave behind
 
 
@@ -138,9 +138,9 @@ def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
 
 def test_a_device_has_its_row():
     device = functools.partial(mock.Mock, jax.Device)
-    assert blocks.chip_of(device(device_kind="TPU v5", num_cores=2)) == blocks.Chip(14 * 2**20, 2)
-    assert blocks.chip_of(device(device_kind="TPU v6 lite", num_cores=1)) == blocks.Chip(28 * 2**20, 1)
-    assert blocks.chip_of(jax.devices()[0]) == blocks.Chip(min(blocks.BUDGETS.values()), 1)
+    assert blocks.chip_of(device(device_kind="TPU v5", num_cores=2)) == blocks.Chip(16 * 2**20, 2)
+    assert blocks.chip_of(device(device_kind="TPU v6 lite", num_cores=1)) == blocks.Chip(32 * 2**20, 1)
+    assert blocks.chip_of(jax.devices()[0]) == blocks.Chip(min(blocks.LIMITS.values()), 1)
 
 
 def test_reasons_against():

@@ -22,21 +22,31 @@ def written(model, prompt, **options) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "kind, field, solver, frequency", [("diffeqformer", "gpt", "euler", 3.0), ("alternative", "llama", "heun", 100.0)]
+    "kind, field, solver, frequency, length",
+    [("diffeqformer", "gpt", "euler", 3.0, CHUNK), ("alternative", "llama", "heun", 100.0, CHUNK - DRAFTED)],
 )
-def test_greedy_text_is_the_same(kind, field, solver, frequency, monkeypatch):
-    """Up to the last position, and for texts that keep drafts of different lengths."""
+def test_greedy_text_is_the_same(kind, field, solver, frequency, length, monkeypatch):
+    """Up to the last position, where drafts go on behind it, and without an id that the model would write."""
     changes = {**SMOOTH, "time_frequency": frequency, "solver": solver}
-    model = lively_model(kind, field, max_length=CHUNK, vocab_size=VOCABULARY, **changes)
-    kept, write_round = [], speculation.write_round
-    monkeypatch.setattr(
-        speculation, "write_round", lambda *args: kept.append((out := write_round(*args))[2].tolist()) or out
-    )
-    options = dict(count=CHUNK - 2, choice=Choice(0.0))
-    plain, drafted = written(model, [1, 2], **options), written(model, [1, 2], draft_steps=2, **options)
-    np.testing.assert_array_equal(drafted, plain)
-    counts = np.ravel(kept)
-    assert counts.max() > 2 and counts[counts > 0].min() == 1  # drafts were kept, and some weren't
+    model = lively_model(kind, field, max_length=length, vocab_size=VOCABULARY, **changes)
+    counts, starts, write_round = [], [], speculation.write_round
+
+    def recorded(graph, params, weights, texts, keys, going_on, *rest):
+        starts.extend(np.asarray(texts.position)[going_on])
+        assert starts[-1] + DRAFTED < texts.caches.many.keys.shape[3]  # else all of them would lie too early
+        out = write_round(graph, params, weights, texts, keys, going_on, *rest)
+        counts.extend(np.asarray(out[2])[going_on])
+        return out
+
+    monkeypatch.setattr(speculation, "write_round", recorded)
+    options = dict(choice=Choice(0.0), vocab_size=VOCABULARY)
+    options["vocab_size"] = int(written(model, [1, 2], count=20, **options).max())
+    for prompt in ([1], [1, 2], [1, 2, 3], [1, 2, 3, 4]):
+        plain = written(model, prompt, count=length - len(prompt), **options)
+        drafted = written(model, prompt, count=length - len(prompt), draft_steps=2, **options)
+        np.testing.assert_array_equal(drafted, plain)
+    assert max(counts) > 2 and min(counts) < DRAFTED + 1  # drafts were kept, and some weren't
+    assert max(starts) + DRAFTED >= length
 
 
 def test_texts_differ_and_each_is_the_same_in_any_company():
@@ -104,10 +114,17 @@ def test_drafts_of_the_same_depth_are_all_kept(monkeypatch):
     assert rounds == 6 * [[DRAFTED + 1] * 2]
 
 
-@pytest.mark.parametrize("draft_steps", [0, 5, 6])
-def test_drafts_take_fewer_steps(draft_steps):
+@pytest.mark.parametrize(
+    "num_steps, draft_steps, sentence",
+    [
+        (None, 0, "draft_steps: must be at least 1 and below the 5 steps of depth, but it is 0"),
+        (None, 5, "draft_steps: must be at least 1 and below the 5 steps of depth, but it is 5"),
+        (3, 4, "draft_steps: must be at least 1 and below the 3 steps of depth, but it is 4"),
+        (1, 1, "draft_steps: there are no fewer than 1 step"),
+        (0, 1, "num_steps: must be at least 1, but it is 0"),
+    ],
+)
+def test_drafts_take_fewer_steps(num_steps, draft_steps, sentence):
     model = lively_model("diffeqformer", **SMOOTH)
-    with pytest.raises(
-        UserError, match=f"^draft_steps: must be .* below the 5 steps of depth, but it is {draft_steps}"
-    ):
-        written(model, [1], count=2, choice=Choice(), draft_steps=draft_steps)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        written(model, [1], count=2, choice=Choice(), num_steps=num_steps, draft_steps=draft_steps)

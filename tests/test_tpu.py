@@ -137,13 +137,14 @@ def test_kernels_leave_projections_in_place(topology, chip):
     """
     moved = collections.defaultdict(list)
     said, *lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
-    assert said == chip and len(lines) == 3 * 14
+    assert said == chip and len(lines) == 3 * 15
     for line in lines:
         name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
         temporary, in_place, copies = map(
             int, re.search(r"temporaries (\d+).*place (\d+).*copies (\d+)", line).groups()
         )
-        assert temporary <= 2**19 and copies == 0
+        of_h = 4 * int(times) * int(width)  # bytes; each of two cores has a gradient of h
+        assert temporary <= max(2**19, 3 * of_h) and copies == 0
         assert in_place >= (name == "update") * (4 + 2 + 4) * int(width) * int(inputs) * int(outputs)
         if (times, width) == ("36", "96"):
             moved[name].append(float(re.search(r"moves (\S+) P", line)[1]))

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import Context, Linear
 from diffeqformer.inference.scoring import Scorer, Stretch
@@ -46,8 +47,7 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
 @functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
 def _norms(graph, params, times, between):
     model = nnx.merge(graph, params)
-    features = [model.depth.features_at(np.array(at), 1 / model.num_steps) for at in (times, between)]
-    trained, middle = map(model.depth.from_features, features)
+    trained, middle = (model.depth(Grid.of(np.array(at))) for at in (times, between))
     rows = {}
     for name, layer in trained.items():
         if "kernel" not in layer:
@@ -77,7 +77,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     )
 
     def entries_at(times):
-        features = model.depth.features_at(times, 1 / model.num_steps)
+        features = model.depth.features(Grid.of(times))
         return np.asarray(_entries(*split_model(model), features, name, rows, columns))
 
     times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from diffeqformer.data.files import read_texts
 from diffeqformer.data.preparation import matching_files
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
@@ -88,7 +89,7 @@ def choose_times(model: Transformer, tokens: Int[Array, "B S"], tolerance: float
     while t < 1:
         last = dt >= 1 - t
         dt = 1 - t if last else dt
-        features = depth.features_at(np.array([t, t + dt]), dt)
+        features = depth.features(Grid.of(np.array([t, t + dt])))
         following, error = _try(graph, params, features, jnp.float32(dt), x)
         error = float(error / scale)
         if error <= tolerance:

@@ -83,7 +83,7 @@ def write_round(
 
     Args:
         texts: each leaf with an axis B in front. They are donated.
-        going_on: which texts are written further. The others stay as they are.
+        going_on: which texts are written further. Of the others, only caches change, which aren't read again.
     """
     model = nnx.merge(graph, params)
 
@@ -92,7 +92,7 @@ def write_round(
         return chances(model.head(states)[0, :, :vocab_size], choice), cache
 
     def write(text, key, going_on):
-        key = jax.random.fold_in(key, text.position)
+        key = jax.random.fold_in(key, text.position + 1)  # the first token took that of its own position
 
         def draft(carry, number):
             token, cache = carry
@@ -131,11 +131,13 @@ def continue_by_drafts(
     Raises:
         UserError: if the model has one number of steps only, or `draft_steps` isn't below `num_steps`.
     """
-    steps = model.num_steps if num_steps is None else num_steps
+    steps = len(model.grid(num_steps).ends)
     if model.depth.fixed_depth:
         raise UserError(
             f"draft_steps: this model has weights for {model.num_steps} steps and for no other number; leave it out"
         )
+    if steps == 1:
+        raise UserError("draft_steps: there are no fewer than 1 step of depth to draft in; leave it out")
     if not 1 <= draft_steps < steps:
         raise UserError(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
@@ -146,6 +148,24 @@ def continue_by_drafts(
 
 
 def _continue(graph, params, weights, max_length, prompt, count, keys, vocab_size, choice):
+    texts = _after_prompt(graph, params, weights, max_length, prompt, keys, vocab_size, choice)
+    written, yielded, waiting = [[token] for token in np.asarray(texts.token).tolist()], 0, None
+    while True:
+        going_on = np.array([len(text) < count for text in written])
+        if going_on.any():  # the device computes while the caller handles the tokens of the last round
+            waiting = write_round(graph, params, weights, texts, keys, going_on, choice, vocab_size)
+        while yielded < min(count, *map(len, written)):
+            yield np.array([text[yielded] for text in written], np.int32)
+            yielded += 1
+        if yielded == count:
+            return
+        texts, new, counts = waiting
+        for text, tokens, kept in zip(written, np.asarray(new).tolist(), np.asarray(counts).tolist(), strict=True):
+            text += tokens[:kept]
+
+
+def _after_prompt(graph, params, weights, max_length, prompt, keys, vocab_size, choice) -> Writing:
+    """Every text after the prompt, with its first token."""
     length = -(-(max_length + DRAFTED) // CHUNK) * CHUNK  # the last draft can go on behind the last position
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(prompt)] = prompt
@@ -154,14 +174,4 @@ def _continue(graph, params, weights, max_length, prompt, count, keys, vocab_siz
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
     )
     first = choose_next(logits, keys, len(prompt), choice, vocab_size)
-    texts = Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)
-    written, yielded = [[token] for token in np.asarray(first).tolist()], 0
-    while yielded < count:
-        while yielded < min(count, *map(len, written)):
-            yield np.array([text[yielded] for text in written], np.int32)
-            yielded += 1
-        going_on = np.array([len(text) < count for text in written])
-        if going_on.any():
-            texts, new, counts = write_round(graph, params, weights, texts, keys, going_on, choice, vocab_size)
-            for text, tokens, kept in zip(written, np.asarray(new).tolist(), np.asarray(counts).tolist(), strict=True):
-                text += tokens[:kept]
+    return Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)

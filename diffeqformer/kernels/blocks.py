@@ -15,35 +15,47 @@ from jax.experimental.pallas import tpu as pltpu
 
 EIGHT, STRIP = 8, 128
 MEBIBYTE = 2**20
-BUDGETS = {  # bytes for blocks by kind of device: what a program gets of the VMEM, less what h and a strip may take
-    "TPU v4": 14 * MEBIBYTE,  # of 16 MiB, all that a core has
-    "TPU v5 lite": 14 * MEBIBYTE,  # v5e: of 16 MiB, the compiler's limit for one program; a core has 128
-    "TPU v5": 14 * MEBIBYTE,  # v5p: of 16 MiB, the same limit; a core has 64
-    "TPU v6 lite": 28 * MEBIBYTE,  # v6e: of 32 MiB; a core has 128. Half as many steps for twice the bandwidth of v5e
-    "TPU7x": 28 * MEBIBYTE,  # of 32 MiB; a core has 64 and 4.5 times the bandwidth of v5e
+LIMITS = {  # bytes of VMEM for a kernel, by kind of device (some have two names): what the compiler grants by default
+    "TPU v4": 16 * MEBIBYTE,  # all that a core has
+    "TPU v5 lite": 16 * MEBIBYTE,  # of 128; XLA keeps other arrays in the rest
+    "TPU v5e": 16 * MEBIBYTE,
+    "TPU v5": 16 * MEBIBYTE,  # of 64
+    "TPU v5p": 16 * MEBIBYTE,
+    "TPU v6 lite": 32 * MEBIBYTE,  # of 128; half as many steps for twice the bandwidth of v5e
+    "TPU v6e": 32 * MEBIBYTE,
+    "TPU7x": 32 * MEBIBYTE,  # of 64, with 4.5 times the bandwidth of v5e
 }
-MOST_TIMES = 256  # h, its gradient and a strip take the rest of the VMEM, in proportion to T
+MOST_TIMES = 256  # more don't fit beside the blocks
 MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What blocks depend on: the bytes of VMEM that they may take, and how many cores of a device share a grid."""
+    """What blocks depend on: the bytes of VMEM that a kernel gets, and how many cores of a device share a grid."""
 
-    budget: int
+    limit: int
     cores: int
+
+    @property
+    def budget(self) -> int:
+        """The bytes for blocks. What is left holds h, its gradient and a strip, in proportion to T."""
+        return self.limit * 7 // 8
+
+    def parameters(self, *semantics: str) -> pltpu.CompilerParams:
+        """The compiler's parameters for a kernel whose grid has these dimension semantics."""
+        return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.limit)
 
 
 def chip_of(device: jax.Device) -> Chip:
-    """What a device gives to blocks. One that isn't in `BUDGETS` has the smallest budget."""
-    return Chip(BUDGETS.get(device.device_kind, min(BUDGETS.values())), getattr(device, "num_cores", 1))
+    """What a device gives to a kernel. One that isn't in `LIMITS` has the smallest limit."""
+    return Chip(LIMITS.get(device.device_kind, min(LIMITS.values())), getattr(device, "num_cores", 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Blocks of rows x columns, numbered along the columns first, and the grid in which a kernel goes through them.
 
-    The grid is [halves, blocks in each]: a half for each of the two cores that a device of v4 or v5p has.
+    The grid is [halves, blocks in each]: a half for each core, or one if they can't share the blocks equally.
     """
 
     rows: int

@@ -38,7 +38,7 @@ def generate(
         in_specs=[blocks.whole(times, width), cut.of_projection(width), cut.of_constant()],
         out_specs=cut.of_weights(times),
         scratch_shapes=[cut.strip(times)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=chip.parameters("parallel", "parallel"),
         cost_estimate=pl.CostEstimate(
             flops=2 * times * projection.size,
             transcendentals=0,

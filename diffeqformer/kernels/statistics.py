@@ -43,7 +43,7 @@ def statistics(
         in_specs=[blocks.whole(width, times), cut.of_projection(width), cut.of_weights(times)],
         out_specs=[blocks.per_half(times, width), cut.of_constant(), blocks.per_half(blocks.EIGHT, blocks.STRIP)],
         scratch_shapes=[cut.strip(times)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=chip.parameters("parallel", "arbitrary"),
         cost_estimate=pl.CostEstimate(
             flops=(4 * times + 2) * projection.size,
             transcendentals=0,

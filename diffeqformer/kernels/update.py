@@ -60,7 +60,7 @@ def update(
         out_specs=[cut.of_projection(width)] * 3,
         input_output_aliases={3: 0, 4: 1, 5: 2},
         scratch_shapes=[cut.strip(times)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=chip.parameters("parallel", "parallel"),
         cost_estimate=pl.CostEstimate(
             flops=(2 * times + 16) * projection.size,
             transcendentals=projection.size,

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-TRAINING_TIMES = ("fixed", "jittered", "shifted")
+TRAINING_TIMES = ("fixed", "jittered", "shifted", "mixed")
 """The times at which the weights of a hypernetwork are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
 jittered: each time is moved back at random within its step. The steps don't change.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
+mixed: shifted in half of the training steps, fixed in the others, so that the grid itself is trained as well.
 """
 
 
@@ -61,12 +62,14 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
     Args:
         grid: uniform, on the host.
         nodes: the solver's nodes.
-        how: jittered or shifted, see `TRAINING_TIMES`.
+        how: jittered, shifted or mixed, see `TRAINING_TIMES`.
         key: random key of this training step.
     """
-    if how == "shifted":
-        size = float(grid.ends[0])
-        ends = jnp.asarray(grid.ends, jnp.float32) - size * jax.random.uniform(key)
+    if how in ("shifted", "mixed"):
+        size, part = float(grid.ends[0]), jax.random.uniform(key)
+        if how == "mixed":
+            part = jnp.maximum(2 * part - 1, 0.0)  # at 0, the step at the end has no length
+        ends = jnp.asarray(grid.ends, jnp.float32) - size * part
         return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
     moved = np.repeat(np.diff(grid.ends, prepend=0.0), len(nodes)) * jax.random.uniform(key, grid.times.shape)
     return Grid(jnp.asarray(grid.ends, jnp.float32), jnp.maximum(grid.times - moved, 0.0).astype(jnp.float32))

@@ -32,6 +32,7 @@ class Projections:
     """The linear layers of a generator on one mesh, and how the products with each P are computed.
 
     fused: the names of the layers that use the kernels.
+    how: what every kernel is told: the chip, and whether it is interpreted.
     said: what is used, and why it isn't the kernels, for the log.
 
     Args:
@@ -51,7 +52,7 @@ class Projections:
         self.specs, self.made_specs, self.mesh = specs, made_specs, mesh
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
-        self.fused, self.said = set(), "XLA"
+        self.fused, self.how, self.said = set(), {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
             most = max(model.training_depths)
             times = len(model.grid(most).times) + len(model.solver.nodes)  # training can shift the grid: one more step

@@ -74,7 +74,10 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         expected = base(TOKENS, base.weights(base.grid(num_steps)))
         logits = ours(TOKENS, ours.weights())
         shown = (logits[..., :257], expected[..., :257])  # logits of padding rows are -inf
-        np.testing.assert_allclose(*shown, atol=5e-6 * float(jnp.abs(shown[1]).max()))
+        largest = float(jnp.abs(shown[1]).max())
+        # Weights that are off by one rounding each move single logits by 5e-5, and the mean square by (4e-6)^2.
+        np.testing.assert_allclose(*shown, atol=1e-4 * largest)
+        assert float(jnp.sqrt(jnp.mean((shown[0] - shown[1]) ** 2))) < 5e-6 * largest
 
 
 @pytest.mark.long

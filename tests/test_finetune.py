@@ -25,8 +25,12 @@ TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
 
 
 def save_base(workdir, config, step=3) -> Transformer:
-    """A finished run: a model of this config with large random weights."""
-    model = lively_model(**config.model)
+    """A finished run: a model of this config with large random weights.
+
+    They are half as large in depth as a lively model's, which amplifies one rounding of each weight to 5e-5 of logits.
+    """
+    graph, params = split_model(lively_model(**config.model))
+    model = nnx.merge(graph, {**params, "depth": jax.tree.map(lambda leaf: leaf / 2, params["depth"])})
     about = checkpoint.About(config.to_dict(), "bytes")
     with checkpoint.open_checkpoints(workdir, 1) as manager:
         checkpoint.save(manager, step, {"params": split_model(model)[1]}, about)
@@ -74,10 +78,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         expected = base(TOKENS, base.weights(base.grid(num_steps)))
         logits = ours(TOKENS, ours.weights())
         shown = (logits[..., :257], expected[..., :257])  # logits of padding rows are -inf
-        largest = float(jnp.abs(shown[1]).max())
-        # Weights that are off by one rounding each move single logits by 5e-5, and the mean square by (4e-6)^2.
-        np.testing.assert_allclose(*shown, atol=1e-4 * largest)
-        assert float(jnp.sqrt(jnp.mean((shown[0] - shown[1]) ** 2))) < 5e-6 * largest
+        np.testing.assert_allclose(*shown, atol=5e-6 * float(jnp.abs(shown[1]).max()))
 
 
 @pytest.mark.long

@@ -52,10 +52,10 @@ def main(_) -> None:
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     chip = blocks.chip_of(topology.devices[0])
     print(f"{topology.devices[0].device_kind}: blocks of {chip.budget / 2**20:g} MiB, cores per device {chip.cores}")
-    most = next(
+    widest = next(
         width for width in range(2048, 0, -8) if not blocks.reason_against(blocks.MOST_TIMES, width, 16, 256, chip)
     )
-    largest = (blocks.MOST_TIMES, most, 16, 256, "float32", "float32", "float32")
+    largest = (blocks.MOST_TIMES, widest, 16, 256, "float32", "float32", "float32")
     for *layer, weights, gradient, moment in [*LAYERS, largest]:
         times, width, inputs, outputs = layer
         if reason := blocks.reason_against(*layer, chip):

@@ -74,8 +74,12 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     done, trained = run("final")
     assert done.returncode == 0, done.stderr
     assert len(trained) == 2 * (2 + 2 * 4 + 2 + 2) and all("--config.seed=0" not in line for line in trained)
-    for of_kind, rate in ((":gpt", 0.003), ("step_features", 0.006), ("num_steps=2 ", 0.0015)):
-        of_kind = [line for line in trained if of_kind in line and (":gpt" in line) == (of_kind == ":gpt")]
+    for part, rate in (
+        ("tiny.py:gpt ", 0.003),
+        ("step_features", 0.006),
+        (":diffeqformer --config.model.num_steps=2 ", 0.0015),
+    ):
+        of_kind = [line for line in trained if part in line]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
     assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4

@@ -79,7 +79,16 @@ def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
 
 def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
     """One token for each row of logits."""
+    if choice.temperature < 1e-6:
+        return jnp.argmax(logits, axis=-1)
     return jax.vmap(jax.random.categorical)(keys, chances(logits, choice))
+
+
+def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
+    """A prompt in an array of at least `room` positions, in whole chunks, for `read_prompt`."""
+    tokens = np.zeros((1, -(-room // CHUNK) * CHUNK), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    return tokens
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
@@ -209,8 +218,7 @@ def continue_prompt(
         prompt: ids, at least one; with `count` at most `max_length` of them.
         keys: a random key for each sample.
     """
-    tokens = np.zeros((1, -(-max_length // CHUNK) * CHUNK), np.int32)
-    tokens[0, : len(prompt)] = prompt
+    tokens = padded_prompt(prompt, max_length)
     logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
     logits = jnp.repeat(logits, len(keys), axis=0)
     cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(keys), axis=1), cache)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import CHUNK, Choice, chances, choose_next, read_prompt
+from diffeqformer.inference.sampling import Choice, chances, choose_next, draw, padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer, weights_at
 
@@ -89,7 +89,7 @@ def write_round(
 
     def read(tokens, weights, cache, position):
         states, cache = model.extend(tokens[None], weights, cache, position)
-        return chances(model.head(states)[0, :, :vocab_size], choice), cache
+        return model.head(states)[0, :, :vocab_size], cache
 
     def write(text, key, going_on):
         key = jax.random.fold_in(key, text.position + 1)  # the first token took that of its own position
@@ -97,7 +97,7 @@ def write_round(
         def draft(carry, number):
             token, cache = carry
             logits, cache = read(token[None], weights.few, cache, text.position + number)
-            following = jax.random.categorical(jax.random.fold_in(key, 2 + number), logits[0]).astype(jnp.int32)
+            [following] = draw(logits, jax.random.fold_in(key, 2 + number)[None], choice).astype(jnp.int32)
             return (following, cache), (following, logits[0])
 
         # The last draft is dropped: its step stores the keys and values of the one before it.
@@ -105,7 +105,7 @@ def write_round(
         drafted, of_few = drafted[:-1], of_few[:-1]
         verified = jnp.append(text.token, drafted)
         of_many, many = read(verified, weights.many, text.caches.many, text.position)
-        tokens, count = keep(drafted, of_few, of_many, key)
+        tokens, count = keep(drafted, chances(of_few, choice), chances(of_many, choice), key)
         count = jnp.where(going_on, count, 0)
         token = jnp.where(going_on, tokens[count - 1], text.token)
         return Writing(token, text.position + count, Depths(few, many)), tokens, count
@@ -166,9 +166,7 @@ def _continue(graph, params, weights, max_length, prompt, count, keys, vocab_siz
 
 def _after_prompt(graph, params, weights, max_length, prompt, keys, vocab_size, choice) -> Writing:
     """Every text after the prompt, with its first token."""
-    length = -(-(max_length + DRAFTED) // CHUNK) * CHUNK  # the last draft can go on behind the last position
-    tokens = np.zeros((1, length), np.int32)
-    tokens[0, : len(prompt)] = prompt
+    tokens = padded_prompt(prompt, max_length + DRAFTED)  # the last draft can go on behind the last position
     (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
     logits, caches = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))

@@ -25,7 +25,7 @@ LIMITS = {  # bytes of VMEM for a kernel, by kind of device (some have two names
     "TPU v6e": 32 * MEBIBYTE,
     "TPU7x": 32 * MEBIBYTE,  # of 64, with 4.5 times the bandwidth of v5e
 }
-MOST_TIMES = 256  # more don't fit beside the blocks
+MOST_TIMES = 256  # h, its gradient and a strip take what the blocks leave, in proportion to T
 MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
 
 

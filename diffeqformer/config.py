@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES, are_depths
+from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, shares_of_depths
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.errors import UserError, did_you_mean
@@ -62,7 +62,10 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.training_times = "fixed"
     # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""
-    config.model.step_features = False  # the weights depend on the length of their step, too, not on the time alone
+    # Each training step walks its batch at two of these depths, and the lower one learns from the higher one, too.
+    config.model.consistency = False
+    # The weights depend on the length of their step, too, down to 1 / step_features; 0: on the time alone.
+    config.model.step_features = 0
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
     config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
@@ -214,7 +217,16 @@ RULES = [
         lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
         "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
     ),
-    *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
+    Rule(
+        "model.consistency",
+        lambda v, c: not v or len(shares_of_depths(c.model.training_depths)) > 1,
+        "must be left out without two or more model.training_depths",
+    ),
+    *_every(
+        "dynamics_every model.lora_rank model.step_features mesh.generator data.processes",
+        lambda v: v >= 0,
+        "must not be negative",
+    ),
     Rule(
         "model.lora_rank",
         lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,

@@ -36,9 +36,15 @@ def time_mlp(p, e):
 
 
 def generated_layer(p, h):
-    """One layer's weights, given h(t): kernel h P + B, bias h P_b; for a norm, scale 1 + h P_s and shift h P_h."""
+    """One layer's weights, given h(t): kernel h P + B, bias h P_b; for a norm, scale 1 + h P_s and shift h P_h.
+
+    A looped model's kernel and bias are shared; some are gated by 1 + h P_g.
+    """
     if "scale_projection" in p:
         return {"scale": 1 + h @ p["scale_projection"], "shift": h @ p["shift_projection"]}
+    if "kernel" in p:
+        gate = 1 + h @ p["gate_projection"] if "gate_projection" in p else 1
+        return {name: p[name] * gate for name in ("kernel", "bias") if name in p}
     weights = {"kernel": jnp.einsum("e,ieo->io", h, p["projection"]) + p["constant"]}
     if "bias_projection" in p:
         weights["bias"] = h @ p["bias_projection"]
@@ -48,7 +54,7 @@ def generated_layer(p, h):
 def generated_block(depth, e):
     """All weights of the block at the time whose features are e; `depth` is params["depth"].
 
-    Each layer has its own MLP or, in the alternative design of Fig. 17, all layers share one.
+    Each layer has its own MLP or, in the alternative design of Fig. 17 and in looped models, all layers share one.
     """
     return {
         name: generated_layer(p, time_mlp(depth["mlp"] if "mlp" in depth else p["mlp"], e))

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, LoopedWeights
 from diffeqformer.depth.grid import Grid, shares_of_depths
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
@@ -46,6 +46,7 @@ class Kind:
 MODELS = {
     "diffeqformer": Kind(GeneratedWeights, "euler"),
     "alternative": Kind(AlternativeWeights, "euler"),
+    "looped": Kind(LoopedWeights, "euler"),
     "discretized": Kind(PerLayerWeights, "euler"),  # a diffeqformer's weights at the times of one grid
     "shared": Kind(SharedWeights, "euler"),
     "gpt": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="gpt"),
@@ -73,7 +74,8 @@ class Transformer(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps = config.num_steps, kind.vanilla
-        self.training_depths = tuple(shares_of_depths(config.training_depths) or [config.num_steps])
+        depths = sorted(shares_of_depths(config.training_depths) or [config.num_steps], reverse=True)
+        self.deepest_walks = tuple(depths[: 2 if config.consistency else 1])  # of any training step
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)

@@ -51,7 +51,7 @@ MODELS = {  # the config's model and the options of each kind
     "drawn": ("diffeqformer", [*DRAWN, "--config.model.time_frequency=10"]),
     "drawn, step features": (
         "diffeqformer",
-        [*DRAWN, "--config.model.time_frequency=10", "--config.model.step_features"],
+        [*DRAWN, "--config.model.time_frequency=10", "--config.model.step_features=8"],
     ),
 }
 ELASTIC = tuple(name for name in MODELS if name.startswith("drawn"))

@@ -74,6 +74,8 @@ WRONG = {
     "model.generator_start": "best",
     "model.training_times": "random",
     "model.training_depths": "2,2",
+    "model.consistency": True,  # without several training_depths
+    "model.step_features": -1,
     "model.solver": "rk3",
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,
@@ -147,8 +149,8 @@ def test_a_wrong_value_is_refused_by_name(field):
         ),
         (
             ("shared", "gpt"),
-            {"model__step_features": True},
-            "model.step_features: must be left out for model.kind shared, .* it is True",
+            {"model__step_features": 4},
+            "model.step_features: must be left out for model.kind shared, .* it is 4",
         ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
@@ -240,7 +242,6 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "name",
         "base",
         "model.norm_of_norm",
-        "model.step_features",
         "data.dir",
         "data.module",
         "data.tfds_dir",
@@ -309,7 +310,7 @@ def test_right_overrides_pass():
     [
         (
             ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, alternative, discretized, shared, gpt, llama, "
+            "config.model.kind: must be one of diffeqformer, alternative, looped, discretized, shared, gpt, llama, "
             "but it is 'bert'",
         ),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),

@@ -18,9 +18,15 @@ from diffeqformer.training.step import Program
 from helpers import first_state, normal, tokens_of, toy_config
 
 
-def plain_cross_entropy(x, matrix, targets, weights, vocab_size):
-    logits = jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size]
-    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+def plain_cross_entropy(x, matrix, targets, weights, vocab_size, teacher=None):
+    def logits(x):
+        return jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size]
+
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(x), targets)
+    if teacher is not None:
+        expected = jax.lax.stop_gradient(jax.nn.softmax(logits(teacher)))
+        losses += optax.kl_divergence(jax.nn.log_softmax(logits(x)), expected)
+    return jnp.sum(weights * losses)
 
 
 def example(rows: int, dtype):
@@ -32,18 +38,21 @@ def example(rows: int, dtype):
 
 
 @pytest.mark.parametrize("dtype, close", [("float32", 2e-6), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("rows", [24, 20, 5])  # whole chunks, a part of one, and less than one
-def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, monkeypatch):
+@pytest.mark.parametrize("rows, taught", [(24, False), (20, False), (20, True), (5, True)])  # chunks, or parts of them
+def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, taught, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     x, matrix, targets, weights = example(rows, dtype)
-    results = []
+    teacher, results = jnp.flip(x, axis=1) + x if taught else None, []
     for function in (cross_entropy.cross_entropy, plain_cross_entropy):
-        thrice = jax.value_and_grad(lambda x, m, function=function: 3 * function(x, m, targets, weights, 41), (0, 1))
-        value, gradient = jax.jit(thrice)(x, matrix)
+
+        def thrice(x, m, function=function):
+            return 3 * function(x, m, targets, weights, 41, teacher)
+
+        value, gradient = jax.jit(jax.value_and_grad(thrice, (0, 1)))(x, matrix)
         assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
         results.append((value, *gradient))
-    alone = jax.jit(function, static_argnums=4)(x, matrix, targets, weights, 41)
-    assert 3 * alone == pytest.approx(float(results[0][0]), rel=1e-5)
+    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(x, matrix, targets, weights, 41, teacher)
+    assert 3 * alone == pytest.approx(float(results[1][0]), rel=1e-5)
     for ours, plain in zip(*results):
         ours, plain = np.float32(ours), np.float32(plain)
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)

@@ -67,7 +67,8 @@ STDDEV = {  # of every leaf by its name, where the generator's start doesn't dec
     "lm_head": 0.02,
     "kernel": 0.02,
     "bias_projection": 1e-4,
-    **dict.fromkeys(("lin1_bias", "lin2_bias", "scale_projection", "shift_projection", "scale", "shift", "bias"), 0.0),
+    **dict.fromkeys(("lin1_bias", "lin2_bias", "scale", "shift", "bias"), 0.0),
+    **dict.fromkeys((f"{what}_projection" for what in ("scale", "shift", "gate")), 0.0),
 }
 BY_START = {
     "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},

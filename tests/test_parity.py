@@ -106,7 +106,7 @@ def test_the_baselines_have_the_logits_of_hugging_face(kind, name):
 
 
 def reference_blocks(kind, params, num_steps):
-    if kind in ("diffeqformer", "alternative"):
+    if kind in ("diffeqformer", "alternative", "looped"):
         return reference.generated_blocks(params, num_steps, 8), reference.euler
     if kind in ("gpt", "llama"):
         return reference.per_layer_blocks(params, num_steps), reference.lie_trotter
@@ -124,6 +124,14 @@ def parameters(kind, field, num_steps):
         mlp = layers["attention_out"]["mlp"]
         layers = {name: {k: v for k, v in layer.items() if k != "mlp"} for name, layer in layers.items()}
         return {**params, "depth": {"mlp": mlp, "layers": layers}}
+    if kind == "looped":
+        generated, shared = parameters("alternative", field, num_steps), parameters("shared", field, num_steps)
+        layers = shared["depth"]["layers"] | {
+            name: layer for name, layer in generated["depth"]["layers"].items() if "scale_projection" in layer
+        }
+        for name in ("attention_out", "mlp_down"):
+            layers[name] = {**layers[name], "gate_projection": layers["norm_mlp"]["scale_projection"][:, ::-1]}
+        return {**generated, "depth": {"mlp": generated["depth"]["mlp"], "layers": layers}}
     params = authors.load(field, field)[1]
     layers = params["depth"]["layers"]
     if field == "llama" != kind:  # a DiffEqFormer's norms have shifts
@@ -173,7 +181,7 @@ def test_weights_that_know_their_step_agree_with_the_float64_reference():
         blocks = reference.generated_blocks(exact, num_steps, 8, know_step=True)
         logits = jax.vmap(lambda row: reference.forward(exact, blocks, reference.euler, row, heads=4)[0])(tokens)
         assert logits.dtype == jnp.float64
-    model = authors.build(authors.model_config("diffeqformer", "gpt", num_steps=num_steps, step_features=True), params)
+    model = authors.build(authors.model_config("diffeqformer", "gpt", num_steps=num_steps, step_features=8), params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
 
 

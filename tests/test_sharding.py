@@ -40,6 +40,12 @@ def run_and_score(config, mesh):
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
         ("diffeqformer", "gpt", {"model__solver": "heun"}, [(1, 8, 1)]),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
+        (
+            "diffeqformer",
+            "gpt",
+            {"model__training_depths": "2,3", "model__consistency": True, "model__step_features": 3},
+            [(2, 2, 2)],
+        ),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):

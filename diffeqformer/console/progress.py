@@ -119,6 +119,11 @@ class Progress:
         """Exclude from the rate the time that wasn't training."""
         self.last_time += seconds
 
+    def compiled(self, seconds: float) -> None:
+        """Exclude from the rate and the time left what won't come again."""
+        self.pause(seconds)
+        self.start += seconds
+
     def train(self, step: int, scalars: dict[str, float]) -> None:
         """Print a line after `step` steps: loss, rate and time left. `scalars` belong to this step."""
         if step > self.last_step:

@@ -6,7 +6,8 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
-With `model.step_features`, e has features of the step's length d as well, and all weights are functions of (t, d).
+With `model.step_features` = N, e has features of max(d, 1 / N) as well, where d is the step's length. Then weights
+belong to a map over the step. With steps of at most 1 / N, they are a differential equation's.
 
 `diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
@@ -47,7 +48,6 @@ def time_features(
 
 
 STEP_FEATURES = 5
-SHORTEST_STEP = 2.0**-16  # a random grid can have a step of length 0
 
 
 def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T features"]:
@@ -61,7 +61,7 @@ def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarra
       booktitle={International Conference on Learning Representations}, year={2025}}
     """
     of = jnp if isinstance(step_sizes, Array) else np
-    z = -of.log2(of.maximum(step_sizes, SHORTEST_STEP)) / 4
+    z = -of.log2(step_sizes) / 4
     waves = [wave(harmonic * math.pi * z) for harmonic in (1, 2) for wave in (of.sin, of.cos)]
     return of.stack([z, *waves], axis=1).astype(np.float32)
 
@@ -140,6 +140,27 @@ class GeneratedNorm(nnx.Module):
         return weights
 
 
+class GatedLinear(nnx.Module):
+    """A shared kernel and bias; those that write to the state have their outputs scaled by 1 + h(t) P_g."""
+
+    def __init__(self, layer: Linear, width: int, start: Start, rngs: nnx.Rngs):
+        outputs = layer.axes[1]
+        self.kernel = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=0.02, decays=True)
+        if layer.bias:
+            self.bias = parameter(rngs, (layer.outputs,), (outputs,))
+        if outputs == "embed":
+            self.gate_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs))
+
+    def __call__(self, h: Float[Array, "T E"]) -> dict:
+        gate = jnp.ones((len(h), self.kernel.shape[1]))
+        if hasattr(self, "gate_projection"):
+            gate += exact(h, self.gate_projection)
+        weights = {"kernel": self.kernel[...] * gate[:, None]}
+        if hasattr(self, "bias"):
+            weights["bias"] = self.bias[...] * gate
+        return weights
+
+
 class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
@@ -152,6 +173,7 @@ class GeneratedWeights(DepthWeights):
 
     generated = True
     shared_mlp: ClassVar[bool] = False
+    linear: ClassVar[type[nnx.Module]] = GeneratedLinear
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
@@ -160,7 +182,7 @@ class GeneratedWeights(DepthWeights):
         number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start.mlp, rngs)
-        kinds, self.layers = {Linear: GeneratedLinear, Norm: GeneratedNorm}, nnx.Dict()
+        kinds, self.layers = {Linear: self.linear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
             mlp = None if self.shared_mlp else TimeMLP(number, width, start.mlp, rngs)
             self.layers[name] = kinds[type(layer)](layer, width, start, rngs)
@@ -187,7 +209,8 @@ class GeneratedWeights(DepthWeights):
         if not self.step_features:
             return of_times
         of = jnp if isinstance(of_times, Array) else np
-        return of.concatenate([of_times, step_features(of.broadcast_to(step_sizes, times.shape))], axis=1)
+        sizes = of.maximum(of.broadcast_to(step_sizes, times.shape), 1 / self.step_features)
+        return of.concatenate([of_times, step_features(sizes)], axis=1)
 
     def from_features(
         self, features: Float[Array | np.ndarray, "T features"], projects: dict[str, Callable] | None = None
@@ -205,3 +228,16 @@ class AlternativeWeights(GeneratedWeights):
     """The paper's alternative design (section D.2, Fig. 17): all layers share one MLP of time."""
 
     shared_mlp = True
+
+
+class LoopedWeights(GeneratedWeights):
+    """Shared kernels, with norms and gates that depend on the time, as in LoopFormer.
+
+    @inproceedings{jeddi2026loopformer,
+      title={LoopFormer: Elastic-Depth Looped Transformers for Latent Reasoning via Shortcut Modulation},
+      author={Jeddi, Ahmadreza and Ciccone, Marco and Taati, Babak},
+      booktitle={International Conference on Learning Representations}, year={2026}}
+    """
+
+    shared_mlp = True
+    linear = GatedLinear

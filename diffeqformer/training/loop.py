@@ -108,6 +108,7 @@ def describe(run: Run, params: dict) -> None:
     fixed_depth = MODELS[config.model.kind].weights.fixed_depth
     numbers = ", ".join(map(str, run.program.depths))
     depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
+    depth += " (two of them in each training step)" if config.model.consistency else ""
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
@@ -143,16 +144,20 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
     )
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         show_validation(run, first, state["params"], progress, dynamics)
-    pending = collections.deque()
+    pending, compiled = collections.deque(), set()
     for step in range(first + 1, config.steps + 1):
-        state, scalars = run.program.train_step(state, run.batch(step), run.num_steps(step))
+        walks, begun = run.walks(step), time.monotonic()
+        state, scalars = run.program.train_step(state, run.batch(step), walks)
+        if walks not in compiled:
+            compiled.add(walks)
+            progress.compiled(time.monotonic() - begun)
         if step == first + 1:
             jax.block_until_ready((state, scalars))  # raises an error if memory ran out
         pending.append((step, scalars))
         last, stopping = step == config.steps, notice.now()
         evaluating = last or (step % config.eval_every == 0 and not stopping)
         saving = last or stopping or step % config.checkpoint_every == 0
-        while len(pending) > (0 if evaluating or saving else 1):
+        while len(pending) > (0 if evaluating or saving or step == first + 1 else 1):
             show_scalars(run, *pending.popleft(), progress, started)
         pause = time.monotonic()
         if evaluating:

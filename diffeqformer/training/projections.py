@@ -54,9 +54,8 @@ class Projections:
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = set(), {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            most = max(model.training_depths)
-            times = len(model.grid(most).times) + len(model.solver.nodes)  # training can shift the grid: one more step
-            self._take_kernels(times, everywhere=wanted == "pallas")
+            steps = sum(most + 1 for most in model.deepest_walks)  # training can shift a grid: one more step
+            self._take_kernels(steps * len(model.solver.nodes), everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:
         from diffeqformer.kernels.blocks import chip_of, reason_against

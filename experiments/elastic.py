@@ -1,29 +1,35 @@
 """One checkpoint for many depths against a model for each depth, on two CPU cores.
 
     python experiments/elastic.py --stage=rates    # three learning rates for each kind of model, one seed
+    python experiments/elastic.py --stage=times    # the time per token at each depth; with nothing else running
     python experiments/elastic.py --stage=final    # three seeds: specialists, GPTs, elastic models at two budgets
 
 The shape and the text are those of configs/tiny.py. A row of the results is one run of diffeqformer.main in its own
 folder, scored by diffeqformer.evaluate at the depths that it can take. Rows that --results holds aren't run again, so
 the study can be run in pieces, and on several machines. Interrupted runs go on where they were.
 
-A specialist, like a GPT, is trained at one depth, with the published time frequency. An elastic model draws one of
-`TRAINED` in each step, and has a low frequency. Its first budget is the number of training steps of one specialist, its
-second one the steps of depth of all specialists together; the deepest specialist and GPT are given these as well. Rates
-are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over its
-depths for an elastic model. Longer runs take the same rates.
+A specialist, like a GPT, is trained at one depth, with the published time frequency. Elastic models have a low
+frequency. In each training step, the one called drawn walks one of the depths `TRAINED`. The one called taught walks
+two, of which the lower learns from the higher, and its weights depend on the length of their step. The one called
+looped is trained in the same way, but has shared kernels, as LoopFormer. Their first budget is the number of training
+steps of one specialist, their second one the steps of depth of all specialists together; the deepest specialist and GPT
+are given these as well. Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and
+GPTs, on average over its depths for an elastic model. Longer runs take the same rates.
 """
 
+import collections
 import concurrent.futures
 import itertools
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import statistics
 import subprocess
 import sys
 import threading
+import time
 from typing import NamedTuple
 
 from absl import app, flags
@@ -31,7 +37,7 @@ from common import on_cores, train
 
 from diffeqformer.console.results import write_text
 
-STAGE = flags.DEFINE_enum("stage", None, ["rates", "final"], "Which rows.", required=True)
+STAGE = flags.DEFINE_enum("stage", None, ["rates", "times", "final"], "What to run.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
 RESULTS = flags.DEFINE_string("results", "experiments/elastic.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
@@ -44,21 +50,41 @@ DEPTHS = (2, 4, 8, 12)  # of specialists
 TRAINED = (2, 3, 4, 6, 8)  # depths among which elastic models draw
 SCORED = (2, 3, 4, 5, 6, 8, 12, 16)
 RATES = (1.5e-3, 3e-3, 6e-3)
-DRAWN = [f"--config.model.training_depths={','.join(map(str, TRAINED))}", "--config.model.num_steps=8"]
-MODELS = {  # the config's model and the options of each kind
-    "specialist": ("diffeqformer", []),
-    "gpt": ("gpt", []),
-    "drawn": ("diffeqformer", [*DRAWN, "--config.model.time_frequency=10"]),
-    "drawn, step features": (
-        "diffeqformer",
-        [*DRAWN, "--config.model.time_frequency=10", "--config.model.step_features=8"],
-    ),
+
+
+class Kind(NamedTuple):
+    """A kind of model in the study.
+
+    model: the config's, after the colon.
+    options: the other options of a run.
+    walked: steps of depth in a training step, on average; 0: the model's depth.
+    """
+
+    model: str
+    options: tuple[str, ...] = ()
+    walked: float = 0
+
+
+MEAN = statistics.mean(TRAINED)
+DRAWN = (
+    f"--config.model.training_depths={','.join(map(str, TRAINED))}",
+    "--config.model.num_steps=8",
+    "--config.model.time_frequency=10",
+)
+TAUGHT = (*DRAWN, "--config.model.step_features=8", "--config.model.consistency")
+KINDS = {
+    "specialist": Kind("diffeqformer"),
+    "gpt": Kind("gpt"),
+    "drawn": Kind("diffeqformer", DRAWN, MEAN),
+    "taught": Kind("diffeqformer", TAUGHT, 2 * MEAN),
+    "looped": Kind("looped", TAUGHT, 2 * MEAN),
 }
-ELASTIC = tuple(name for name in MODELS if name.startswith("drawn"))
+ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
+TIMES = "seconds per token"  # their key in the results
 
 
 class Row(NamedTuple):
-    """One run: a key of `MODELS`, its depth (0: elastic), training steps, peak learning rate and seed."""
+    """One run: a key of `KINDS`, its depth (0: elastic), training steps, peak learning rate and seed."""
 
     model: str
     depth: int
@@ -73,10 +99,10 @@ class Row(NamedTuple):
 
     def options(self) -> list[str]:
         """What `main` is told."""
-        model, options = MODELS[self.model]
+        kind = KINDS[self.model]
         depth = [f"--config.model.num_steps={self.depth}"] if self.depth else []
         return [
-            f"--config=configs/tiny.py:{model}", *options, *depth, f"--config.steps={self.steps}",
+            f"--config=configs/tiny.py:{kind.model}", *kind.options, *depth, f"--config.steps={self.steps}",
             f"--config.optimizer.learning_rate={self.rate:g}", f"--config.seed={self.seed}",
             f"--config.eval_every={self.steps}", "--config.checkpoints_kept=1",
         ]  # fmt: skip
@@ -86,7 +112,7 @@ def rows_of_rates() -> list[Row]:
     """Each kind at three rates, where one depth stands for all depths of specialists and GPTs."""
     return [
         Row(model, 0 if model in ELASTIC else 4, STEPS.value, rate, 0)
-        for model, rate in itertools.product(MODELS, RATES)
+        for model, rate in itertools.product(KINDS, RATES)
     ]
 
 
@@ -109,7 +135,7 @@ def final_rows(rates: dict[str, float]) -> list[Row]:
     for seed in range(1, 1 + SEEDS.value):
         rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
         rows += [Row(model, depth, steps, rates[model], seed) for depth in DEPTHS for model in ("specialist", "gpt")]
-        rows += [Row(model, 0, round(total / statistics.mean(TRAINED)), rates[model], seed) for model in ELASTIC]
+        rows += [Row(model, 0, round(total / KINDS[model].walked), rates[model], seed) for model in ELASTIC]
         rows += [Row(model, DEPTHS[-1], total // DEPTHS[-1], rates[model], seed) for model in ("specialist", "gpt")]
     return rows
 
@@ -171,16 +197,51 @@ def run_all(rows: list[Row], results: dict[str, dict]) -> None:
         sys.exit(1)
 
 
+def time_tokens() -> dict[str, dict[str, float]]:
+    """Seconds to write one token, by model of the config and by depth: medians over rounds that take turns.
+
+    They depend on shapes alone, so nothing is trained.
+    """
+    import jax
+
+    from diffeqformer.inference.sampling import Choice, write_tokens
+    from diffeqformer.transformer import new_model
+
+    get_config = runpy.run_path("configs/tiny.py")["get_config"]
+    models, times = {}, collections.defaultdict(list)
+    for name, depth in itertools.product(dict.fromkeys(kind.model for kind in KINDS.values()), SCORED):
+        config = get_config(name)
+        config.model.num_steps = depth
+        models[name, depth] = new_model(config)
+    for _ in range(6):
+        for key, model in models.items():
+            tokens = write_tokens(
+                model, [0] * 8, count=101, key=jax.random.key(0), vocab_size=model.vocab_size, choice=Choice()
+            )
+            next(tokens)  # reads the prompt
+            start = time.perf_counter()
+            collections.deque(tokens, maxlen=0)
+            times[key].append((time.perf_counter() - start) / 100)
+    found = {name: {} for name, _ in models}
+    for (name, depth), seconds in times.items():
+        found[name][str(depth)] = statistics.median(seconds[1:])  # the first round compiles
+    return found
+
+
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
+    if STAGE.value == "times":
+        results[TIMES] = time_tokens()
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        return
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
     run_all(rows, results)
     found = {row: results[row.name()] for row in rows}
     print(table(found))
     if STAGE.value == "final":
-        plot(found, path.with_suffix(".png"))
+        plot(found, results.get(TIMES, {}), path.with_suffix(".png"))
 
 
 def by_model(found: dict[Row, dict]) -> dict[tuple, list[dict]]:
@@ -205,11 +266,11 @@ def table(found: dict[Row, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(found: dict[Row, dict], path: pathlib.Path) -> None:
-    """Plot mean bits/byte against depth."""
-    from diffeqformer.console.figures import new_figure
+def plot(found: dict[Row, dict], times: dict[str, dict[str, float]], path: pathlib.Path) -> None:
+    """Plot mean bits/byte against depth, and against the time per token if that was measured."""
+    from diffeqformer.console.figures import COLOURS, new_figure
 
-    figure, [[panel]] = new_figure(1, 1, (8, 4.5))
+    figure, [panels] = new_figure(1, 1 + bool(times), (7 + 5 * bool(times), 4.5), sharey=True)
     lines = {}
     for (model, _, steps, _), seeds in by_model(found).items():
         points = {
@@ -218,12 +279,18 @@ def plot(found: dict[Row, dict], path: pathlib.Path) -> None:
         }
         lines.setdefault((model, steps), {}).update(points)
     for (model, steps), points in lines.items():
-        depths = sorted(points)
-        style = "o-" if model in ELASTIC else "s--"
-        panel.plot(depths, [points[depth] for depth in depths], style, markersize=4, label=f"{model}, {steps:,} steps")
-    panel.set(xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED, xticklabels=SCORED)
-    panel.minorticks_off()
-    panel.legend(fontsize=8)
+        depths, style = sorted(points), {"color": COLOURS[list(KINDS).index(model)], "marker": "o", "markersize": 4}
+        style["linestyle"] = "--" if steps == STEPS.value else "-"
+        for panel in panels:
+            of_model = times.get(KINDS[model].model, {})
+            at = depths if panel is panels[0] else [1e3 * of_model[str(depth)] for depth in depths]
+            panel.plot(at, [points[depth] for depth in depths], label=f"{model}, {steps:,} steps", **style)
+    panels[0].set(xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED)
+    panels[0].set_xticklabels(SCORED)
+    panels[0].minorticks_off()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    if times:
+        panels[1].set(xlabel="milliseconds per token")
     figure.savefig(path, dpi=110)
 
 

@@ -1,6 +1,7 @@
 """The experiments' scripts, with fake runs."""
 
 import json
+import re
 
 import pytest
 
@@ -70,18 +71,21 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert (
         done.returncode == 1 and "--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate" in done.stderr
     )
-    assert len(run("rates")[1]) == 3 * 4 and run("rates")[1] == []
+    assert len(run("rates")[1]) == 3 * 5 and run("rates")[1] == []
+    assert run("times")[0].returncode == 0
     done, trained = run("final")
     assert done.returncode == 0, done.stderr
-    assert len(trained) == 2 * (2 + 2 * 4 + 2 + 2) and all("--config.seed=0" not in line for line in trained)
-    for part, rate in (
+    assert len(trained) == 2 * (3 + 2 * 4 + 3 + 2) and all("--config.seed=0" not in line for line in trained)
+    for pattern, rate in (
         ("tiny.py:gpt ", 0.003),
-        ("step_features", 0.006),
-        (":diffeqformer --config.model.num_steps=2 ", 0.0015),
+        ("tiny.py:diffeqformer .*step_features=8 .*consistency", 0.006),
+        ("tiny.py:looped .*step_features=8 .*consistency", 0.003),
+        ("tiny.py:diffeqformer --config.model.num_steps=2 ", 0.0015),
     ):
-        of_kind = [line for line in trained if part in line]
+        of_kind = [line for line in trained if re.search(pattern, line)]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
-    assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 4
+    assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 2
+    assert sum("consistency" in line and "--config.steps=14130 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
     assert results.with_suffix(".png").stat().st_size > 10_000

@@ -42,7 +42,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.sequence_length = 1024  # tokens in one sequence
 
     config.model = ConfigDict()
-    config.model.kind = model  # diffeqformer, alternative, discretized, shared, gpt or llama
+    config.model.kind = model  # diffeqformer, alternative, looped, discretized, shared, gpt or llama
     config.model.field = model if model in FIELDS else field  # the type of block: gpt or llama
     # The second norm reads the first one's output, as published. Applies to a llama field, except in the kind llama.
     config.model.norm_of_norm = True
@@ -132,6 +132,8 @@ def saved_config(fields: dict) -> ConfigDict:
     if isinstance(fields["model"]["remat"], bool):  # its first type
         remat = "step" if fields["model"]["remat"] else "none"
         fields = {**fields, "model": {**fields["model"], "remat": remat}}
+    if fields["model"].get("step_features") is True:  # its first type, without a shortest length
+        fields = {**fields, "model": {**fields["model"], "step_features": 2**16}}
     with config.unlocked():
         config.update(fields)
     return config
@@ -207,7 +209,11 @@ RULES = [
         f"({', '.join(MODELS['discretized'].solvers())})",
     ),
     _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
-    _without_hypernetwork("kernels", lambda v: v != "pallas", "auto or xla"),
+    Rule(
+        "kernels",
+        lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generates_kernels,
+        "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
+    ),
     _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
     _without_hypernetwork("model.step_features", lambda v: not v, "left out"),
     _one_of("model.training_times", TRAINING_TIMES),
@@ -222,11 +228,8 @@ RULES = [
         lambda v, c: not v or len(shares_of_depths(c.model.training_depths)) > 1,
         "must be left out without two or more model.training_depths",
     ),
-    *_every(
-        "dynamics_every model.lora_rank model.step_features mesh.generator data.processes",
-        lambda v: v >= 0,
-        "must not be negative",
-    ),
+    *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
+    *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),
     Rule(
         "model.lora_rank",
         lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,

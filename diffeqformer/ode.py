@@ -35,15 +35,15 @@ def examine(options) -> dict:
     """
     opened = checkpoint.load(options.workdir)
     model, config = opened.model, opened.config.model
-    if not model.depth.generated or model.num_steps < 2:
+    if not model.depth.generates_kernels or model.num_steps < 2:
         raise UserError(
-            "--workdir: must hold a model whose weights are generated for at least 2 times, but it is a model of the "
+            "--workdir: must hold a model whose kernels are generated for at least 2 times, but it is a model of the "
             f"kind {config.kind} with {model.num_steps} steps"
         )
     if config.step_features:
         raise UserError(
             "--workdir: must hold a model whose weights depend on the time alone, but this one has "
-            "model.step_features, so each grid has a differential equation of its own"
+            "model.step_features, so its longer steps belong to no differential equation"
         )
     window = window_of(options, opened)
     task, files = text_of(options, opened)

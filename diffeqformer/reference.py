@@ -154,10 +154,13 @@ def lie_trotter(blocks, x, heads):
     return jnp.stack(states)
 
 
-def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0, know_step=False):
-    """The block's weights at t_n = (n + 1) / L, computed for one time after the other."""
+def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0, longest=None):
+    """The block's weights at t_n = (n + 1) / L, computed for one time after the other.
+
+    With `longest`, they depend on the step's length as well, down to that of walks of `longest` steps.
+    """
     times = np.arange(1, num_steps + 1) / num_steps
-    of_step = step_features(1 / num_steps) if know_step else []
+    of_step = step_features(1 / min(num_steps, longest)) if longest else []
     features = [np.concatenate([time_features(t, num_frequencies, time_frequency), of_step]) for t in times]
     return [generated_block(params["depth"], e) for e in features]
 

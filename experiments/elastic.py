@@ -10,11 +10,12 @@ the study can be run in pieces, and on several machines. Interrupted runs go on 
 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. Elastic models have a low
 frequency. In each training step, the one called drawn walks one of the depths `TRAINED`. The one called taught walks
-two, of which the lower learns from the higher, and its weights depend on the length of their step. The one called
-looped is trained in the same way, but has shared kernels, as LoopFormer. Their first budget is the number of training
-steps of one specialist, their second one the steps of depth of all specialists together; the deepest specialist and GPT
-are given these as well. Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and
-GPTs, on average over its depths for an elastic model. Longer runs take the same rates.
+two, of which the lower learns from the higher. The one called looped is trained in the same way, but has shared kernels
+and gates, after LoopFormer. Their first budget is the number of training steps of one specialist, their second one the
+steps of depth of all specialists together; the deepest specialist and GPT are given these as well.
+
+Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
+its depths for an elastic model. Longer runs take the same rates. They read the text more than once.
 """
 
 import collections
@@ -80,7 +81,6 @@ KINDS = {
     "looped": Kind("looped", TAUGHT, 2 * MEAN),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
-TIMES = "seconds per token"  # their key in the results
 
 
 class Row(NamedTuple):
@@ -230,18 +230,21 @@ def time_tokens() -> dict[str, dict[str, float]]:
 
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
+    path_of_times = path.with_name(f"{path.stem}_times.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results, times = (json.loads(file.read_text()) if file.exists() else {} for file in (path, path_of_times))
     if STAGE.value == "times":
-        results[TIMES] = time_tokens()
-        write_text(path, json.dumps(results, indent=1) + "\n")
+        found = time_tokens()
+        write_text(path_of_times, json.dumps(found, indent=1) + "\n")
+        for model, seconds in found.items():
+            print(f"{model}: " + ", ".join(f"{1e3 * value:.2f} ms at {depth}" for depth, value in seconds.items()))
         return
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
     run_all(rows, results)
     found = {row: results[row.name()] for row in rows}
     print(table(found))
     if STAGE.value == "final":
-        plot(found, results.get(TIMES, {}), path.with_suffix(".png"))
+        plot(found, times, path.with_suffix(".png"))
 
 
 def by_model(found: dict[Row, dict]) -> dict[tuple, list[dict]]:

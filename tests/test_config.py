@@ -75,7 +75,7 @@ WRONG = {
     "model.training_times": "random",
     "model.training_depths": "2,2",
     "model.consistency": True,  # without several training_depths
-    "model.step_features": -1,
+    "model.step_features": 1,
     "model.solver": "rk3",
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,
@@ -152,6 +152,16 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"model__step_features": 4},
             "model.step_features: must be left out for model.kind shared, .* it is 4",
         ),
+        (
+            ("looped", "gpt"),
+            {"kernels": "pallas"},
+            "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__training_depths": "4", "model__consistency": True},
+            "model.consistency: must be left out without two or more model.training_depths",
+        ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
@@ -196,6 +206,10 @@ def test_a_config_saved_before_a_field_existed_has_its_default():
     config = saved_config(fields)
     check_config(config, num_devices=8)
     assert config.to_dict() == toy_config("gpt").to_dict()
+    fields = toy_config().to_dict()
+    for then, now in ((False, 0), (True, 2**16)):  # before there was a shortest length
+        fields["model"]["step_features"] = then
+        assert saved_config(fields).model.step_features == now
 
 
 @pytest.mark.parametrize(

@@ -68,32 +68,40 @@ def test_a_step_of_two_walks_is_the_mean_of_theirs_and_the_lower_learns_from_the
     changes = dict(model__training_times=times, model__training_depths="2,3,4", model__consistency=True)
     config = toy_config(kind, **changes, model__step_features=0 if kind == "shared" else 3)
     program, tokens = Program(config, ONE_DEVICE, (plain, "plain")), jnp.asarray(tokens_of(0, config))
-    assert program.deepest_walks == (4, 3)
-    params = first_state(program)["params"]
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), first_state(program)["params"]
+    )
 
-    def grids(model):
-        return [training_grid(model, times, 0, jnp.int32(5), depth) for depth in (4, 2)]
+    def grids(model, walks):
+        return [training_grid(model, times, 0, jnp.int32(5), depth) for depth in walks]
 
-    def expected(params):
+    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def expected(params, walks):
         model = nnx.merge(program.graph, params)
-        high, low = (jax.nn.log_softmax(model(tokens, model.weights(grid)))[:, :-1] for grid in grids(model))
+        high, low = (jax.nn.log_softmax(model(tokens, model.weights(grid)))[:, :-1] for grid in grids(model, walks))
         entropies = (-jnp.take_along_axis(walk, tokens[:, 1:, None], axis=2).mean() for walk in (high, low))
         taught = optax.kl_divergence(low, jax.lax.stop_gradient(jnp.exp(high))).mean()
-        return (sum(entropies) + taught) / 2
+        return (sum(entropies) + taught) / 2, taught
 
     @functools.partial(jax.jit, static_argnums=1)
     def found(params, microbatches):
-        walks = grids(nnx.merge(program.graph, params))
+        walks = grids(nnx.merge(program.graph, params), (4, 2))
         return ShardedLoss(program.graph, params, ONE_DEVICE).mean_and_gradient(
             params, tokens, None, microbatches, *walks
         )
 
-    value, gradient = jax.jit(jax.value_and_grad(expected))(params)
+    (value, taught), gradient = expected(params, (4, 2))
+    assert taught > 0.01
     for microbatches in (1, 2):
         loss, ours = found(params, microbatches)
         assert float(loss) == pytest.approx(float(value), rel=2e-6)
         for mine, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(gradient), strict=True):
             assert np.linalg.norm(mine - exact) <= 2e-5 * np.linalg.norm(exact)
+    state = {**first_state(program), "params": params, "step": jnp.int32(5)}
+    for walks, asked in (((4, 2), ((4, 2),)), ((4, 3), ())):  # without being asked, the deepest
+        _, scalars = program.train_step(jax.tree.map(jnp.copy, state), tokens, *asked)
+        assert float(scalars["loss"]) == pytest.approx(float(expected(params, walks)[0][0]), rel=2e-6)
 
 
 def test_features_of_a_step_are_waves_of_its_logarithm():
@@ -125,7 +133,7 @@ def test_weights_know_their_step_if_they_should(solver):
 
 
 def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
-    config = toy_config(model__training_depths="2,3", model__step_features=4)
+    config = toy_config(model__training_depths="2,3", model__step_features=4, model__consistency=True)
     model, tokens = new_model(config), jnp.asarray(tokens_of(0, config)[:2])
     stored = discretize(model, config, 3, "float32")
     np.testing.assert_allclose(stored(tokens, stored.weights()), model(tokens, model.weights(model.grid(3))), atol=1e-5)
@@ -159,10 +167,16 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
         Program(toy_config(**sizes, model__training_depths="2,130,140", model__consistency=True), ONE_DEVICE)
     needed, bytes_of_program = [], memory.bytes_of_program
     monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
-    for changes in ({"model__training_depths": "1,40"}, {"model__num_steps": 40}, {"model__num_steps": 1}):
+    several = {"model__training_depths": "1,30,40"}
+    for changes in (
+        several,
+        {"model__num_steps": 40},
+        {"model__num_steps": 1},
+        {**several, "model__consistency": True},
+    ):
         program = Program(toy_config(**changes), ONE_DEVICE)
         memory.check_memory(program.config, program, program.state_shapes, True)
-    assert needed[0] == needed[1] > needed[2] > 0
+    assert needed[3] > needed[0] == needed[1] > needed[2] > 0
 
 
 def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(

@@ -18,14 +18,11 @@ from diffeqformer.training.step import Program
 from helpers import first_state, normal, tokens_of, toy_config
 
 
-def plain_cross_entropy(x, matrix, targets, weights, vocab_size, teacher=None):
-    def logits(x):
-        return jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size]
-
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits(x), targets)
-    if teacher is not None:
-        expected = jax.lax.stop_gradient(jax.nn.softmax(logits(teacher)))
-        losses += optax.kl_divergence(jax.nn.log_softmax(logits(x)), expected)
+def plain_cross_entropy(walks, matrix, targets, weights, vocab_size):
+    logits = [jnp.einsum("nd,vd->nv", x, matrix, preferred_element_type=jnp.float32)[:, :vocab_size] for x in walks]
+    losses = sum(optax.softmax_cross_entropy_with_integer_labels(each, targets) for each in logits)
+    expected = jax.lax.stop_gradient(jax.nn.softmax(logits[0]))
+    losses += sum(optax.kl_divergence(jax.nn.log_softmax(each), expected) for each in logits[1:])
     return jnp.sum(weights * losses)
 
 
@@ -42,21 +39,21 @@ def example(rows: int, dtype):
 def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, taught, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     x, matrix, targets, weights = example(rows, dtype)
-    teacher, results = jnp.flip(x, axis=1) + x if taught else None, []
+    walks, results = [x, jnp.flip(x, axis=1) + x, -x] if taught else [x], []
     for function in (cross_entropy.cross_entropy, plain_cross_entropy):
 
-        def thrice(x, m, function=function):
-            return 3 * function(x, m, targets, weights, 41, teacher)
+        def thrice(walks, m, function=function):
+            return 3 * function(walks, m, targets, weights, 41)
 
-        value, gradient = jax.jit(jax.value_and_grad(thrice, (0, 1)))(x, matrix)
-        assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
-        results.append((value, *gradient))
-    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(x, matrix, targets, weights, 41, teacher)
+        value, (of_walks, of_matrix) = jax.jit(jax.value_and_grad(thrice, (0, 1)))(walks, matrix)
+        assert of_walks[0].dtype == x.dtype and of_matrix.dtype == matrix.dtype
+        results.append((value, of_matrix, *of_walks))
+    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(walks, matrix, targets, weights, 41)
     assert 3 * alone == pytest.approx(float(results[1][0]), rel=1e-5)
     for ours, plain in zip(*results):
         ours, plain = np.float32(ours), np.float32(plain)
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
-    assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
+    assert not np.any(results[0][1][41:])  # rows that fill up the vocabulary learn nothing
 
 
 def test_losses_have_the_bits_of_log_softmax():
@@ -64,7 +61,7 @@ def test_losses_have_the_bits_of_log_softmax():
     x, matrix, targets, _ = example(24, "float32")
     logits = jnp.where(jnp.arange(48) < 41, jnp.einsum("nd,vd->nv", x, matrix), -jnp.inf)
     expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    one_by_one = jax.vmap(lambda weights: cross_entropy.cross_entropy(x, matrix, targets, weights, 41))
+    one_by_one = jax.vmap(lambda weights: cross_entropy.cross_entropy([x], matrix, targets, weights, 41))
     np.testing.assert_array_equal(one_by_one(jnp.eye(24)), expected)
 
 
@@ -78,7 +75,7 @@ def test_all_logits_never_exist():
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((16 * cross_entropy.CHUNK,), "float32")]]
 
     def temporaries(function):
-        gradient = jax.grad(lambda *arguments: function(*arguments, 2000), (0, 1))
+        gradient = jax.grad(lambda x, *arguments: function([x], *arguments, 2000), (0, 1))
         return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     logits = 4 * 16 * cross_entropy.CHUNK * 2000

@@ -19,6 +19,7 @@ from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.config import check_config
+from diffeqformer.console import progress as progress_module
 from diffeqformer.console.progress import Progress
 from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
@@ -89,7 +90,8 @@ def test_decay_follows_the_published_masks():
     names = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down")
     assert decaying("llama")[0] == {"token_embedding", *(f"depth/layers/{name}/kernel" for name in names)}
     assert decaying("shared", "llama")[0] == decaying("discretized", "llama")[0] == decaying("llama")[0]
-    for kind in ("diffeqformer", "alternative"):
+    assert decaying("looped")[0] == embeddings | kernels
+    for kind in ("diffeqformer", "alternative", "looped"):
         every, count = decaying(kind, "llama")
         assert len(every) == count
 
@@ -324,6 +326,20 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
             progress.train(step, {"loss": value})
         progress.close()
     assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
+
+
+def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, monkeypatch, capsys):
+    now = types.SimpleNamespace(seconds=0.0)
+    clock = types.SimpleNamespace(monotonic=lambda: now.seconds, time=lambda: now.seconds)
+    monkeypatch.setattr(progress_module, "time", clock)
+    progress = Progress(tmp_path, 0, steps=103, tokens_per_step=10)
+    progress.first(1, 5.0, 7.0)
+    now.seconds += 2 + 100 + 30
+    progress.compiled(100.0)
+    progress.pause(30.0)  # a validation, which comes again
+    progress.train(3, {"loss": 4.0})
+    progress.close()
+    assert "10 tokens/s  26:40 left" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ Equation (6) and appendix A of the paper. For each layer of the vector field,
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
-With `model.step_features` = N, e has features of max(d, 1 / N) as well, where d is the step's length. Then weights
-belong to a map over the step. With steps of at most 1 / N, they are a differential equation's.
+With `model.step_features` = N, e has features of max(d, 1 / N) as well, where d is the step's length. Then the weights
+of longer steps belong to a map over the step. Those of steps up to 1 / N are a differential equation's.
 
 `diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
@@ -51,7 +51,7 @@ STEP_FEATURES = 5
 
 
 def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T features"]:
-    """Features of the lengths of steps, z = log2(1 / d) / 4 and its first waves: [T, 5] fp32.
+    """Features of the lengths d > 0 of steps, z = log2(1 / d) / 4 and its first waves: [T, 5] fp32.
 
     Lengths count by their logarithm, as in shortcut models:
 
@@ -171,7 +171,7 @@ class GeneratedWeights(DepthWeights):
         rngs: source of the initial parameters.
     """
 
-    generated = True
+    generated = generates_kernels = True
     shared_mlp: ClassVar[bool] = False
     linear: ClassVar[type[nnx.Module]] = GeneratedLinear
 
@@ -231,7 +231,9 @@ class AlternativeWeights(GeneratedWeights):
 
 
 class LoopedWeights(GeneratedWeights):
-    """Shared kernels, with norms and gates that depend on the time, as in LoopFormer.
+    """Shared kernels, with norms and gates that depend on the time, after LoopFormer (docs/fidelity.md).
+
+    Kernels are copied to every time, so that this saves parameters, but no memory of a train step.
 
     @inproceedings{jeddi2026loopformer,
       title={LoopFormer: Elastic-Depth Looped Transformers for Latent Reasoning via Shortcut Modulation},
@@ -239,5 +241,5 @@ class LoopedWeights(GeneratedWeights):
       booktitle={International Conference on Learning Representations}, year={2026}}
     """
 
-    shared_mlp = True
+    shared_mlp, generates_kernels = True, False
     linear = GatedLinear

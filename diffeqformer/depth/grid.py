@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class Grid:
         return cls(starts, ends, xp.stack(times, axis=1).ravel())
 
     @classmethod
-    def joined(cls, grids: list["Grid"]) -> "Grid":
+    def joined(cls, grids: Sequence["Grid"]) -> "Grid":
         """The steps of several walks through depth, one walk after the other, so that their weights are made at once.
 
         Args:
@@ -115,7 +116,10 @@ def are_depths(text: str) -> bool:
 def drawn_depths(shares: dict[int, float], seed: int, step: int, number: int = 1) -> tuple[int, ...]:
     """Different numbers of steps of depth in one training step, highest first, from (seed, step).
 
-    Steps of training are counted from 0.
+    Args:
+        shares: from `shares_of_depths`. They are those of the first draw; another one is made from the rest.
+        seed, step: of training. Its steps are counted from 0.
+        number: how many to draw, at most as many as there are.
     """
     random = np.random.RandomState([seed, step, 0])  # batches take [seed, epoch]
     drawn = random.choice(list(shares), number, replace=False, p=list(shares.values()))

@@ -21,11 +21,13 @@ class DepthWeights(nnx.Module):
     `b` (`diffeqformer.depth.low_rank`).
 
     generated: the weights are a function of time, so there are weights for any grid.
+    generates_kernels: their kernels are products with a projection P (`diffeqformer.depth.projection`).
     constant: one set is used at all times, and there is no axis T.
     fixed_depth: there is one set for each step, and the number of steps is fixed.
     """
 
     generated: ClassVar[bool] = False
+    generates_kernels: ClassVar[bool] = False
     constant: ClassVar[bool] = False
     fixed_depth: ClassVar[bool] = False
 

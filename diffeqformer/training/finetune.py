@@ -35,7 +35,11 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
     except checkpoint.NoCheckpoint:
         model = _model_of_base(config)
     if config.model.kind not in (model.kind, "diffeqformer"):  # a config's default
-        needed = "a DiffEqFormer" if config.model.kind == "discretized" else f"a model of the kind {config.model.kind}"
+        needed = (
+            "a model with generated weights"
+            if config.model.kind == "discretized"
+            else f"a model of the kind {config.model.kind}"
+        )
         raise UserError(
             f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
         )

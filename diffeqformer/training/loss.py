@@ -62,7 +62,7 @@ class ShardedLoss:
         self.step_specs = gathered if model.depth.constant else _without_time(gathered)
         self.merged_specs = select(gathered, lambda path: path[-1] not in FACTORS)
         self.projections = None
-        if kernels and model.depth.generated:
+        if kernels and model.depth.generates_kernels:
             specs = self.param_specs["depth"]["layers"]
             self.projections = Projections(model, specs, self.made_specs, mesh, kernels)
 
@@ -81,7 +81,7 @@ class ShardedLoss:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
         With `kernels`, it has `Factors` in the place of each P. With several grids it is the mean over their walks
-        through depth. All but the first learn from the first one's predictions, too (`cross_entropy`, teacher).
+        through depth, of which the first teaches the others (`cross_entropy`).
 
         The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
         other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
@@ -177,9 +177,8 @@ class ShardedLoss:
                 layer: {name: self.step_specs[layer][name] for name in weights}
                 for layer, weights in walks[0].layers.items()
             }
-            walks = [
-                dataclasses.replace(walk, gather=lambda layers: gather(layers, specs, ("fsdp",))) for walk in walks
-            ]
+            gather_step = functools.partial(gather, specs=specs, over=("fsdp",))
+            walks = [dataclasses.replace(walk, gather=gather_step) for walk in walks]
         shared = self.mesh.shape["tensor"]
         total = _sum_over_tensor if shared > 1 else as_it_is
         make_heads = heads_by_position if self.attend is splash else heads
@@ -191,14 +190,7 @@ class ShardedLoss:
                 jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (*states, targets, scored)
             )
         states = [model.normalize(x).reshape(-1, x.shape[-1]) for x in states]
-        loss_of = functools.partial(
-            cross_entropy,
-            matrix=model.head_matrix(),
-            targets=targets.reshape(-1),
-            weights=scored.reshape(-1),
-            vocab_size=model.vocab_size,
-        )
-        return sum((loss_of(x, teacher=states[0]) for x in states[1:]), start=loss_of(states[0]))
+        return cross_entropy(states, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
 
     def sum_and_count(
         self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]

@@ -51,7 +51,7 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
 class Program:
     """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
-    depths: the numbers of steps of depth in training, with their shares of the train steps
+    depths: the numbers of steps of depth in training, with their shares of the draws
     deepest_walks: the walks of the train step that takes the most memory and time; all have as many
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`

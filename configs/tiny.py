@@ -1,6 +1,7 @@
 """A small byte-level model of Python source code: nothing to download, five minutes on two CPU cores.
 
     python -m diffeqformer.main --config=configs/tiny.py             # :gpt and :shared are the baselines
+    python -m diffeqformer.main --config=configs/tiny.py:elastic     # a DiffEqFormer for 2 to 16 steps of depth
 
 The text is Python's own standard library. The shape, the schedule and the learning rate of each model were chosen for
 the lowest validation loss in that time.
@@ -16,7 +17,12 @@ LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best
 
 
 def get_config(model: str = "diffeqformer"):
-    config = base_config("tiny", model)
+    elastic = model == "elastic"
+    config = base_config("tiny", "diffeqformer" if elastic else model)
+    if elastic:  # the best of docs/elastic.md
+        config.name = "tiny-elastic"
+        config.model.update(training_depths="2,3,4,6,8", consistency=True, training_times="mixed")
+        config.model.update(time_frequency=10.0, step_features=8)
     config.steps = 5000
     config.batch_size = 8
     config.sequence_length = 128
@@ -24,7 +30,7 @@ def get_config(model: str = "diffeqformer"):
         width=96,
         heads=4,
         mlp=384,
-        num_steps=4,
+        num_steps=8 if elastic else 4,
         vocab_size=257,  # bytes and end-of-text
         max_length=128,
         time_embed_dim=24,

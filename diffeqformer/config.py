@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
 from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, shares_of_depths
+from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, trained_depths
 from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.errors import UserError, did_you_mean
@@ -224,8 +224,13 @@ RULES = [
         "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
     ),
     Rule(
+        "model.training_times",
+        lambda v, c: v == "fixed" or c.model.step_features <= max(trained_depths(c.model)),
+        "must be fixed, since all trained steps are longer than 1 / {c.model.step_features} (model.step_features)",
+    ),
+    Rule(
         "model.consistency",
-        lambda v, c: not v or len(shares_of_depths(c.model.training_depths)) > 1,
+        lambda v, c: not v or len(trained_depths(c.model)) > 1,
         "must be left out without two or more model.training_depths",
     ),
     *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),

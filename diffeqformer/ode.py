@@ -40,10 +40,10 @@ def examine(options) -> dict:
             "--workdir: must hold a model whose kernels are generated for at least 2 times, but it is a model of the "
             f"kind {config.kind} with {model.num_steps} steps"
         )
-    if config.step_features:
+    if config.step_features > model.num_steps:
         raise UserError(
-            "--workdir: must hold a model whose weights depend on the time alone, but this one has "
-            "model.step_features, so its longer steps belong to no differential equation"
+            f"--workdir: must hold a model with steps of at most 1 / {config.step_features} (model.step_features), as "
+            f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
         )
     window = window_of(options, opened)
     task, files = text_of(options, opened)

@@ -10,7 +10,8 @@ the study can be run in pieces, and on several machines. Interrupted runs go on 
 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. Elastic models have a low
 frequency. In each training step, the one called drawn walks one of the depths `TRAINED`. The one called taught walks
-two, of which the lower learns from the higher. The one called looped is trained in the same way, but has shared kernels
+two, of which the lower learns from the higher, its weights depend on the length of their step, and its grids in 8 steps
+are mixed. The one called looped is trained in the same way, but has shared kernels
 and gates, after LoopFormer. Their first budget is the number of training steps of one specialist, their second one the
 steps of depth of all specialists together; the deepest specialist and GPT are given these as well.
 
@@ -72,13 +73,13 @@ DRAWN = (
     "--config.model.num_steps=8",
     "--config.model.time_frequency=10",
 )
-TAUGHT = (*DRAWN, "--config.model.step_features=8", "--config.model.consistency")
+PAIR = 2 * MEAN + 2 / len(TRAINED)  # with the further step of a mixed grid in 8
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("diffeqformer", DRAWN, MEAN),
-    "taught": Kind("diffeqformer", TAUGHT, 2 * MEAN),
-    "looped": Kind("looped", TAUGHT, 2 * MEAN),
+    "taught": Kind("elastic", walked=PAIR),
+    "looped": Kind("elastic", ("--config.model.kind=looped",), PAIR),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 

@@ -40,6 +40,12 @@ def test_every_config_is_sound(name, model):
     check_config(config, num_devices=8)
 
 
+def test_the_elastic_config_is_sound():
+    config = load_config("tiny", "elastic")
+    check_config(config, num_devices=8)
+    assert (config.name, config.model.kind, config.model.num_steps) == ("tiny-elastic", "diffeqformer", 8)
+
+
 @pytest.mark.parametrize("name, model", pairs())
 def test_a_train_step_keeps_the_shapes_of_the_state(name, model):
     config = load_config(name, model)
@@ -156,6 +162,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             ("looped", "gpt"),
             {"kernels": "pallas"},
             "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__training_times": "mixed", "model__step_features": 8},
+            "model.training_times: must be fixed, since all trained steps are longer than 1 / 8 .*, but it is 'mixed'",
         ),
         (
             ("diffeqformer", "gpt"),

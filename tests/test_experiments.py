@@ -78,14 +78,14 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert len(trained) == 2 * (3 + 2 * 4 + 3 + 2) and all("--config.seed=0" not in line for line in trained)
     for pattern, rate in (
         ("tiny.py:gpt ", 0.003),
-        ("tiny.py:diffeqformer .*step_features=8 .*consistency", 0.006),
-        ("tiny.py:looped .*step_features=8 .*consistency", 0.003),
+        ("tiny.py:elastic --config.steps=", 0.006),
+        ("tiny.py:elastic --config.model.kind=looped ", 0.003),
         ("tiny.py:diffeqformer --config.model.num_steps=2 ", 0.0015),
     ):
         of_kind = [line for line in trained if re.search(pattern, line)]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
     assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 2
-    assert sum("consistency" in line and "--config.steps=14130 " in line for line in trained) == 4
+    assert sum("tiny.py:elastic " in line and "--config.steps=13542 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
     assert results.with_suffix(".png").stat().st_size > 10_000

@@ -104,6 +104,11 @@ def shares_of_depths(text: str) -> dict[int, float]:
     return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
 
 
+def trained_depths(config) -> dict[int, float]:
+    """The numbers of steps of depth in training and their shares, from the `model` part of a config."""
+    return shares_of_depths(config.training_depths) or {config.num_steps: 1.0}
+
+
 def are_depths(text: str) -> bool:
     """Whether `shares_of_depths` can read a text."""
     try:

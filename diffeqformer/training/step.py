@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from diffeqformer.depth.grid import Grid, random_grid, shares_of_depths
+from diffeqformer.depth.grid import Grid, random_grid, trained_depths
 from diffeqformer.fields.attention import fastest
 from diffeqformer.fields.layers import Linear, as_it_is
 from diffeqformer.parallel.fit import generator_parts
@@ -32,9 +32,13 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
 
 
 def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None) -> Grid:
-    """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
+    """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`).
+
+    Steps longer than 1 / `model.step_features` have weights of their own, which belong to no differential equation and
+    are trained at their own times alone.
+    """
     grid = model.grid(num_steps)
-    if how == "fixed":
+    if how == "fixed" or len(grid.ends) < model.depth.step_features:
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
 
@@ -73,7 +77,7 @@ class Program:
 
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
-        self.depths = shares_of_depths(config.model.training_depths) or {config.model.num_steps: 1.0}
+        self.depths = trained_depths(config.model)
         self.deepest_walks = model.deepest_walks
         self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
         self.graph, abstract = split_model(model)

@@ -11,7 +11,7 @@ the study can be run in pieces, and on several machines. Interrupted runs go on 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. Elastic models have a low
 frequency. In each training step, the one called drawn walks one of the depths `TRAINED`. The one called taught walks
 two, of which the lower learns from the higher, its weights depend on the length of their step, and its grids in 8 steps
-are mixed. The one called looped is trained in the same way, but has shared kernels
+are shifted. The one called looped is trained in the same way, but has shared kernels
 and gates, after LoopFormer. Their first budget is the number of training steps of one specialist, their second one the
 steps of depth of all specialists together; the deepest specialist and GPT are given these as well.
 
@@ -73,7 +73,7 @@ DRAWN = (
     "--config.model.num_steps=8",
     "--config.model.time_frequency=10",
 )
-PAIR = 2 * MEAN + 2 / len(TRAINED)  # with the further step of a mixed grid in 8
+PAIR = 2 * MEAN + 2 / len(TRAINED)  # with the further step of a shifted grid in 8
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),

@@ -75,7 +75,7 @@ def main() -> None:
         flush=True,
     )
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-    lowered = program.train_step.lower(program.state_shapes, tokens, program.deepest_walks)
+    lowered = program.train_step.lower(program.state_shapes, tokens, max(program.depths))
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(DUMP.value or temporary)
         memory = lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}).memory_analysis()

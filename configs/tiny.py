@@ -21,7 +21,7 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("tiny", "diffeqformer" if elastic else model)
     if elastic:  # the best of docs/elastic.md
         config.name = "tiny-elastic"
-        config.model.update(training_depths="2,3,4,6,8", consistency=True, training_times="shifted")
+        config.model.update(training_depths="2,3,4,6,8", training_times="shifted")
         config.model.update(time_frequency=10.0, step_features=8)
     config.steps = 5000
     config.batch_size = 8

@@ -62,8 +62,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.training_times = "fixed"
     # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""
-    # Each training step walks its batch at two of these depths, and the lower one learns from the higher one, too.
-    config.model.consistency = False
     # The weights depend on the length of their step, too, down to 1 / step_features; 0: on the time alone.
     config.model.step_features = 0
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
@@ -227,11 +225,6 @@ RULES = [
         "model.training_times",
         lambda v, c: v == "fixed" or c.model.step_features <= max(trained_depths(c.model)),
         "must be fixed, since all trained steps are longer than 1 / {c.model.step_features} (model.step_features)",
-    ),
-    Rule(
-        "model.consistency",
-        lambda v, c: not v or len(trained_depths(c.model)) > 1,
-        "must be left out without two or more model.training_depths",
     ),
     *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
     *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),

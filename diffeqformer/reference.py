@@ -157,7 +157,7 @@ def lie_trotter(blocks, x, heads):
 def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0, longest=None):
     """The block's weights at t_n = (n + 1) / L, computed for one time after the other.
 
-    With `longest`, they depend on the step's length as well, down to that of walks of `longest` steps.
+    With `longest`, they depend on the step's length as well, down to 1 / `longest`.
     """
     times = np.arange(1, num_steps + 1) / num_steps
     of_step = step_features(1 / min(num_steps, longest)) if longest else []

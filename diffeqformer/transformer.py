@@ -74,8 +74,7 @@ class Transformer(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps = config.num_steps, kind.vanilla
-        depths = sorted(trained_depths(config), reverse=True)
-        self.deepest_walks = tuple(depths[: 2 if config.consistency else 1])  # of any training step
+        self.deepest = max(trained_depths(config))  # the highest number of steps in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)

@@ -8,12 +8,12 @@ The shape and the text are those of configs/tiny.py. A row of the results is one
 folder, scored by diffeqformer.evaluate at the depths that it can take. Rows that --results holds aren't run again, so
 the study can be run in pieces, and on several machines. Interrupted runs go on where they were.
 
-A specialist, like a GPT, is trained at one depth, with the published time frequency. Elastic models have a low
-frequency. In each training step, the one called drawn walks one of the depths `TRAINED`. The one called taught walks
-two, of which the lower learns from the higher, its weights depend on the length of their step, and its grids in 8 steps
-are shifted. The one called looped is trained in the same way, but has shared kernels
-and gates, after LoopFormer. Their first budget is the number of training steps of one specialist, their second one the
-steps of depth of all specialists together; the deepest specialist and GPT are given these as well.
+A specialist, like a GPT, is trained at one depth, with the published time frequency. The others walk one of the depths
+`TRAINED` in each training step, and have a low frequency. The one called drawn has weights W(t). Those of the one
+called elastic, `tiny.py:elastic`, depend on the length of their step, too, and its grids in 8 steps are shifted. The
+one called looped is trained in the same way, but has shared kernels and gates, after LoopFormer. Their first budget is
+the number of training steps of one specialist, their second one the steps of depth of all specialists together; the
+deepest specialist and GPT are given these as well.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
 its depths for an elastic model. Longer runs take the same rates. They read the text more than once.
@@ -73,13 +73,13 @@ DRAWN = (
     "--config.model.num_steps=8",
     "--config.model.time_frequency=10",
 )
-PAIR = 2 * MEAN + 2 / len(TRAINED)  # with the further step of a shifted grid in 8
+SHIFTED = MEAN + 1 / len(TRAINED)  # a shifted grid in 8 steps has one more
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("diffeqformer", DRAWN, MEAN),
-    "taught": Kind("elastic", walked=PAIR),
-    "looped": Kind("elastic", ("--config.model.kind=looped",), PAIR),
+    "elastic": Kind("elastic", walked=SHIFTED),
+    "looped": Kind("elastic", ("--config.model.kind=looped",), SHIFTED),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 

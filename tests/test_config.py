@@ -80,7 +80,6 @@ WRONG = {
     "model.generator_start": "best",
     "model.training_times": "random",
     "model.training_depths": "2,2",
-    "model.consistency": True,  # without several training_depths
     "model.step_features": 1,
     "model.solver": "rk3",
     "model.lora_rank": -1,
@@ -167,11 +166,6 @@ def test_a_wrong_value_is_refused_by_name(field):
             ("diffeqformer", "gpt"),
             {"model__training_times": "mixed", "model__step_features": 8},
             "model.training_times: must be fixed, since all trained steps are longer than 1 / 8 .*, but it is 'mixed'",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__training_depths": "4", "model__consistency": True},
-            "model.consistency: must be left out without two or more model.training_depths",
         ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),

@@ -7,7 +7,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -15,12 +14,10 @@ from diffeqformer import checkpoint, evaluate, inspect, ode
 from diffeqformer.analysis import spectra
 from diffeqformer.config import check_config
 from diffeqformer.depth.generated import step_features
-from diffeqformer.depth.grid import Grid, are_depths, drawn_depths, random_grid, shares_of_depths
+from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, random_grid, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.fields.attention import plain
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
-from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program, training_grid
 from diffeqformer.transformer import new_model
@@ -39,15 +36,13 @@ def test_shares_add_up_and_wrong_lists_are_refused():
 
 def test_each_step_draws_for_itself_and_in_proportion():
     shares = shares_of_depths("2:1,4:3,8:4")
-    drawn = [depth for step in range(4000) for depth in drawn_depths(shares, 7, step)]
+    drawn = [drawn_depth(shares, 7, step) for step in range(4000)]
     for depth, share in shares.items():
         assert np.mean(np.equal(drawn, depth)) == pytest.approx(share, abs=0.02)
     pairs = np.mean(np.equal(drawn[1:], drawn[:-1]))
     assert pairs == pytest.approx(sum(share**2 for share in shares.values()), abs=0.02)  # independent
-    assert drawn[:40] != [depth for step in range(40) for depth in drawn_depths(shares, 8, step)]
-    pairs = [drawn_depths(shares, 7, step, 2) for step in range(4000)]
-    assert {(4, 2), (8, 2), (8, 4)} == set(pairs)
-    assert np.mean([2 in pair for pair in pairs]) < np.mean([4 in pair for pair in pairs])
+    assert drawn[:10] == [drawn_depth(shares, 7, step) for step in range(10)]
+    assert drawn[:40] != [drawn_depth(shares, 8, step) for step in range(40)]
 
 
 @pytest.mark.parametrize("kind, times", [("diffeqformer", "shifted"), ("shared", "fixed")])
@@ -57,51 +52,9 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
     for depth in (2, 3):
         alone = Program(toy_config(kind, **changes, model__num_steps=depth), ONE_DEVICE)
         tokens = tokens_of(0, alone.config)
-        expected, scalars = alone.train_step(first_state(alone), tokens, (depth,))
-        found, found_scalars = program.train_step(first_state(program), tokens, (depth,))
+        expected, scalars = alone.train_step(first_state(alone), tokens, depth)
+        found, found_scalars = program.train_step(first_state(program), tokens, depth)
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
-
-
-@pytest.mark.parametrize("kind, times", [("diffeqformer", "mixed"), ("shared", "fixed"), ("looped", "fixed")])
-def test_a_step_of_two_walks_is_the_mean_of_theirs_and_the_lower_learns_from_the_higher(kind, times):
-    """The gradient is that of plain predictions. Microbatches change nothing."""
-    config = toy_config(kind, model__training_times=times, model__training_depths="2,3,4", model__consistency=True)
-    config.model.update(step_features=0 if kind == "shared" else 3, time_frequency=10.0)
-    program, tokens = Program(config, ONE_DEVICE, (plain, "plain")), jnp.asarray(tokens_of(0, config))
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.2 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), first_state(program)["params"]
-    )
-
-    def grids(model, walks):
-        return [training_grid(model, times, 0, jnp.int32(5), depth) for depth in walks]
-
-    @functools.partial(jax.jit, static_argnums=1)
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def expected(params, walks):
-        model = nnx.merge(program.graph, params)
-        high, low = (jax.nn.log_softmax(model(tokens, model.weights(grid)))[:, :-1] for grid in grids(model, walks))
-        entropies = (-jnp.take_along_axis(walk, tokens[:, 1:, None], axis=2).mean() for walk in (high, low))
-        taught = optax.kl_divergence(low, jax.lax.stop_gradient(jnp.exp(high))).mean()
-        return (sum(entropies) + taught) / 2, taught
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def found(params, microbatches):
-        walks = grids(nnx.merge(program.graph, params), (4, 2))
-        return ShardedLoss(program.graph, params, ONE_DEVICE).mean_and_gradient(
-            params, tokens, None, microbatches, *walks
-        )
-
-    (value, taught), gradient = expected(params, (4, 2))
-    assert taught > 0.001
-    for microbatches in (1, 2):
-        loss, ours = found(params, microbatches)
-        assert float(loss) == pytest.approx(float(value), rel=2e-6)
-        for mine, exact in zip(jax.tree.leaves(ours), jax.tree.leaves(gradient), strict=True):
-            assert np.linalg.norm(mine - exact) <= 2e-5 * np.linalg.norm(exact)
-    state = {**first_state(program), "params": params, "step": jnp.int32(5)}
-    for walks, asked in (((4, 2), ((4, 2),)), ((4, 3), ())):  # without being asked, the deepest
-        _, scalars = program.train_step(jax.tree.map(jnp.copy, state), tokens, *asked)
-        assert float(scalars["loss"]) == pytest.approx(float(expected(params, walks)[0][0]), rel=2e-6)
 
 
 def test_features_of_a_step_are_waves_of_its_logarithm():
@@ -133,7 +86,7 @@ def test_weights_know_their_step_if_they_should(solver):
 
 
 def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
-    config = toy_config(model__training_depths="2,3", model__step_features=4, model__consistency=True)
+    config = toy_config(model__training_depths="2,3", model__step_features=4)
     model, tokens = new_model(config), jnp.asarray(tokens_of(0, config)[:2])
     stored = discretize(model, config, 3, "float32")
     np.testing.assert_allclose(stored(tokens, stored.weights()), model(tokens, model.weights(model.grid(3))), atol=1e-5)
@@ -170,31 +123,24 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="pallas")
     with pytest.raises(UserError, match=r"T = 261 is more than 256"):
         Program(toy_config(**sizes, model__training_depths="2,260"), ONE_DEVICE)
-    with pytest.raises(UserError, match=r"T = 272 is more than 256"):
-        Program(toy_config(**sizes, model__training_depths="2,130,140", model__consistency=True), ONE_DEVICE)
     needed, bytes_of_program = [], memory.bytes_of_program
     monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
-    several = {"model__training_depths": "1,30,40"}
-    for changes in (
-        several,
-        {"model__num_steps": 40},
-        {"model__num_steps": 1},
-        {**several, "model__consistency": True},
-    ):
+    for changes in ({"model__training_depths": "1,40"}, {"model__num_steps": 40}, {"model__num_steps": 1}):
         program = Program(toy_config(**changes), ONE_DEVICE)
         memory.check_memory(program.config, program, program.state_shapes, True)
-    assert needed[3] > needed[0] == needed[1] > needed[2] > 0
+    assert needed[0] == needed[1] > needed[2] > 0
 
 
 def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     tmp_path, short_stores, monkeypatch, one_device_loop, capsys
 ):
-    config = toy_config(steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores))
-    config.model.update(training_depths="1,2,6:2", consistency=True)
-    expected_depths = [drawn_depths(shares_of_depths("1,2,6:2"), config.seed, step, 2) for step in range(8)]
-    assert len(set(expected_depths[:4])) > 1 and len(set(expected_depths)) == 3
-    asked, seen, walks = [], [], Run.walks
-    monkeypatch.setattr(Run, "walks", lambda run, step: asked.append(walks(run, step)) or asked[-1])
+    config = toy_config(
+        steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores), model__training_depths="1,2,6:2"
+    )
+    expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
+    assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3
+    asked, seen, num_steps = [], [], Run.num_steps
+    monkeypatch.setattr(Run, "num_steps", lambda run, step: asked.append(num_steps(run, step)) or asked[-1])
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     whole = nnx.state(loop.train(config, tmp_path / "whole"))
     assert asked == expected_depths

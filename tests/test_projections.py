@@ -34,9 +34,8 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     @jax.jit
     def train_step(params, moments, tokens, step):
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
-        model, times = nnx.merge(program.graph, params), config.model.training_times
-        grids = [training_grid(model, times, config.seed, step, depth) for depth in program.deepest_walks]
-        _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, *grids)
+        grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step)
+        _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
         params = merge_trees(params, optax.apply_updates(program.trained(params), updates))
         return params, moments, optax.tree.norm(gradient)
@@ -86,13 +85,6 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             "gpt",
             (2, 2, 1),
             {"microbatches": 2, "model__dtype": "bfloat16"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "diffeqformer",
-            "gpt",
-            None,
-            {"model__training_depths": "2,3", "model__consistency": True},
             marks=pytest.mark.slow,
         ),
     ],

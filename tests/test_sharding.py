@@ -41,12 +41,6 @@ def run_and_score(config, mesh):
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
         ("diffeqformer", "gpt", {"model__solver": "heun"}, [(1, 8, 1)]),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
-        (
-            "diffeqformer",
-            "gpt",
-            {"model__training_depths": "2,3", "model__consistency": True, "model__dropout": 0.1},
-            [(2, 2, 2)],
-        ),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):

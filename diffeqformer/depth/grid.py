@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,46 +25,35 @@ class Grid:
 
     Grids of a fixed number of steps are NumPy arrays in float64. Random ones are fp32 arrays on the device.
 
-    starts, ends: the times at which each step starts and ends.
+    ends: the time at which each step ends; the first one starts at 0.
     times: the times at which the solver takes weights: its nodes within each step, step by step. A node shared by two
         steps occurs twice, which costs less than removing the duplicate.
     """
 
-    starts: Float[np.ndarray | Array, "T"]
     ends: Float[np.ndarray | Array, "T"]
     times: Float[np.ndarray | Array, "stages"]
 
     @classmethod
     def of(cls, ends: Float[np.ndarray | Array, "T"], nodes: tuple[float, ...] = (1.0,)) -> "Grid":
-        """The grid of steps from 0 that end at `ends`.
-
-        Args:
-            nodes: the solver's nodes in a step (0: its start, 1: its end).
-        """
+        """The grid of steps that end at `ends`, for a solver with these nodes (0: the start of a step, 1: its end)."""
         xp, ends = _library(ends)
         starts = xp.concatenate([xp.zeros(1, ends.dtype), ends[:-1]])
         times = [ends if node == 1 else starts + node * (ends - starts) for node in nodes]
-        return cls(starts, ends, xp.stack(times, axis=1).ravel())
-
-    @classmethod
-    def joined(cls, grids: Sequence["Grid"]) -> "Grid":
-        """The steps of several walks through depth, one walk after the other, so that their weights are made at once.
-
-        Args:
-            grids: all on the host, or all on the device.
-        """
-        xp, _ = _library(grids[0].ends)
-        return cls(*(xp.concatenate(part) for part in zip(*((grid.starts, grid.ends, grid.times) for grid in grids))))
+        return cls(ends, xp.stack(times, axis=1).ravel())
 
     @property
     def step_sizes(self) -> Float[Array, "T"]:
         """The length of each step in fp32. Differences are taken in float64, unless the ends are on the device."""
-        return jnp.asarray(self.ends - self.starts, jnp.float32)
+        return jnp.asarray(self._differences(), jnp.float32)
 
     def step_sizes_at_times(self) -> Float[np.ndarray | Array, "stages"]:
         """For each of `times`, the length of its step."""
         xp, _ = _library(self.ends)
-        return xp.repeat(self.ends - self.starts, len(self.times) // len(self.ends))
+        return xp.repeat(self._differences(), len(self.times) // len(self.ends))
+
+    def _differences(self):
+        xp, ends = _library(self.ends)
+        return xp.diff(ends, prepend=0.0)
 
 
 def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, ""]) -> Grid:
@@ -83,9 +71,8 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
             part = jnp.maximum(2 * part - 1, 0.0)  # at 0, the step at the end has no length
         ends = jnp.asarray(grid.ends, jnp.float32) - size * part
         return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
-    moved = grid.step_sizes_at_times() * jax.random.uniform(key, grid.times.shape)
-    fields = (grid.starts, grid.ends, jnp.maximum(grid.times - moved, 0.0))
-    return Grid(*(jnp.asarray(field, jnp.float32) for field in fields))
+    moved = np.repeat(np.diff(grid.ends, prepend=0.0), len(nodes)) * jax.random.uniform(key, grid.times.shape)
+    return Grid(jnp.asarray(grid.ends, jnp.float32), jnp.maximum(grid.times - moved, 0.0).astype(jnp.float32))
 
 
 def shares_of_depths(text: str) -> dict[int, float]:
@@ -118,17 +105,11 @@ def are_depths(text: str) -> bool:
     return True
 
 
-def drawn_depths(shares: dict[int, float], seed: int, step: int, number: int = 1) -> tuple[int, ...]:
-    """Different numbers of steps of depth in one training step, highest first, from (seed, step).
-
-    Args:
-        shares: from `shares_of_depths`. They are those of the first draw; another one is made from the rest.
-        seed, step: of training. Its steps are counted from 0.
-        number: how many to draw, at most as many as there are.
-    """
-    random = np.random.RandomState([seed, step, 0])  # batches take [seed, epoch]
-    drawn = random.choice(list(shares), number, replace=False, p=list(shares.values()))
-    return tuple(sorted(drawn.tolist(), reverse=True))
+def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
+    """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
+    drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]
+    at_least = np.cumsum(list(shares.values()))[:-1]
+    return list(shares)[int(np.searchsorted(at_least, drawn, side="right"))]
 
 
 def _library(times):

@@ -49,17 +49,6 @@ class StackedWeights:
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 
-    def split(self, lengths: list[int]) -> list["StackedWeights"]:
-        """The weights of walks that follow one another (`Grid.joined`), with these numbers of steps."""
-        nodes = 0 if self.constant else len(jax.tree.leaves(self.layers)[0]) // len(self.step_sizes)
-        walks, end = [], 0
-        for length in lengths:
-            start, end = end, end + length
-            at_nodes = slice(start * nodes, end * nodes)
-            layers = self.layers if self.constant else jax.tree.map(lambda leaf: leaf[at_nodes], self.layers)
-            walks.append(dataclasses.replace(self, layers=layers, step_sizes=self.step_sizes[start:end]))
-        return walks
-
     def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:
         """The layers at each of `nodes` nodes in one step, not yet merged or gathered, and the size of the step."""
 

@@ -108,7 +108,6 @@ def describe(run: Run, params: dict) -> None:
     fixed_depth = MODELS[config.model.kind].weights.fixed_depth
     numbers = ", ".join(map(str, run.program.depths))
     depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
-    depth += " (two of them in each training step)" if config.model.consistency else ""
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
@@ -146,10 +145,10 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
         show_validation(run, first, state["params"], progress, dynamics)
     pending, compiled = collections.deque(), set()
     for step in range(first + 1, config.steps + 1):
-        walks, begun = run.walks(step), time.monotonic()
-        state, scalars = run.program.train_step(state, run.batch(step), walks)
-        if walks not in compiled:
-            compiled.add(walks)
+        num_steps, begun = run.num_steps(step), time.monotonic()
+        state, scalars = run.program.train_step(state, run.batch(step), num_steps)
+        if num_steps not in compiled:
+            compiled.add(num_steps)
             progress.compiled(time.monotonic() - begun)
         if step == first + 1:
             jax.block_until_ready((state, scalars))  # raises an error if memory ran out

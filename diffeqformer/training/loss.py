@@ -76,12 +76,11 @@ class ShardedLoss:
         tokens: Int[Array, "B S"],
         keys: Key[Array, "B"] | None,
         microbatches: int = 1,
-        *grids: Grid,
+        grid: Grid | None = None,
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
-        With `kernels`, it has `Factors` in the place of each P. With several grids it is the mean over their walks
-        through depth, of which the first teaches the others (`cross_entropy`).
+        With `kernels`, it has `Factors` in the place of each P.
 
         The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
         other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
@@ -90,14 +89,13 @@ class ShardedLoss:
         Args:
             keys: one dropout key for each example, or None.
             microbatches: number of parts of each device's examples, processed one after the other.
-            grids: the steps of depth of each walk; by default one walk over the model's own grid.
+            grid: the steps of depth; by default the model's own grid.
 
         Raises:
             UserError: if the microbatches don't divide the examples of a device.
         """
         model = nnx.merge(self.graph, params)
-        grids = grids or (model.grid(),)
-        grid, lengths = Grid.joined(grids), [len(grid.ends) for grid in grids]
+        grid = grid or model.grid()
         trained, frozen = self.trained_and_frozen(params)
         depth, factors = trained["depth"], {}
         made_type, summed_type = self.types_of_weights(model, microbatches)
@@ -108,11 +106,11 @@ class ShardedLoss:
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         layers["depth"]["layers"] = in_type(layers["depth"]["layers"], made_type)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
-        scale = microbatches / (tokens.shape[0] * (tokens.shape[1] - 1) * len(grids))
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
 
         def on_device(trained, frozen, step_sizes, tokens, keys):
             trained = gather(trained, specs, ("generator",))
-            loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, lengths, scale)
+            loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
             loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
@@ -151,21 +149,16 @@ class ShardedLoss:
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
     def device_mean(
-        self, stack: Callable, frozen: dict, step_sizes, lengths: list[int], scale, trained: dict, tokens, keys
+        self, stack: Callable, frozen: dict, step_sizes, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
-        """One device's part of a microbatch's mean loss, over walks of these `lengths`.
-
-        `scale` can make it a part of the mean over all microbatches and walks.
-        """
+        """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape).at[:, :-1].set(scale)
-        return self.device_sum(others, stack(layers, step_sizes).split(lengths), tokens, keys, scored)
+        return self.device_sum(others, stack(layers, step_sizes), tokens, keys, scored)
 
-    def device_sum(self, others: dict, walks: list[StackedWeights], tokens, keys, scored) -> Float[Array, ""]:
-        """The sum over walks and one device's positions of `scored` [B, S] times the loss of the next token in nats.
-
-        The first walk teaches the others.
+    def device_sum(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
+        """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
 
         Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
         the loss.
@@ -174,23 +167,20 @@ class ShardedLoss:
         model = nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
         if self.mesh.shape["fsdp"] > 1:
             specs = {
-                layer: {name: self.step_specs[layer][name] for name in weights}
-                for layer, weights in walks[0].layers.items()
+                layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]}
+                for layer in weights.layers
             }
-            gather_step = functools.partial(gather, specs=specs, over=("fsdp",))
-            walks = [dataclasses.replace(walk, gather=gather_step) for walk in walks]
+            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
         shared = self.mesh.shape["tensor"]
         total = _sum_over_tensor if shared > 1 else as_it_is
         make_heads = heads_by_position if self.attend is splash else heads
         context = Context(keys, model.dropout, attend=self.attend, make_heads=make_heads, total=total)
-        states, targets = [model.last_state(tokens, walk, context) for walk in walks], jnp.roll(tokens, -1, axis=1)
+        x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
         if shared > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
-            *states, targets, scored = (
-                jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (*states, targets, scored)
-            )
-        states = [model.normalize(x).reshape(-1, x.shape[-1]) for x in states]
-        return cross_entropy(states, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
+            x, targets, scored = (jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (x, targets, scored))
+        x = model.normalize(x).reshape(-1, x.shape[-1])
+        return cross_entropy(x, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
 
     def sum_and_count(
         self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
@@ -200,7 +190,7 @@ class ShardedLoss:
         def on_device(others, layers, step_sizes, tokens, valid):
             here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
             scored = valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
-            total = self.device_sum(others, [here], tokens, None, scored.astype(jnp.float32))
+            total = self.device_sum(others, here, tokens, None, scored.astype(jnp.float32))
             return jax.lax.psum(total, AXES), jax.lax.psum(jnp.sum(scored, dtype=jnp.float32), BATCH)
 
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)

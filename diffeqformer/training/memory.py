@@ -40,7 +40,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         return
     shape = (config.batch_size, config.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
-    needed = bytes_of_program(program.train_step.lower(state, tokens, program.deepest_walks).compile())
+    needed = bytes_of_program(program.train_step.lower(state, tokens, max(program.depths)).compile())
     if needed > free:
         raise UserError(
             f"config.batch_size: a train step needs {gigabytes(needed)} on each device, but {gigabytes(free)} are "

@@ -54,8 +54,10 @@ class Projections:
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = set(), {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            steps = sum(most + 1 for most in model.deepest_walks)  # training can shift a grid: one more step
-            self._take_kernels(steps * len(model.solver.nodes), everywhere=wanted == "pallas")
+            times = len(model.grid(model.deepest).times) + len(
+                model.solver.nodes
+            )  # training can shift the grid: one more step
+            self._take_kernels(times, everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:
         from diffeqformer.kernels.blocks import chip_of, reason_against

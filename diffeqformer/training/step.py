@@ -55,8 +55,7 @@ def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
 class Program:
     """The compiled functions of one run on one mesh. Each is compiled at its first call.
 
-    depths: the numbers of steps of depth in training, with their shares of the draws
-    deepest_walks: the walks of the train step that takes the most memory and time; all have as many
+    depths: the numbers of steps of depth in training, with their shares of the train steps
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
     loss, optimizer: what the train step is made of
@@ -64,8 +63,8 @@ class Program:
     state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
-    train_step(state, tokens [B, S], walks) -> (state, scalars); the input state is donated; walks: the numbers of steps
-        of depth, highest first, by default `deepest_walks`; each such tuple is compiled when it is first needed
+    train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
+        by default as in the config; each number is compiled when it is first needed
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
@@ -78,7 +77,6 @@ class Program:
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
         self.depths = trained_depths(config.model)
-        self.deepest_walks = model.deepest_walks
         self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads
@@ -97,7 +95,7 @@ class Program:
             in_shardings=(self.state_shardings, by_example),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
-            static_argnames="walks",
+            static_argnames="num_steps",
         )
         self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
@@ -144,13 +142,11 @@ class Program:
         moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
-    def _train_step(self, state, tokens, walks=None):
+    def _train_step(self, state, tokens, num_steps=None):
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
-        model, times = nnx.merge(self.graph, params), config.model.training_times
-        walks = walks or self.deepest_walks
-        grids = [training_grid(model, times, config.seed, step, num_steps) for num_steps in walks]
-        loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, *grids)
+        grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
+        loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)
         scalars = {"loss": loss, "gradient_norm": norm, "learning_rate": self.optimizer.schedule(step)}

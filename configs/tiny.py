@@ -19,10 +19,9 @@ LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best
 def get_config(model: str = "diffeqformer"):
     elastic = model == "elastic"
     config = base_config("tiny", "diffeqformer" if elastic else model)
-    if elastic:  # the best of docs/elastic.md
+    if elastic:  # see docs/elastic.md
         config.name = "tiny-elastic"
-        config.model.update(training_depths="2,3,4,6,8", training_times="shifted")
-        config.model.update(time_frequency=10.0, step_features=8)
+        config.model.update(training_depths="2,3,4,6,8", training_times="mixed", time_frequency=10.0)
     config.steps = 5000
     config.batch_size = 8
     config.sequence_length = 128

@@ -9,11 +9,11 @@ folder, scored by diffeqformer.evaluate at the depths that it can take. Rows tha
 the study can be run in pieces, and on several machines. Interrupted runs go on where they were.
 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. The others walk one of the depths
-`TRAINED` in each training step, and have a low frequency. The one called drawn has weights W(t). Those of the one
-called elastic, `tiny.py:elastic`, depend on the length of their step, too, and its grids in 8 steps are shifted. The
-one called looped is trained in the same way, but has shared kernels and gates, after LoopFormer. Their first budget is
-the number of training steps of one specialist, their second one the steps of depth of all specialists together; the
-deepest specialist and GPT are given these as well.
+`TRAINED` in each training step, and have a low frequency. The one called drawn has weights W(t). `tiny.py:elastic` has
+them, too, and its grids are mixed. The one called step features has weights W(t, dt), and its grids in 8 steps are
+shifted. The one called looped is trained like it, but has shared kernels and gates, after LoopFormer. Their first
+budget is the number of training steps of one specialist, their second one the steps of depth of all specialists
+together; the deepest specialist and GPT are given these as well.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
 its depths for an elastic model. Longer runs take the same rates. They read the text more than once.
@@ -73,13 +73,15 @@ DRAWN = (
     "--config.model.num_steps=8",
     "--config.model.time_frequency=10",
 )
-SHIFTED = MEAN + 1 / len(TRAINED)  # a shifted grid in 8 steps has one more
+STEP_FEATURES = (*DRAWN, "--config.model.step_features=8", "--config.model.training_times=shifted")
+MOVED = 1 / len(TRAINED)  # of the grids of STEP_FEATURES have one more step
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("diffeqformer", DRAWN, MEAN),
-    "elastic": Kind("elastic", walked=SHIFTED),
-    "looped": Kind("elastic", ("--config.model.kind=looped",), SHIFTED),
+    "elastic": Kind("elastic", walked=MEAN + 1),
+    "step features": Kind("diffeqformer", STEP_FEATURES, MEAN + MOVED),
+    "looped": Kind("looped", STEP_FEATURES, MEAN + MOVED),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 

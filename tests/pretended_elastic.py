@@ -18,7 +18,7 @@ def train(workdir, options, cores):
     print(" ".join(["trained", *options]))
 
 
-BEST = {"specialist": 1.5e-3, "gpt": 3e-3, "drawn": 3e-3, "elastic": 6e-3, "looped": 3e-3}
+BEST = {"specialist": 1.5e-3, "gpt": 3e-3, "drawn": 3e-3, "elastic": 3e-3, "step_features": 6e-3, "looped": 3e-3}
 
 
 def score(command, **_):

@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "gpt",
             {"model__kind": "discretized"},
-            "config.base: must be the folder of a DiffEqFormer, but .* the kind gpt",
+            "config.base: must be the folder of a model with generated weights, but .* the kind gpt",
         ),
         (
             "ours",

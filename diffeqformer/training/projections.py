@@ -54,9 +54,8 @@ class Projections:
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = set(), {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            times = len(model.grid(model.deepest).times) + len(
-                model.solver.nodes
-            )  # training can shift the grid: one more step
+            # Training can shift the grid: one more step.
+            times = len(model.grid(model.deepest).times) + len(model.solver.nodes)
             self._take_kernels(times, everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:

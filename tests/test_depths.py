@@ -119,6 +119,7 @@ def test_only_steps_of_the_differential_equation_are_moved_in_training():
     assert len(training_grid(lively_model("diffeqformer"), "shifted", 0, jnp.int32(0), 2).ends) == 3
 
 
+@pytest.mark.long
 def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="pallas")
     with pytest.raises(UserError, match=r"T = 261 is more than 256"):
@@ -131,6 +132,7 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     assert needed[0] == needed[1] > needed[2] > 0
 
 
+@pytest.mark.long
 def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     tmp_path, short_stores, monkeypatch, one_device_loop, capsys
 ):

@@ -49,7 +49,7 @@ SEEDS = flags.DEFINE_integer(
 STEPS = flags.DEFINE_integer("steps", 5000, "Training steps of a specialist.", lower_bound=1)
 
 DEPTHS = (2, 4, 8, 12)  # of specialists
-TRAINED = (2, 3, 4, 6, 8)  # depths among which elastic models draw
+TRAINED = (2, 3, 4, 6, 8)  # depths among which tiny.py:elastic draws
 SCORED = (2, 3, 4, 5, 6, 8, 12, 16)
 RATES = (1.5e-3, 3e-3, 6e-3)
 
@@ -68,20 +68,20 @@ class Kind(NamedTuple):
 
 
 MEAN = statistics.mean(TRAINED)
-DRAWN = (
+MOVED = 1 / len(TRAINED)  # the share of grids in 8 steps, which have one more step when they are shifted
+DRAWN = (  # what tiny.py:elastic has, for a model of another kind
     f"--config.model.training_depths={','.join(map(str, TRAINED))}",
     "--config.model.num_steps=8",
     "--config.model.time_frequency=10",
 )
-STEP_FEATURES = (*DRAWN, "--config.model.step_features=8", "--config.model.training_times=shifted")
-MOVED = 1 / len(TRAINED)  # of the grids of STEP_FEATURES have one more step
+STEP_FEATURES = ("--config.model.step_features=8", "--config.model.training_times=shifted")
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
-    "drawn": Kind("diffeqformer", DRAWN, MEAN),
+    "drawn": Kind("elastic", ("--config.model.training_times=fixed",), MEAN),
     "elastic": Kind("elastic", walked=MEAN + 1),
-    "step features": Kind("diffeqformer", STEP_FEATURES, MEAN + MOVED),
-    "looped": Kind("looped", STEP_FEATURES, MEAN + MOVED),
+    "step features": Kind("elastic", STEP_FEATURES, MEAN + MOVED),
+    "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + MOVED),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 

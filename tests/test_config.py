@@ -44,6 +44,7 @@ def test_the_elastic_config_is_sound():
     config = load_config("tiny", "elastic")
     check_config(config, num_devices=8)
     assert (config.name, config.model.kind, config.model.num_steps) == ("tiny-elastic", "diffeqformer", 8)
+    assert config.model.training_depths == "2,3,4,6,8"  # experiments/elastic.py scores and counts these
 
 
 @pytest.mark.parametrize("name, model", pairs())

@@ -79,14 +79,14 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     for pattern, rate in (
         ("tiny.py:gpt ", 0.003),
         ("tiny.py:elastic --config.steps=", 0.003),
-        ("tiny.py:diffeqformer .*--config.model.step_features=8 ", 0.006),
-        ("tiny.py:looped .*--config.model.step_features=8 ", 0.003),
+        ("tiny.py:elastic --config.model.step_features=8 ", 0.006),
+        ("tiny.py:looped .*--config.model.training_depths=.*--config.model.step_features=8 ", 0.003),
         ("tiny.py:diffeqformer --config.model.num_steps=2 ", 0.0015),
     ):
         of_kind = [line for line in trained if re.search(pattern, line)]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
-    assert sum("training_depths" in line and "--config.steps=28261 " in line for line in trained) == 2
-    assert sum("tiny.py:elastic " in line and "--config.steps=23214 " in line for line in trained) == 2
+    assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 2
+    assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=23214 " in line for line in trained) == 2
     assert sum("step_features=8 " in line and "--config.steps=27083 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout

@@ -1,0 +1,30 @@
+"""What a run prints and writes as it goes."""
+
+import types
+
+from diffeqformer.console import progress as progress_module
+from diffeqformer.console.progress import Progress
+from runs import curves
+
+
+def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
+    for first, value in ((0, 1.0), (2, 2.0)):  # the second process resumes at step 2
+        progress = Progress(tmp_path, first, steps=5, tokens_per_step=1)
+        for step in range(first + 1, 5 if first == 0 else 4):
+            progress.train(step, {"loss": value})
+        progress.close()
+    assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
+
+
+def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, monkeypatch, capsys):
+    now = types.SimpleNamespace(seconds=0.0)
+    clock = types.SimpleNamespace(monotonic=lambda: now.seconds, time=lambda: now.seconds)
+    monkeypatch.setattr(progress_module, "time", clock)
+    progress = Progress(tmp_path, 0, steps=103, tokens_per_step=10)
+    progress.first(1, 5.0, 7.0)
+    now.seconds += 2 + 100 + 30
+    progress.compiled(100.0)
+    progress.pause(30.0)  # a validation, which comes again
+    progress.train(3, {"loss": 4.0})
+    progress.close()
+    assert "10 tokens/s  26:40 left" in capsys.readouterr().out

@@ -79,7 +79,7 @@ KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("elastic", ("--config.model.training_times=fixed",), MEAN),
-    "elastic": Kind("elastic", walked=MEAN + 1),
+    "elastic": Kind("elastic", walked=MEAN + 1 / 2),
     "step features": Kind("elastic", STEP_FEATURES, MEAN + MOVED),
     "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + MOVED),
 }

@@ -15,7 +15,7 @@ fixed: the times of the grid, as published.
 jittered: each time is moved back at random within its step. The steps don't change.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
-mixed: shifted in half of the training steps, fixed in the others, so that the grid itself is trained as well.
+mixed: shifted in half of the training steps, drawn at random, and fixed in the others.
 """
 
 
@@ -62,14 +62,11 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
     Args:
         grid: uniform, on the host.
         nodes: the solver's nodes.
-        how: jittered, shifted or mixed, see `TRAINING_TIMES`.
+        how: jittered, shifted, or mixed, which here is shifted; see `TRAINING_TIMES`.
         key: random key of this training step.
     """
     if how in ("shifted", "mixed"):
-        size, part = float(grid.ends[0]), jax.random.uniform(key)
-        if how == "mixed":
-            part = jnp.maximum(2 * part - 1, 0.0)  # at 0, the step at the end has no length
-        ends = jnp.asarray(grid.ends, jnp.float32) - size * part
+        ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key)
         return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
     moved = np.repeat(np.diff(grid.ends, prepend=0.0), len(nodes)) * jax.random.uniform(key, grid.times.shape)
     return Grid(jnp.asarray(grid.ends, jnp.float32), jnp.maximum(grid.times - moved, 0.0).astype(jnp.float32))
@@ -107,9 +104,32 @@ def are_depths(text: str) -> bool:
 
 def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
     """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
-    drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]
     at_least = np.cumsum(list(shares.values()))[:-1]
-    return list(shares)[int(np.searchsorted(at_least, drawn, side="right"))]
+    return list(shares)[int(np.searchsorted(at_least, _random_number(seed, step, 0), side="right"))]
+
+
+def drawn_times(config, num_steps: int, seed: int, step: int) -> str:
+    """How times are moved in one training step of some number of steps: fixed, jittered or shifted.
+
+    Steps longer than 1 / `step_features` have weights of their own, which belong to no differential equation and are
+    trained at their own times alone.
+
+    Args:
+        config: the `model` part of a config.
+        num_steps: of depth.
+        seed: with the training step, it determines what mixed draws.
+        step: of training, counted from 0.
+    """
+    if num_steps < config.step_features:
+        return "fixed"
+    if config.training_times == "mixed":
+        return "shifted" if _random_number(seed, step, 1) < 0.5 else "fixed"
+    return config.training_times
+
+
+def _random_number(seed: int, step: int, purpose: int) -> float:
+    """At least 0 and below 1. Batches take [seed, epoch]."""
+    return np.random.RandomState([seed, step, purpose]).random_sample()
 
 
 def _library(times):

@@ -1,25 +1,17 @@
-"""The fields of a config, each declared once, and the rules that every config must satisfy."""
+"""The fields of a config, each declared once, and the checks that every config must pass."""
 
-import math
 import os
-import re
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
 
-from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.tokenizers import TOKENIZERS, Tokenizer
-from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, trained_depths
-from diffeqformer.depth.low_rank import ADAPTER_STARTS, adapted_layers
-from diffeqformer.depth.projection import KERNELS
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
-from diffeqformer.solvers import SOLVERS
-from diffeqformer.solvers.walk import REMAT
+from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -135,155 +127,6 @@ def saved_config(fields: dict) -> ConfigDict:
     with config.unlocked():
         config.update(fields)
     return config
-
-
-class Rule(NamedTuple):
-    """One requirement on a field's value, given the whole config.
-
-    `says` may hold {}-fields, filled from the config `c`.
-    """
-
-    field: str
-    holds: Callable[[Any, ConfigDict], bool]
-    says: str
-
-
-def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
-    """The same requirement for each of several fields."""
-    return [Rule(field, lambda value, _: holds(value), says) for field in fields.split()]
-
-
-def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str) -> Rule:
-    return Rule(
-        field,
-        lambda value, c: holds(value) or MODELS[c.model.kind].weights.generated,
-        f"must be {must_be} for model.kind {{c.model.kind}}, which has no hypernetwork",
-    )
-
-
-def _one_of(field: str, names: Iterable[str]) -> Rule:
-    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
-
-
-RULES = [
-    *_every(
-        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
-        "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every "
-        "checkpoint_every checkpoints_kept",
-        lambda v: v >= 1,
-        "must be at least 1",
-    ),
-    *_every("sequence_length sample.length", lambda v: v >= 2, "must be at least 2"),
-    *_every("seed", lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
-    *_every(
-        "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha",
-        lambda v: 0 < v < math.inf,
-        "must be a positive number",
-    ),
-    *_every(
-        "optimizer.weight_decay optimizer.clip_norm sample.temperature",
-        lambda v: 0 <= v < math.inf,
-        "must not be negative",
-    ),
-    *_every("model.dropout optimizer.beta1 optimizer.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
-    *_every(
-        "optimizer.warmup_fraction optimizer.final_fraction",
-        lambda v: 0 <= v <= 1,
-        "must be between 0 and 1",
-    ),
-    _one_of("kernels", KERNELS),
-    _one_of("model.kind", MODELS),
-    _one_of("model.field", FIELDS),
-    Rule(
-        "model.field",
-        lambda v, c: v == (MODELS[c.model.kind].field or v),
-        "must be the same as model.kind, {c.model.kind}",
-    ),
-    _one_of("model.solver", SOLVERS),
-    Rule(
-        "model.solver",
-        lambda v, c: v in MODELS[c.model.kind].solvers(),
-        "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
-        f"({', '.join(MODELS['discretized'].solvers())})",
-    ),
-    _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
-    Rule(
-        "kernels",
-        lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generates_kernels,
-        "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
-    ),
-    _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
-    _without_hypernetwork("model.step_features", lambda v: not v, "left out"),
-    _one_of("model.training_times", TRAINING_TIMES),
-    *_every("model.training_depths", are_depths, "must be numbers of steps, such as 2,4,8 or, weighted, 2:1,4:3,8:1"),
-    Rule(
-        "model.training_depths",
-        lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
-        "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
-    ),
-    Rule(
-        "model.training_times",
-        lambda v, c: v == "fixed" or c.model.step_features <= max(trained_depths(c.model)),
-        "must be fixed, since all trained steps are longer than 1 / {c.model.step_features} (model.step_features)",
-    ),
-    *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
-    *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),
-    Rule(
-        "model.lora_rank",
-        lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,
-        "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
-    ),
-    Rule("model.lora_layers", lambda v, c: v == ".*" or c.model.lora_rank, "must be left out without model.lora_rank"),
-    Rule(
-        "model.lora_rank",
-        lambda v, c: not v or c.base,
-        "must come with config.base, the run whose weights it adapts",
-    ),
-    _one_of("model.lora_start", ADAPTER_STARTS),
-    _one_of("model.generator_start", GENERATOR_STARTS),
-    *_every(
-        "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
-        lambda v: v in ("float32", "bfloat16"),
-        "must be float32 or bfloat16",
-    ),
-    _one_of("model.remat", REMAT),
-    Rule(
-        "data.task",
-        lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
-        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
-        "config.data.train_files",
-    ),
-    *_every("data.task", lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
-    Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
-    Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
-    _one_of("data.tokenizer", TOKENIZERS),
-    Rule(
-        "data.tokenizer_file",
-        lambda v, c: v or c.data.tokenizer != "sentencepiece",
-        "must name the file of a SentencePiece model",
-    ),
-    Rule(
-        "data.tokenizer_file",
-        lambda v, c: not v or c.data.tokenizer != "bytes",
-        "must be empty for the tokenizer bytes, which needs none",
-    ),
-    *_every("data.remote", lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
-    Rule("model.heads", lambda v, c: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
-    Rule(
-        "model.heads",
-        lambda v, c: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
-        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
-    ),
-    *(
-        Rule(
-            field,
-            lambda v, c: v <= c.model.max_length,
-            "must not exceed the number of positions, model.max_length ({c.model.max_length})",
-        )
-        for field in ("sequence_length", "sample.length")
-    ),
-]
-"""Every requirement on a config, in the order in which they are checked."""
 
 
 def field_names(config: ConfigDict, prefix: str = "") -> list[str]:

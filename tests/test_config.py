@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from diffeqformer.config import (
-    RULES,
     base_config,
     check_config,
     check_overrides,
@@ -19,6 +18,7 @@ from diffeqformer.config import (
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.rules import RULES
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model
 from helpers import CONFIGS, load_config, toy_config

@@ -1,8 +1,14 @@
-"""What the experiments share: resumable runs in separate processes, and reading their results."""
+"""What the experiments share: resumable runs in separate processes, some at once, and reading their results."""
 
+import concurrent.futures
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import jax
 
@@ -10,6 +16,8 @@ from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 from diffeqformer.inspect import inspect_run
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def inspected(workdir: pathlib.Path) -> dict:
@@ -57,6 +65,53 @@ def train(workdir: pathlib.Path, options: list[str], cores: list[int] | None = N
             print(f"{workdir.name}: {line}" if cores else line, end="", flush=True)
     if running.wait():
         sys.exit(f"{workdir} ended with status {running.returncode}; see above, and run the same command again")
+
+
+def parts_of_cores(number: int) -> list[list[int] | None]:
+    """The cores of each of some runs side by side; None for all. There are at most as many runs as cores."""
+    if number == 1:
+        return [None]
+    if not (hasattr(os, "sched_getaffinity") and shutil.which("taskset")):
+        sys.exit("--at_once: must be 1 here, because only Linux with taskset can divide the cores")
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[part::number] for part in range(min(number, len(cores)))]
+
+
+def side_by_side(
+    items: Iterable[Item],
+    work: Callable[[Item, list[int] | None], Result],
+    done: Callable[[Item, Result], None],
+    number: int,
+) -> None:
+    """Work on some items at once. After a failure, those under way are finished and no others begun.
+
+    Args:
+        work: (item, cores) -> result. It fails by SystemExit. For `cores` see `on_cores`.
+        done: (item, result) -> None. Only one is called at a time.
+        number: how many at once.
+    """
+    waiting, lock, failed = iter(items), threading.Lock(), threading.Event()
+
+    def work_on(cores):
+        while not failed.is_set():
+            with lock:
+                item = next(waiting, failed)
+            if item is failed:
+                return
+            try:
+                result = work(item, cores)
+            except SystemExit as error:
+                failed.set()
+                print(error, file=sys.stderr, flush=True)
+                return
+            with lock:
+                done(item, result)
+
+    parts = parts_of_cores(number)
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(work_on, parts))
+    if failed.is_set():
+        sys.exit(1)
 
 
 def perplexities(workdir: pathlib.Path) -> dict[int, float]:

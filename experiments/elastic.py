@@ -20,22 +20,19 @@ its depths for an elastic model. Longer runs take the same rates. They read the 
 """
 
 import collections
-import concurrent.futures
 import itertools
 import json
-import os
 import pathlib
 import runpy
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from typing import NamedTuple
 
 from absl import app, flags
-from common import on_cores, train
+from common import on_cores, side_by_side, train
 
 from diffeqformer.console.results import write_text
 
@@ -158,46 +155,14 @@ def run(row: Row, cores: list[int] | None) -> dict:
     return {"bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found}}
 
 
-def parts_of_cores() -> list[list[int] | None]:
-    """The cores of each of the runs side by side; None for all."""
-    number = AT_ONCE.value
-    if number == 1:
-        return [None]
-    if not (hasattr(os, "sched_getaffinity") and shutil.which("taskset")):
-        sys.exit("--at_once: must be 1 here, because only Linux with taskset can divide the cores")
-    cores = sorted(os.sched_getaffinity(0))
-    return [cores[part::number] for part in range(min(number, len(cores)))]
-
-
 def run_all(rows: list[Row], results: dict[str, dict]) -> None:
-    """Run the rows that `results` lack, some at once. Each is added and saved when it is done.
+    """Run the rows that `results` lack, some at once. Each is added and saved when it is done."""
 
-    After a failure, runs under way are finished and no others begun.
-    """
-    waiting = iter([row for row in rows if row.name() not in results])
-    lock, failed = threading.Lock(), threading.Event()
+    def save(row, found):
+        results[row.name()] = {**row._asdict(), **found}
+        write_text(pathlib.Path(RESULTS.value), json.dumps(results, indent=1) + "\n")
 
-    def work(cores):
-        while not failed.is_set():
-            with lock:
-                row = next(waiting, None)
-            if row is None:
-                return
-            try:
-                found = run(row, cores)
-            except SystemExit as error:
-                failed.set()
-                print(error, file=sys.stderr, flush=True)
-                return
-            with lock:
-                results[row.name()] = {**row._asdict(), **found}
-                write_text(pathlib.Path(RESULTS.value), json.dumps(results, indent=1) + "\n")
-
-    parts = parts_of_cores()
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(work, parts))
-    if failed.is_set():
-        sys.exit(1)
+    side_by_side([row for row in rows if row.name() not in results], run, save, AT_ONCE.value)
 
 
 def time_tokens() -> dict[str, dict[str, float]]:

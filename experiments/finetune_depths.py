@@ -1,10 +1,12 @@
-"""Section 6.2 of the paper on two CPU cores: pretrain in 18 steps on one text, fine-tune in 9 to 24 on another.
+"""Section 6.2 of the paper on two CPU cores: pretrain on one text, fine-tune at several depths on another.
 
     python experiments/finetune_depths.py --wikitext=wiki.valid.tokens --folder=runs/finetune_depths
 
-The shape is taken from configs/tiny.py. The texts are Python's standard library and the validation split of
-WikiText-103. Rows are run one after the other; each is a run of diffeqformer.main in its own folder. The same command
-resumes an interrupted experiment. After each row, table.md, results.json and figure.png show the finished rows.
+The shape is taken from configs/tiny.py. Depths are a third of the paper's: a DiffEqFormer is pretrained in 6 steps, a
+GPT in 8 layers. The base called elastic is pretrained at many depths (docs/elastic.md). The texts are Python's standard
+library and the validation split of WikiText-103. Each row is a run of diffeqformer.main in its own folder. The same
+command resumes an interrupted experiment. When all rows of a base are finished, table.md, results.json and figure.png
+show them.
 """
 
 import itertools
@@ -14,7 +16,7 @@ import statistics
 from typing import NamedTuple
 
 from absl import app, flags
-from common import articles_of_wikitext, perplexities, train
+from common import articles_of_wikitext, perplexities, side_by_side, train
 
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import write_text
@@ -27,22 +29,31 @@ DIRECTIONS = flags.DEFINE_multi_enum(
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
     "Text of pretraining and of fine-tuning; can be repeated.",
 )
-BASES = flags.DEFINE_multi_enum(
-    "base", ["diffeqformer", "gpt"], ["diffeqformer", "gpt"], "Models that are pretrained; can be repeated."
+SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds. All rows are run with one seed before the next.")
+AT_ONCE = flags.DEFINE_integer(
+    "at_once", 2, "Bases side by side, each on its part of the cores (Linux).", lower_bound=1
 )
-SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds. All rows are run with one seed before the next.")
 
 MODELS = {
-    "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=18"],
-    "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=24"],
+    "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=6"],
+    "elastic": ["--config=configs/tiny.py:elastic"],
+    "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
 }
-DEPTHS = {"diffeqformer": (18, 9, 12, 24), "gpt": (24,)}
+DEPTHS = {"diffeqformer": (6, 3, 4, 8), "elastic": (6, 3, 4, 8), "gpt": (8,)}
 MODES = {
     "full": [],
     "lora": ["--config.model.lora_rank=20"],
 }  # 20 of 96 is the same proportion as the paper's 200 of 1,024
 PRETRAINING = ["--config.steps=3000", "--config.eval_every=1500"]
 FINETUNING = ["--config.steps=800", "--config.eval_every=100", "--config.sample.prompt=The "]
+
+
+class Base(NamedTuple):
+    """One pretraining."""
+
+    direction: str
+    model: str
+    seed: int
 
 
 class Row(NamedTuple):
@@ -55,16 +66,20 @@ class Row(NamedTuple):
     seed: int
 
 
-def finetune(row: Row, texts: dict[str, list[str]], folder: pathlib.Path) -> dict[int, float]:
-    """Fine-tune one row, after pretraining its base if needed. Returns validation perplexities of bytes, by step."""
-    first, _, second = row.direction.partition("_to_")
-    common = ["--config.checkpoints_kept=1", f"--config.seed={row.seed}"]
-    base = folder / f"{first}-{row.base}-{row.seed}"
-    train(base, MODELS[row.base] + texts[first] + PRETRAINING + common)
-    options = [MODELS[row.base][0], f"--config.base={base}", f"--config.model.num_steps={row.depth}", *MODES[row.mode]]
-    workdir = folder / f"{base.name}-to-{second}-{row.mode}-{row.depth}"
-    train(workdir, options + texts[second] + FINETUNING + common)
-    return perplexities(workdir)
+def finetune(base: Base, texts: dict[str, list[str]], cores: list[int] | None) -> dict[Row, dict[int, float]]:
+    """Pretrain a base and fine-tune it at all its depths. Returns validation perplexities of bytes by row and step."""
+    first, _, second = base.direction.partition("_to_")
+    common = ["--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
+    pretrained = pathlib.Path(FOLDER.value) / f"{first}-{base.model}-{base.seed}"
+    train(pretrained, MODELS[base.model] + texts[first] + PRETRAINING + common, cores)
+    results = {}
+    for depth, mode in itertools.product(DEPTHS[base.model], MODES):
+        row = Row(base.direction, base.model, mode, depth, base.seed)
+        options = ["--config=configs/tiny.py", f"--config.base={pretrained}", f"--config.model.num_steps={depth}"]
+        workdir = pretrained.with_name(f"{pretrained.name}-to-{second}-{mode}-{depth}")
+        train(workdir, options + MODES[mode] + texts[second] + FINETUNING + common, cores)
+        results[row] = perplexities(workdir)
+    return results
 
 
 def in_groups(results: dict[Row, dict[int, float]]) -> dict[tuple, list[dict[int, float]]]:
@@ -100,13 +115,13 @@ def plot(results: dict[Row, dict[int, float]], path: pathlib.Path) -> None:
 
     groups = in_groups(results)
     directions = list(dict.fromkeys(group[0] for group in groups))
-    colours = dict(zip((9, 12, 18, 24), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
+    colours = dict(zip(sorted(DEPTHS["diffeqformer"]), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
     figure, panels = new_figure(len(directions), 2, (11, 4.5 * len(directions)), sharey="row")
     for (direction, base, mode, depth), curves in groups.items():
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
         steps = sorted(curves[0])[1:]  # the initial perplexity is in the table: it would flatten all curves
         mean = [statistics.mean(curve[step] for curve in curves) for step in steps]
-        style = {"diffeqformer": "-", "gpt": "--"}[base]
+        style = {"diffeqformer": "-", "elastic": ":", "gpt": "--"}[base]
         colour = "black" if base == "gpt" else colours[depth]
         panel.plot(steps, mean, style, color=colour, label=f"{base}, {depth} steps")
     for (row, panel_row), (column, mode) in itertools.product(enumerate(panels), enumerate(MODES)):
@@ -125,14 +140,17 @@ def main(_) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     wikitext = articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(-5), slice(-5, None))
     texts, results = {"stdlib": [], "wikitext": wikitext}, {}
-    for seed, direction, base in itertools.product(range(SEEDS.value), DIRECTIONS.value, BASES.value):
-        for depth, mode in itertools.product(DEPTHS[base], MODES):
-            row = Row(direction, base, mode, depth, seed)
-            results[row] = finetune(row, texts, folder)
-            named = [{**key._asdict(), "perplexity_by_step": curve} for key, curve in results.items()]
-            write_text(folder / "results.json", json.dumps(named, indent=1))
-            write_text(folder / "table.md", table(results))
-            plot(results, folder / "figure.png")
+
+    def save(_, found):
+        results.update(found)
+        named = [{**key._asdict(), "perplexity_by_step": curve} for key, curve in sorted(results.items())]
+        write_text(folder / "results.json", json.dumps(named, indent=1))
+        write_text(folder / "table.md", table(results))
+        plot(results, folder / "figure.png")
+
+    seeds = range(SEEDS.value)
+    bases = [Base(*of, seed) for seed, *of in itertools.product(seeds, DIRECTIONS.value, MODELS)]
+    side_by_side(bases, lambda base, cores: finetune(base, texts, cores), save, AT_ONCE.value)
     print(table(results))
 
 

@@ -40,9 +40,7 @@ STAGE = flags.DEFINE_enum("stage", None, ["rates", "times", "final"], "What to r
 FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
 RESULTS = flags.DEFINE_string("results", "experiments/elastic.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer(
-    "seeds", 3, "Seeds of the final rows; all rows of one come before the next.", lower_bound=1
-)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of the final rows.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 5000, "Training steps of a specialist.", lower_bound=1)
 
 DEPTHS = (2, 4, 8, 12)  # of specialists
@@ -129,12 +127,13 @@ def best_rates(results: dict[str, dict]) -> dict[str, float]:
 
 
 def final_rows(rates: dict[str, float]) -> list[Row]:
-    """All models at both budgets, seed by seed."""
-    steps, total = STEPS.value, STEPS.value * sum(DEPTHS)
+    """All models at the first budget, seed by seed, then at the second one."""
+    steps, total, seeds = STEPS.value, STEPS.value * sum(DEPTHS), range(1, 1 + SEEDS.value)
     rows = []
-    for seed in range(1, 1 + SEEDS.value):
+    for seed in seeds:
         rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
         rows += [Row(model, depth, steps, rates[model], seed) for depth in DEPTHS for model in ("specialist", "gpt")]
+    for seed in seeds:
         rows += [Row(model, 0, round(total / KINDS[model].walked), rates[model], seed) for model in ELASTIC]
         rows += [Row(model, DEPTHS[-1], total // DEPTHS[-1], rates[model], seed) for model in ("specialist", "gpt")]
     return rows
@@ -181,7 +180,7 @@ def time_tokens() -> dict[str, dict[str, float]]:
         config = get_config(name)
         config.model.num_steps = depth
         models[name, depth] = new_model(config)
-    for _ in range(6):
+    for _ in range(50):
         for key, model in models.items():
             tokens = write_tokens(
                 model, [0] * 8, count=101, key=jax.random.key(0), vocab_size=model.vocab_size, choice=Choice()

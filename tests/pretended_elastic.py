@@ -3,15 +3,24 @@
 import json
 import pathlib
 import re
+import runpy
 import sys
 import types
 from unittest import mock
+
+from diffeqformer.config import check_config, check_overrides, get_field
 
 sys.path.insert(0, "experiments")
 import elastic  # noqa: E402
 
 
 def train(workdir, options, cores):
+    check_overrides(options)  # as `main` does
+    path, _, model = options[0].removeprefix("--config=").partition(":")
+    config = runpy.run_path(path)["get_config"](model)
+    for name, value in (option.removeprefix("--config.").split("=") for option in options[1:]):
+        config.update_from_flattened_dict({name: type(get_field(config, name))(value)})
+    check_config(config, num_devices=None)
     workdir.mkdir(parents=True)  # fails for a second run in this folder
     (workdir / "scores").mkdir()  # of an interrupted scoring
     (workdir / "scores" / "results.json").write_text("{}")

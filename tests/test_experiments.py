@@ -2,6 +2,9 @@
 
 import json
 import re
+import runpy
+import sys
+import threading
 
 import pytest
 
@@ -36,6 +39,31 @@ def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
     done = command("pretended_study", "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr == "--widths: must be comma-separated numbers, but one is 'wide'\n"
+
+
+def test_nothing_is_begun_after_a_failure(capsys):
+    side_by_side, begun, done = runpy.run_path("experiments/common.py")["side_by_side"], [], []
+
+    def work(item, cores):
+        begun.append((item, cores))
+        return 1 / item if item else sys.exit("no such item")
+
+    with pytest.raises(SystemExit):
+        side_by_side([2, 4, 0, 5], work, lambda *found: done.append(found), 1)
+    assert begun == [(2, None), (4, None), (0, None)] and done == [(2, 0.5), (4, 0.25)]
+    assert capsys.readouterr().err == "no such item\n"
+
+
+def test_runs_side_by_side_divide_the_cores(monkeypatch):
+    common, at_once, found = runpy.run_path("experiments/common.py"), threading.Barrier(2, timeout=60), {}
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 6}, raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/taskset")
+    common["side_by_side"]("ab", lambda item, cores: (at_once.wait(), cores)[1], found.__setitem__, 2)
+    assert sorted(found.values()) == [[3, 6], [5]]
+    assert common["on_cores"](["train"], [3, 6]) == ["taskset", "--cpu-list", "3,6", "train"]
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(SystemExit, match="^--at_once: must be 1 here, because only Linux with taskset"):
+        common["parts_of_cores"](2)
 
 
 @pytest.mark.slow

@@ -21,7 +21,9 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("tiny", "diffeqformer" if elastic else model)
     if elastic:  # see docs/elastic.md
         config.name = "tiny-elastic"
-        config.model.update(training_depths="2,3,4,6,8", training_times="mixed", time_frequency=10.0)
+        config.model.update(
+            training_depths="2,3,4,6,8", training_times="mixed", time_frequency=10.0, solver="lie_trotter"
+        )
     config.steps = 5000
     config.batch_size = 8
     config.sequence_length = 128

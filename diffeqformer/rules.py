@@ -108,6 +108,11 @@ RULES = [
         lambda v, c: v == "fixed" or c.model.step_features <= max(trained_depths(c.model)),
         "must be fixed, since all trained steps are longer than 1 / {c.model.step_features} (model.step_features)",
     ),
+    Rule(
+        "model.training_times",
+        lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
+        "must be fixed or shifted, since mixed moves grids of more than two steps only",
+    ),
     *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
     *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),
     Rule(

@@ -45,6 +45,7 @@ def test_the_elastic_config_is_sound():
     check_config(config, num_devices=8)
     assert (config.name, config.model.kind, config.model.num_steps) == ("tiny-elastic", "diffeqformer", 8)
     assert config.model.training_depths == "2,3,4,6,8"  # experiments/elastic.py scores and counts these
+    assert (config.model.training_times, config.model.solver) == ("mixed", "lie_trotter")  # the same, for other kinds
 
 
 @pytest.mark.parametrize("name, model", pairs())
@@ -167,6 +168,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             ("diffeqformer", "gpt"),
             {"model__training_times": "mixed", "model__step_features": 8},
             "model.training_times: must be fixed, since all trained steps are longer than 1 / 8 .*, but it is 'mixed'",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__training_times": "mixed", "model__training_depths": "1,2"},
+            "model.training_times: must be fixed or shifted, since mixed moves grids of more than two steps only",
         ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),

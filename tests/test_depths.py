@@ -14,7 +14,7 @@ from diffeqformer import checkpoint, evaluate, inspect, ode
 from diffeqformer.analysis import spectra
 from diffeqformer.config import check_config
 from diffeqformer.depth.generated import step_features
-from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, drawn_times, random_grid, shares_of_depths
+from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, random_grid, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
@@ -113,14 +113,11 @@ def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
 
 
 def test_only_steps_of_the_differential_equation_are_moved_in_training():
-    for times in ("shifted", "mixed"):
-        config = toy_config(model__training_times=times, model__step_features=4).model
-        drawn = {depth: {drawn_times(config, depth, 0, step) for step in range(20)} for depth in (2, 3, 4, 6)}
-        moved = {"shifted"} if times == "shifted" else {"shifted", "fixed"}
-        assert drawn == {2: {"fixed"}, 3: {"fixed"}, 4: moved, 6: moved}
-    model = lively_model("diffeqformer")
-    for times, steps in (("fixed", 2), ("jittered", 2), ("shifted", 3), ("mixed", 3)):
-        assert len(training_grid(model, times, 0, jnp.int32(0), 2).ends) == steps
+    model = lively_model("diffeqformer", step_features=4)
+    for depth, steps in ((2, 2), (3, 3), (4, 5), (6, 7)):
+        assert len(training_grid(model, "shifted", 0, jnp.int32(0), depth).ends) == steps
+    for how, depth, steps in (("shifted", 2, 3), ("mixed", 2, 2), ("mixed", 3, 4), ("jittered", 3, 3), ("fixed", 3, 3)):
+        assert len(training_grid(lively_model("diffeqformer"), how, 0, jnp.int32(0), depth).ends) == steps
 
 
 @pytest.mark.long
@@ -141,23 +138,20 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     tmp_path, short_stores, monkeypatch, one_device_loop, capsys
 ):
     config = toy_config(
-        steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores), model__training_depths="1,2,6:2",
-        model__training_times="mixed",
-    )  # fmt: skip
-    depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
-    times = [drawn_times(config.model, depth, config.seed, step) for step, depth in enumerate(depths)]
-    assert set(depths[:4]) != {6} and len(set(depths)) == 3 and len(set(times[:4])) == len(set(times[4:])) == 2
-    expected = list(zip(depths, times, strict=True))
-    asked, seen, drawn = [], [], Run.drawn
-    monkeypatch.setattr(Run, "drawn", lambda run, step: asked.append(drawn(run, step)) or asked[-1])
+        steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores), model__training_depths="1,2,6:2"
+    )
+    expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
+    assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3
+    asked, seen, num_steps = [], [], Run.num_steps
+    monkeypatch.setattr(Run, "num_steps", lambda run, step: asked.append(num_steps(run, step)) or asked[-1])
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     whole = nnx.state(loop.train(config, tmp_path / "whole"))
-    assert asked == expected
+    assert asked == expected_depths
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
         patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
         loop.train(config, tmp_path / "stopped")
     again = nnx.state(loop.train(config, tmp_path / "stopped"))
-    assert asked[8:] == expected
+    assert asked[8:] == expected_depths
     jax.tree.map(np.testing.assert_array_equal, again, whole)
 
     found = curves(tmp_path / "whole")

@@ -114,7 +114,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
         of_kind = [line for line in trained if re.search(pattern, line)]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
     assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 2
-    assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=25490 " in line for line in trained) == 2
+    assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=24074 " in line for line in trained) == 2
     assert sum("step_features=8 " in line and "--config.steps=27083 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout

@@ -111,10 +111,11 @@ def test_jittered_times_lie_within_their_steps_and_change_with_every_training_st
     np.testing.assert_allclose(features, time_features(drawn[0], 8, 1000.0), atol=2e-4)
 
 
-def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends():
+@pytest.mark.parametrize("how", ["shifted", "mixed"])
+def test_shifted_times_are_the_grid_with_parts_of_a_step_at_its_ends(how):
     model, shifts = lively_model("diffeqformer", solver="heun"), []
     for step in range(100):
-        grid = training_grid(model, "shifted", 0, jnp.int32(step))
+        grid = training_grid(model, how, 0, jnp.int32(step))
         ends, sizes = np.asarray(grid.ends), np.asarray(grid.step_sizes)
         assert len(ends) == 7 and ends[-1] == 1 and np.all(sizes >= 0)
         np.testing.assert_allclose(sizes[1:6], 1 / 6, atol=1e-6)

@@ -237,9 +237,9 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
         program = real(config, mesh)
         step = program.train_step
 
-        def train_step(state, tokens, num_steps, times):
+        def train_step(state, tokens, num_steps):
             bad = int(state["step"]) == 3  # the fourth step
-            state, scalars = step(state, tokens, num_steps, times)
+            state, scalars = step(state, tokens, num_steps)
             return state, {**scalars, poison: scalars[poison] * (np.nan if bad else 1.0)}
 
         train_step.lower = step.lower

@@ -15,7 +15,8 @@ fixed: the times of the grid, as published.
 jittered: each time is moved back at random within its step. The steps don't change.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
-mixed: shifted in half of the training steps, drawn at random, and fixed in the others.
+mixed: shifted if there are more than two steps, fixed otherwise. A shifted grid has one more step, so shifted grids of
+    two steps differ most from the grid itself.
 """
 
 
@@ -62,7 +63,7 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
     Args:
         grid: uniform, on the host.
         nodes: the solver's nodes.
-        how: jittered, shifted, or mixed, which here is shifted; see `TRAINING_TIMES`.
+        how: jittered, shifted, or mixed for more than two steps, see `TRAINING_TIMES`.
         key: random key of this training step.
     """
     if how in ("shifted", "mixed"):
@@ -104,32 +105,9 @@ def are_depths(text: str) -> bool:
 
 def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
     """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
+    drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]
     at_least = np.cumsum(list(shares.values()))[:-1]
-    return list(shares)[int(np.searchsorted(at_least, _random_number(seed, step, 0), side="right"))]
-
-
-def drawn_times(config, num_steps: int, seed: int, step: int) -> str:
-    """How times are moved in one training step of some number of steps: fixed, jittered or shifted.
-
-    Steps longer than 1 / `step_features` have weights of their own, which belong to no differential equation and are
-    trained at their own times alone.
-
-    Args:
-        config: the `model` part of a config.
-        num_steps: of depth.
-        seed: with the training step, it determines what mixed draws.
-        step: of training, counted from 0.
-    """
-    if num_steps < config.step_features:
-        return "fixed"
-    if config.training_times == "mixed":
-        return "shifted" if _random_number(seed, step, 1) < 0.5 else "fixed"
-    return config.training_times
-
-
-def _random_number(seed: int, step: int, purpose: int) -> float:
-    """At least 0 and below 1. Batches take [seed, epoch]."""
-    return np.random.RandomState([seed, step, purpose]).random_sample()
+    return list(shares)[int(np.searchsorted(at_least, drawn, side="right"))]
 
 
 def _library(times):

@@ -145,10 +145,10 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
         show_validation(run, first, state["params"], progress, dynamics)
     pending, compiled = collections.deque(), set()
     for step in range(first + 1, config.steps + 1):
-        drawn, begun = run.drawn(step), time.monotonic()
-        state, scalars = run.program.train_step(state, run.batch(step), *drawn)
-        if drawn not in compiled:
-            compiled.add(drawn)
+        num_steps, begun = run.num_steps(step), time.monotonic()
+        state, scalars = run.program.train_step(state, run.batch(step), num_steps)
+        if num_steps not in compiled:
+            compiled.add(num_steps)
             progress.compiled(time.monotonic() - begun)
         if step == first + 1:
             jax.block_until_ready((state, scalars))  # raises an error if memory ran out

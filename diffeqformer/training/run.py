@@ -19,7 +19,7 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.grid import drawn_depth, drawn_times
+from diffeqformer.depth.grid import drawn_depth
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
@@ -58,11 +58,9 @@ class Run:
             lambda index: self.splits["train"].batch(step - 1, *shape, config.seed, rows=index[0]),
         )
 
-    def drawn(self, step: int) -> tuple[int, str]:
-        """The number of steps of depth in a step of training, counted from 1, and how its times are moved."""
-        config = self.config
-        num_steps = drawn_depth(self.program.depths, config.seed, step - 1)
-        return num_steps, drawn_times(config.model, num_steps, config.seed, step - 1)
+    def num_steps(self, step: int) -> int:
+        """The number of steps of depth in a step of training, counted from 1."""
+        return drawn_depth(self.program.depths, self.config.seed, step - 1)
 
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""

@@ -32,9 +32,14 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
 
 
 def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None) -> Grid:
-    """The grid of one training step, at fixed or moved times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
+    """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`).
+
+    Steps longer than 1 / `model.step_features` have weights of their own, which belong to no differential equation and
+    are trained at their own times alone.
+    """
     grid = model.grid(num_steps)
-    if how == "fixed":
+    steps = len(grid.ends)
+    if how == "fixed" or (how == "mixed" and steps <= 2) or steps < model.depth.step_features:
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
 
@@ -59,9 +64,8 @@ class Program:
     state_shapes: shapes, types and shardings of the state
     state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
-    train_step(state, tokens [B, S], num_steps, times) -> (state, scalars); the input state is donated; num_steps: of
-        depth, times: fixed, jittered or shifted, by default as in the config (mixed: shifted); each pair is compiled
-        when it is first needed
+    train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
+        by default as in the config; each number is compiled when it is first needed
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
@@ -92,7 +96,7 @@ class Program:
             in_shardings=(self.state_shardings, by_example),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
-            static_argnames=("num_steps", "times"),
+            static_argnames="num_steps",
         )
         self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
@@ -139,11 +143,10 @@ class Program:
         moments = self.optimizer.whole.init(self.trained(params))
         return {"params": params, "optimizer": moments, "step": jnp.zeros((), jnp.int32)}
 
-    def _train_step(self, state, tokens, num_steps=None, times=None):
+    def _train_step(self, state, tokens, num_steps=None):
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
-        times = times or config.model.training_times
-        grid = training_grid(nnx.merge(self.graph, params), times, config.seed, step, num_steps)
+        grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
         loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)

@@ -12,9 +12,9 @@ A specialist, like a GPT, is trained at one depth, with the published time frequ
 `TRAINED` in each training step, and have a low frequency. The one called drawn is the plain one: weights W(t), fixed
 grids, and Euler's steps like a specialist. `tiny.py:elastic` has W(t), mixed grids and Lie-Trotter steps. The one
 called step features has weights W(t, dt) instead, and its grids in 8 steps are shifted. The one called looped is
-trained like it, but has shared kernels and gates, after LoopFormer. Their first budget is the number of training steps of one
-specialist, their second one the steps of depth of all specialists together; the deepest specialist and GPT are given
-these as well.
+trained like it, but has shared kernels and gates, after LoopFormer. Their first budget is the number of training steps
+of one specialist, their second one the steps of depth of all specialists together; the deepest specialist and GPT are
+given these as well.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
 its depths for an elastic model. Longer runs take the same rates. They read the text more than once.

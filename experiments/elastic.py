@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
     model: the config's, after the colon.
     options: the other options of a run.
-    walked: steps of depth in a training step, on average; 0: the model's depth.
+    walked: steps of depth in a training step, on average; 0: the model's depth. Shifted grids have one more.
     """
 
     model: str
@@ -64,7 +64,6 @@ class Kind(NamedTuple):
 
 
 MEAN = statistics.mean(TRAINED)
-SHARE = 1 / len(TRAINED)  # of grids with any number of steps; shifted ones have one more step
 DRAWN = (  # what tiny.py:elastic has, for a model of another kind
     f"--config.model.training_depths={','.join(map(str, TRAINED))}",
     "--config.model.num_steps=8",
@@ -76,9 +75,9 @@ KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("elastic", ("--config.model.solver=euler", "--config.model.training_times=fixed"), MEAN),
-    "elastic": Kind("elastic", walked=MEAN + 4 * SHARE),
-    "step features": Kind("elastic", STEP_FEATURES, MEAN + SHARE),
-    "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + SHARE),
+    "elastic": Kind("elastic", walked=MEAN + sum(depth > 2 for depth in TRAINED) / len(TRAINED)),
+    "step features": Kind("elastic", STEP_FEATURES, MEAN + 1 / len(TRAINED)),
+    "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + 1 / len(TRAINED)),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 
@@ -169,7 +168,7 @@ def run_all(rows: list[Row], results: dict[str, dict]) -> None:
 def time_tokens() -> dict[str, dict[str, float]]:
     """Seconds to write one token, by model of the config and by depth: medians over rounds that take turns.
 
-    They depend on shapes alone, so nothing is trained.
+    They depend on shapes and the config's solver alone, so nothing is trained.
     """
     import jax
 

@@ -21,17 +21,10 @@ from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, 
 
 from diffeqformer.config import check_config
 from diffeqformer.console import command_line
-from diffeqformer.fields.layers import Linear
 from diffeqformer.training.run import make_program
-from diffeqformer.transformer import vector_field
+from diffeqformer.training.utilisation import utilisation
 
 CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
-
-PEAKS = {  # dense bfloat16 TFLOP/s from data sheets; the first name that is a prefix of the device kind counts
-    "NVIDIA A100": 312, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H100": 989,
-    "NVIDIA H200 NVL": 835, "NVIDIA H200": 989,
-    "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5": 459, "TPU v6": 918,
-}  # fmt: skip
 
 
 class Run:
@@ -57,19 +50,6 @@ class Run:
         return self.state, metrics
 
 
-def utilisation(config, step_seconds: float) -> float | str:
-    """Model FLOPs over the peak of all devices, in percent; "-" for a device or a type whose peak isn't known."""
-    kind = jax.devices()[0].device_kind
-    peak = next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
-    if peak is None or config.model.dtype != "bfloat16":
-        return "-"
-    layers = [layer for layer in vector_field(config.model).layers().values() if isinstance(layer, Linear)]
-    one_step = sum(layer.inputs * layer.outputs for layer in layers) + config.model.width * config.sequence_length
-    by_token = 6 * (config.model.num_steps * one_step + config.model.vocab_size * config.model.width)
-    flops = by_token * config.batch_size * config.sequence_length
-    return 100 * flops / step_seconds / (peak * 1e12 * jax.device_count())
-
-
 def benchmark() -> None:
     configs = {name: make_config(name) for name in MODEL_NAMES.value}
     runs = {name: Run(config) for name, config in configs.items()}
@@ -81,7 +61,7 @@ def benchmark() -> None:
         (
             name, run.parameters, run.compile_seconds,
             1e3 * np.median(steps[name]), 1e3 * np.median(forwards[name]), *memory[name],
-            utilisation(runs[name].config, np.median(steps[name])),
+            100 * utilisation(runs[name].config, np.median(steps[name]), jax.devices()),
             ratio(steps, name), ratio(forwards, name), ratio(peaks, name),
         )
         for name, run in runs.items()

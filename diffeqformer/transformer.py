@@ -232,11 +232,12 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     Raises:
         UserError: if this model can't take that number of steps.
     """
-    return _weights_at(*split_model(model), num_steps)
+    return weights_of(*split_model(model), num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))
-def _weights_at(graph, params, num_steps):
+def weights_of(graph: nnx.GraphDef, params: dict, num_steps: int | tuple[float, ...] | None) -> StackedWeights:
+    """`weights_at` of a model that is split."""
     model = nnx.merge(graph, params)
     return model.weights(model.grid(num_steps))
 

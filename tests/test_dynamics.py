@@ -10,7 +10,7 @@ from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.data.store import open_store
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training.dynamics import Recorder
+from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, toy_config
@@ -25,7 +25,7 @@ def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_st
     for mesh in (ONE_DEVICE, make_mesh((2, 2, 2))):
         program = Program(config, mesh)
         placed = jax.device_put(params, program.state_shardings["params"])
-        records.append(Recorder(program, text, 16)(placed))
+        records.append(Recorder(program, first_windows(text, 16))(placed))
     assert records[0] == pytest.approx(records[1], rel=1e-3)
     model = nnx.merge(program.graph, params)
     found = spectra(model, model.grid().ends, feed_forward=False)

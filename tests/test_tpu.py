@@ -1,6 +1,7 @@
-"""The configs' train steps, compiled by the real TPU compiler: `make test-tpu`."""
+"""Plans of the configs' runs, by the real TPU compiler: `make test-tpu`."""
 
 import collections
+import json
 import os
 import pathlib
 import re
@@ -9,18 +10,16 @@ import sys
 
 import pytest
 
+from diffeqformer.planning.hlo import computations
 from helpers import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import cycles  # noqa: E402
-
 pytestmark = pytest.mark.tpu
-MEMORY = {"v5e": 15.75, "v5p": 95.74}  # GiB of a chip that a program can have
+GIB = 2**30
 
 
-def said_by(script: str, *options: str) -> str:
-    """The output of a command in benchmarks/."""
-    command = [sys.executable, f"benchmarks/{script}", *options]
+def said_by(*command: str) -> str:
+    """The output of a Python command."""
+    command = [sys.executable, *command]
     environment = {**os.environ, "XLA_FLAGS": ""}  # without the tests' own
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -28,10 +27,16 @@ def said_by(script: str, *options: str) -> str:
     return done.stdout
 
 
-def compile_for_tpu(*options: str) -> tuple[str, float, float]:
-    """The output of the command, and the GiB of arguments and of temporaries."""
-    said = said_by("compile_for_tpu.py", *options)
-    return said, *map(float, re.search(r"arguments (\S+) GiB, temporaries (\S+) GiB", said).groups())
+def planned(folder: pathlib.Path, *options: str, programs: str = "train") -> dict:
+    """The plan that the command writes."""
+    said_by("-m", "diffeqformer.plan", *options, f"--programs={programs}", f"--json={folder}/plan.json")
+    return json.loads((folder / "plan.json").read_text())
+
+
+def step_of(plan: dict) -> tuple[float, float]:
+    """The GiB of arguments and of temporaries of its only train step."""
+    [step] = (found for name, found in plan["memory"]["by_program"].items() if name.startswith("train step"))
+    return step["arrays"] / GIB, step["temporaries"] / GIB
 
 
 @pytest.mark.parametrize(
@@ -47,18 +52,17 @@ def compile_for_tpu(*options: str) -> tuple[str, float, float]:
         else ""
     ),
 )
-def test_a_step_fits(options, state):
+def test_a_step_fits(options, state, tmp_path):
     """`state`: GiB per chip of the state and a batch."""
-    said, arguments, temporaries = compile_for_tpu(*options)
-    assert arguments == pytest.approx(state, abs=0.006)
-    assert arguments + temporaries < MEMORY[re.search(r"=(v5.)", " ".join(options))[1]]
-    assert "attention: splash" in said
+    plan = planned(tmp_path, *options)
+    assert plan["fits"] and plan["attention"] == "splash"
+    assert step_of(plan)[0] == pytest.approx(state, abs=0.006)
 
 
 def compiled(folder: pathlib.Path) -> tuple[dict[str, list[str]], list[str]]:
     """The computations of a dumped step, and the names of its loops over depth."""
     [file] = folder.glob("*_train_step*.after_codegen.txt")
-    bodies = cycles.computations(file.read_text())
+    bodies = computations(file.read_text())
     return bodies, re.findall(r" while\(.*body=(%[\w.-]+)", "\n".join(bodies["ENTRY"]))
 
 
@@ -88,9 +92,10 @@ def test_a_step_on_64_chips_wastes_nothing(remat, most, time, tmp_path):
     The time is exact for the libtpu of constraints.txt. Another version may need another bound; a slower step does not.
     """
     options = ("--config=configs/large.py", f"--config.model.remat={remat}", "--topology=v5e:8x8", f"--dump={tmp_path}")
-    said, arguments, temporaries = compile_for_tpu(*options)
-    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < most and "attention: splash" in said
-    assert int(re.search(r"expected: (\d+) ms", said)[1]) <= time
+    plan = planned(tmp_path, *options)
+    arguments, temporaries = step_of(plan)
+    assert arguments == pytest.approx(0.78, abs=0.006) and temporaries < most and plan["attention"] == "splash"
+    assert round(plan["milliseconds"]["train step, 36 steps of depth"]["cycles_alone"]) <= time
     check_projections(tmp_path, parts=8 * 4)
     bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "
@@ -102,12 +107,12 @@ def test_a_step_on_64_chips_wastes_nothing(remat, most, time, tmp_path):
 def test_the_gradient_of_a_projection_is_never_stored(topology, batch_size, tmp_path):
     options = (f"--topology={topology}", f"--config.batch_size={batch_size}", "--config.mesh.fsdp=1")
     large = ("--config=configs/large.py", "--config.model.remat=step")
-    _, _, temporaries = compile_for_tpu(*large, *options, f"--dump={tmp_path}")
+    _, temporaries = step_of(planned(tmp_path, *large, *options, f"--dump={tmp_path}"))
     assert temporaries < 10  # dP alone would take 5.5
     check_projections(tmp_path, parts=1)
 
 
-def test_splash_attention_saves_memory():
+def test_splash_attention_saves_memory(tmp_path):
     """Memory is largest if everything is stored for the backward pass."""
     options = (
         "--config=configs/large.py",
@@ -115,9 +120,9 @@ def test_splash_attention_saves_memory():
         "--config.model.remat=none",
         "--config.microbatches=4",
     )
-    _, _, splash = compile_for_tpu(*options)
-    said, _, plain = compile_for_tpu(*options, "--plain_attention")
-    assert "attention: plain" in said and splash < 0.7 * plain
+    splash, plain = planned(tmp_path, *options), planned(tmp_path, *options, "--plain_attention")
+    assert (splash["attention"], plain["attention"]) == ("splash", "plain")
+    assert step_of(splash)[1] < 0.7 * step_of(plain)[1]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_kernels_leave_projections_in_place(topology, chip):
     A layer's backward pass, clipping and update move at most 7.9 times the bytes of P, and its forward pass 1.25 times.
     """
     moved = collections.defaultdict(list)
-    said, *lines = said_by("compile_kernels.py", f"--topology={topology}").splitlines()
+    said, *lines = said_by("benchmarks/compile_kernels.py", f"--topology={topology}").splitlines()
     assert said == chip and len(lines) == 3 * 15
     for line in lines:
         name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()

@@ -29,7 +29,8 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps", "dtype", "solver"))
-def _discretized_params(graph, params, num_steps, dtype, solver):
+def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype: jnp.dtype, solver: str) -> dict:
+    """The parameters of the model of `discretize`, from those of a model that is split."""
     model = nnx.merge(graph, params)
     layers = model.depth(Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes))
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
@@ -49,5 +50,5 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
         UserError: if the model can't take that number of steps.
     """
     target = discretized_config(config, num_steps, dtype).model
-    params = _discretized_params(*split_model(model), num_steps, jnp.dtype(dtype), target.solver)
+    params = discretized_params(*split_model(model), num_steps, jnp.dtype(dtype), target.solver)
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)

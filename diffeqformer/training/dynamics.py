@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances
@@ -27,18 +27,22 @@ def product(a: Float[Array, "... M K"], b: Float[Array, "... K N"]) -> Float[Arr
     return jnp.matmul(a, b, precision="highest")
 
 
+def first_windows(split: Split, sequence_length: int) -> Int[np.ndarray, "W S"]:
+    """The first `WINDOWS` windows of a split, or as many as it has."""
+    return split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)[0]
+
+
 class Recorder:
     """Measures the dynamics of parameters on a few windows of a split.
 
     Args:
         program: the compiled functions of the run.
-        split: the validation split.
-        sequence_length: tokens of a window.
+        tokens: the windows (`first_windows`).
     """
 
-    def __init__(self, program: Program, split: Split, sequence_length: int):
+    def __init__(self, program: Program, tokens: Int[np.ndarray, "W S"]):
         self.program, self.replicated = program, NamedSharding(program.batch_sharding.mesh, PartitionSpec())
-        self.tokens = split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)[0]
+        self.tokens, sequence_length = tokens, tokens.shape[1]
         self.chosen = np.linspace(0, sequence_length - 1, min(TOKENS, sequence_length)).astype(int)
         self.measure = jax.jit(self._measure, out_shardings=self.replicated)
 

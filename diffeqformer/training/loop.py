@@ -26,7 +26,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
 from diffeqformer.training import finetune
-from diffeqformer.training.dynamics import Recorder
+from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, random_key
@@ -115,12 +115,7 @@ def describe(run: Run, params: dict) -> None:
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {run.folder}")
-    sizes = run.program.mesh.shape
-    parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
-    mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
-    projections = run.program.loss.projections
-    generator = f"; generator: {projections.said}" if projections else ""
-    print(f"mesh: {mesh}; attention: {run.program.attention}{generator}", flush=True)
+    print(run.program.said(), flush=True)
 
 
 def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> dict:
@@ -139,7 +134,9 @@ def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> 
     tokens = config.batch_size * config.sequence_length
     progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths())
     dynamics = (
-        Recorder(run.program, run.splits["validation"], config.sequence_length) if config.dynamics_every else None
+        Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))
+        if config.dynamics_every
+        else None
     )
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         show_validation(run, first, state["params"], progress, dynamics)

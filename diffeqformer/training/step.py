@@ -101,6 +101,14 @@ class Program:
         self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
 
+    def said(self) -> str:
+        """Its mesh, and what computes attention and the generator's products, for the log."""
+        sizes, projections = self.mesh.shape, self.loss.projections
+        parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
+        mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
+        generator = f"; generator: {projections.said}" if projections else ""
+        return f"mesh: {mesh}; attention: {self.attention}{generator}"
+
     def trained(self, tree: dict) -> dict:
         """The trained part of a tree that is shaped like the parameters."""
         return self.loss.trained_and_frozen(tree)[0]

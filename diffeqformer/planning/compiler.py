@@ -1,0 +1,87 @@
+"""The TPU compiler, without a TPU."""
+
+import os
+import pathlib
+import re
+import tempfile
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from diffeqformer.errors import UserError
+from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.memory import temporaries_by_cause
+
+
+class Compiled(NamedTuple):
+    """A program that was compiled for TPUs. Bytes are those of one device.
+
+    arguments, temporaries: bytes, as XLA counts them
+    results: bytes of what is returned, unless it takes the place of arguments
+    by_cause: bytes of temporaries at their largest, by cause; what XLA doesn't place is left out
+    program: what was dumped
+    output_shardings: as JAX has them
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+    by_cause: dict[str, int]
+    program: Program
+    output_shardings: object
+
+
+class TooLarge(Exception):
+    """A program doesn't fit into a device's memory. Its argument is the number of bytes that it needs."""
+
+
+def tpu_devices(topology: str, slices: int) -> list:
+    """The devices of one or more slices, which need not exist.
+
+    Raises:
+        UserError: if the compiler doesn't know the topology.
+    """
+    more: dict = {"num_slices": slices} if slices > 1 else {}
+    if set(re.findall(r"\d+", topology.partition(":")[2])) == {"1"}:  # a host usually has four
+        more["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"--topology: {topology} isn't available ({reason}); libtpu comes with pip install -e '.[tpu]'"
+        ) from None
+
+
+def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Compiled:
+    """Compile a program that was lowered for such devices.
+
+    Args:
+        dump: a folder that keeps all that the compiler writes; None: it is removed.
+
+    Raises:
+        TooLarge: if it doesn't fit.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(dump or temporary)
+        try:
+            compiled = lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            needed = re.search(r"required for HLO temporaries \(([\d.]+)G\)|Used ([\d.]+)G of", str(error))
+            if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
+                raise
+            raise TooLarge(float(needed[1] or needed[2]) * 2**30) from None
+        texts = [
+            max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
+            for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")
+        ]
+    program, stats = Program(texts[0]), compiled.memory_analysis()
+    return Compiled(
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        temporaries_by_cause(program, *texts[1:]),
+        program,
+        compiled.output_shardings,
+    )

@@ -1,0 +1,63 @@
+"""What takes the memory of a dumped program at the moment of its largest use, by cause.
+
+The compiler dumps where in memory each value lies (`*buffer-assignment.txt`) and during which instructions it is needed
+(`*live-range.txt`).
+"""
+
+import collections
+import re
+
+from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.times import COLLECTIVE, cause_of
+
+SMALL = 2**16  # bytes of values that don't matter
+CAUSES = {"generator": "weights and their gradient", "loss": "logits and the loss", "update": "update"}
+
+
+def temporaries_by_cause(program: Program, buffers: str, ranges: str) -> dict[str, int]:
+    """The bytes of values by cause, at the moment when most memory is in use. Arguments aren't counted."""
+    places, spans = values(buffers), live_spans(ranges)
+    lines = {line.split(" = ")[0].split()[-1]: line for body in program.bodies.values() for line in body}
+    moments = {spans[name][0] for name in places if name in spans}
+    used = (in_use(places, spans, moment) for moment in moments)
+    largest = max(used, key=lambda parts: sum(size for _, size in parts), default={})
+    found: dict[str, int] = collections.defaultdict(int)
+    for place, names in largest.items():
+        causes = [memory_cause(program, lines.get("%" + name.partition("{")[0], "")) for name in names]
+        known = [cause for cause in causes if cause != "others"]
+        found[known[0] if known else "others"] += place[1]
+    return found
+
+
+def memory_cause(program: Program, line: str) -> str:
+    """What a value is for."""
+    if "splash_mha" in line or program.place(line).startswith("attention.py"):
+        return "attention"
+    if any(re.search(COLLECTIVE, inner) for inner in (line, *program.inside(line))):
+        return "collectives"
+    if not program.place(line):
+        return "others"
+    return CAUSES.get(cause_of(program, line), "states and activations")
+
+
+def values(buffers: str) -> dict[str, tuple[int, int]]:
+    """The offset and the size of every temporary value in the main memory, by its name."""
+    heap = re.search(r"^allocation \d+: size \d+, preallocated-temp:\n((?: value: .*\n)*)", buffers, re.M)
+    found = re.findall(r"value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)", heap[1] if heap else "")
+    return {name: (int(offset), int(size)) for name, size, offset in found if int(size) >= SMALL}
+
+
+def live_spans(ranges: str) -> dict[str, tuple[int, int]]:
+    """The first and the last instruction that needs a value, by the value's name."""
+    found = re.findall(r"^    (\S+?)(?:\{\})?:(\d+)-(\d+)$", ranges, re.M)
+    return {name: (int(first), int(last)) for name, first, last in found}
+
+
+def in_use(places: dict, spans: dict, moment: int) -> dict[tuple[int, int], list[str]]:
+    """The parts of memory in use at a moment, each with the names of the values that lie there."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, place in places.items():
+        first, last = spans.get(name, (1, 0))
+        if first <= moment <= last:
+            found.setdefault(place, []).append(name)
+    return found

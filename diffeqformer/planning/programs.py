@@ -1,0 +1,149 @@
+"""All programs of a run, compiled for TPUs that need not be there."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.inference.discretize import discretized_params
+from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
+from diffeqformer.parallel.sharding import divide_generator
+from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
+from diffeqformer.training.dynamics import WINDOWS, Recorder
+from diffeqformer.training.memory import bytes_on_device
+from diffeqformer.training.step import Program
+from diffeqformer.transformer import abstract_model, partition_specs, split_model, weights_of
+
+
+class Planned(NamedTuple):
+    """A program of a run. Bytes are those of one device.
+
+    arrays: bytes of the run's arrays that are there while it runs
+    needed: bytes in all, without results that take the place of arrays
+    compiled: None if it doesn't fit
+    num_steps: steps of depth of a train step; otherwise 0
+    """
+
+    name: str
+    arrays: int
+    needed: int
+    compiled: Compiled | None
+    num_steps: int = 0
+
+    def bytes(self) -> dict[str, int]:
+        """What it needs; nothing but the sum is known if it doesn't fit."""
+        if not self.compiled:
+            return {"needed": self.needed}
+        more = {"temporaries": self.compiled.temporaries, "results": self.compiled.results}
+        return {"arrays": self.arrays, **more, "needed": self.needed}
+
+
+def planned(
+    name: str, lowered: jax.stages.Lowered, arrays: int, num_steps: int = 0, dump: str | None = None
+) -> Planned:
+    """Compile a program of a run, while which its `arrays` take some bytes."""
+    try:
+        compiled = compile_for_tpu(lowered, dump)
+    except TooLarge as error:
+        return Planned(name, arrays, error.args[0], None, num_steps)
+    arrays = max(arrays, compiled.arguments)  # which XLA may pad
+    return Planned(name, arrays, arrays + compiled.temporaries + compiled.results, compiled, num_steps)
+
+
+def programs_of_run(config: ConfigDict, program: Program) -> Iterator[Planned]:
+    """Compile the programs of a run, one after the other: its start, train steps, evaluation and sample.
+
+    What needs the result of a program that doesn't fit is left out.
+    """
+    if config.base:
+        yield from start_from_base(config, program)
+    else:
+        yield planned("initial state", program.init.lower(), 0)
+    yield from train_steps(config, program)
+    params, state = program.state_shapes["params"], size_of(program.state_shapes)
+    rows = {
+        width: jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)
+        for width, dtype in ((config.sequence_length, jnp.int32), (1, jnp.bool))
+    }
+    for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
+        at = f", {depth or config.model.num_steps} steps of depth"
+        made = planned(f"weights{at}", program.weights.lower(params, depth), state)
+        yield made
+        if made.compiled:
+            weights = placed(jax.eval_shape(program.weights, params, depth), made.compiled.output_shardings)
+            arrays = state + size_of(weights)
+            yield planned(f"evaluation{at}", program.evaluate.lower(params, weights, *rows.values()), arrays)
+            if depth is None and config.dynamics_every:
+                windows = np.zeros((WINDOWS, config.sequence_length), np.int32)
+                measure = Recorder(program, windows).measure
+                yield planned("dynamics", measure.lower(params, weights, windows), arrays)
+    yield from sample(program, params, state)
+
+
+def train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
+    """The train steps of a run at each of its depths, the deepest first."""
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
+    for depth in sorted(program.depths, reverse=True):
+        lowered = program.train_step.lower(program.state_shapes, tokens, depth)
+        yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump)
+
+
+def start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
+    """The start of a fine-tuning run: the base's weights at the times of its grid, then its first state."""
+    base = checkpoint.load_config(config.base)
+    graph, shapes = split_model(abstract_model(base))
+    mesh = divide_generator(program.mesh, 1)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(nnx.merge(graph, shapes)))
+    shapes = placed(shapes, places)
+    arguments = graph, shapes, config.model.num_steps, jnp.dtype("float32"), config.model.solver
+    found = planned("weights of the base", discretized_params.lower(*arguments), size_of(shapes))
+    yield found
+    if found.compiled:
+        params = placed(jax.eval_shape(discretized_params, *arguments), found.compiled.output_shardings)
+        yield planned("initial state", program.init.lower(params), 0)
+
+
+def sample(program: Program, params: dict, state: int) -> Iterator[Planned]:
+    """Writing the sample at the end of a run, whose `state` takes some bytes."""
+    if program.mesh.shape["generator"] > 1:
+        mesh = divide_generator(program.mesh, 1)
+        params = placed(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), program.loss.param_specs))
+        state += size_of(params)
+    made = planned("weights for the sample", weights_of.lower(program.graph, params, None), state)
+    yield made
+    if not made.compiled:
+        return
+    weights = placed(jax.eval_shape(weights_of, program.graph, params, None), made.compiled.output_shardings)
+    model = nnx.merge(program.graph, params)
+    length = model.max_length
+    del model.depth
+    graph, params = split_model(model)
+    prompt = planned(
+        "reading the prompt",
+        read_prompt.lower(graph, params, weights, padded_prompt([], length), 1),
+        state + size_of(weights),
+    )
+    yield prompt
+    if prompt.compiled:
+        _, cache = jax.eval_shape(read_prompt, graph, params, weights, padded_prompt([], length), 1)
+        cache = placed(cache, prompt.compiled.output_shardings[1])
+        token = read_token.lower(graph, params, weights, cache, np.zeros(1, np.int32), 1)
+        yield planned("writing a token", token, state + size_of(weights) + size_of(cache))
+
+
+def placed(shapes, shardings):
+    """A tree of shapes with shardings."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+    )
+
+
+def size_of(shapes) -> int:
+    """The bytes of a tree of shapes with shardings, on one device."""
+    return sum(map(bytes_on_device, jax.tree.leaves(shapes)))

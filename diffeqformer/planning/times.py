@@ -1,0 +1,124 @@
+"""How long a dumped program should take on a kind of chip, by what its instructions are for.
+
+The compiler states the cycles that it expects of each instruction, but not for collectives and Pallas kernels:
+
+- A kernel that states the bytes that it moves takes these at the memory's rate.
+- Splash attention reaches `ATTENTION` of the chip's peak on the products that its kernels compute for causal attention,
+  with heads filled up to 128 entries. Its instructions take that long, within a tenth, for GPT-large on v5e and
+  Llama-1B on v5p.
+- A collective takes its bytes at the rate of one link, as if its devices stood in a line. Work between its start and
+  its end hides it.
+
+An instruction that fuses several operations belongs to the last of them.
+"""
+
+import collections
+import re
+
+from diffeqformer.planning.chips import Chip
+from diffeqformer.planning.hlo import Program, bytes_of, name_of
+
+ATTENTION = 0.45
+PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of a splash kernel, by its name
+ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler says nothing
+CAUSES = {  # by the innermost function of ours, or by its file
+    "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
+    "generator": ("generated.py", "projection.py", "forward.py", "statistics.py", "low_rank.py"),
+    "loss": ("cross_entropy.py",),
+    "update": ("step.py", "optimizer.py", "update.py"),
+}
+COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
+
+
+def seconds_by_cause(program: Program, chip: Chip, slice_size: int, body: str = "ENTRY") -> dict[str, float]:
+    """The seconds of one round of a computation, by cause.
+
+    Args:
+        slice_size: devices of a slice. Groups of devices in several slices use the network between them.
+    """
+    found: dict[str, float] = collections.defaultdict(float)
+    begun: dict[str, tuple[float, float]] = {}  # collectives: when they began, and how long they take
+    for line in program.bodies[body]:
+        now = sum(found.values())
+        if loop := program.loop(line):
+            for cause, seconds in seconds_by_cause(program, chip, slice_size, loop[0]).items():
+                found[cause] += loop[1] * seconds
+        elif moved := collective(program, line):
+            phase, instruction = moved
+            if phase == "done":
+                start, needed = begun.pop(started(line))
+                found["collectives"] += max(0.0, needed - (now - start))
+            elif phase == "start":
+                begun[name_of(line)] = now, transfer_seconds(instruction, chip, slice_size)
+            else:
+                found["collectives"] += transfer_seconds(instruction, chip, slice_size)
+        elif products := re.search(r"%splash_mha_(fwd|dq|dkv)", line.partition("=")[0]):
+            found["attention"] += attention_flops(line, PRODUCTS[products[1]]) / (ATTENTION * chip.peak)
+        elif "-done(" not in line:
+            found[cause_of(program, line)] += expected_seconds(line, chip)
+    return {cause: seconds for cause, seconds in found.items() if seconds}
+
+
+def cause_of(program: Program, line: str) -> str:
+    """What an instruction is for."""
+    place = program.place(line)
+    for name, places in CAUSES.items():
+        if place in places or place.partition(":")[0] in places:
+            return name
+    products = any(" convolution(" in inner for inner in (line, *program.inside(line)))
+    direction = "backward" if "transpose(" in line else "forward"
+    return f"depth {direction}, {'products' if products else 'rest'}"
+
+
+def expected_seconds(line: str, chip: Chip) -> float:
+    """The seconds of an instruction by its cycles, or by the bytes that it moves; 0 if nothing is said of it."""
+    if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
+        return int(cycles[1]) / chip.clock
+    moved = re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"', line)
+    return int(moved[1]) / chip.memory_rate if moved else 0.0
+
+
+def attention_flops(line: str, products: int) -> int:
+    """The FLOPs of a splash kernel over causal pairs of positions, with heads of multiples of 128 entries."""
+    query = re.search(r"bf16\[(\d+),(\d+),(\d+),(\d+)\]", line.partition("operand_layout_constraints")[2])
+    batch, heads, *sides = map(int, query.groups())
+    width, length = sorted(sides)
+    return products * batch * heads * length**2 * -(-width // 128) * 128
+
+
+def collective(program: Program, line: str) -> tuple[str, str] | None:
+    """Whether an instruction starts a collective, is done with one, or runs a whole one, and the collective itself."""
+    if found := re.search(COLLECTIVE, line):
+        return (found[2] or "-whole")[1:], line
+    called = re.search(r"calls=(%[\w.-]+)", line)
+    if not called or called[1].startswith("%async_collective_fusion"):  # work that is done meanwhile
+        return None
+    inside = program.inside(line)
+    for inner in inside:
+        if re.search(COLLECTIVE, inner):
+            told = re.search(r'custom_call_target="AsyncCollective(Start|Done)"', "\n".join(inside))
+            if called[1].startswith("%all-reduce-scatter"):  # keeps a part, and so moves no more than a gather
+                inner = inner.replace(" all-reduce(", " all-gather(")
+            return told[1].lower() if told else "whole", inner
+    return None
+
+
+def started(line: str) -> str:
+    """The name of the instruction that began the collective that this one is done with."""
+    operand = re.search(r"-done\((%[\w.-]+-start[\w.-]*)\)", line)
+    return operand[1] if operand else name_of(line).replace("-done", "-start")
+
+
+def transfer_seconds(line: str, chip: Chip, slice_size: int) -> float:
+    """The seconds of a collective's transfers."""
+    kind, phase = re.search(COLLECTIVE, line).groups()
+    result = line.partition(" = ")[2].partition(f" {kind}{phase or ''}(")[0]
+    arrays = [bytes_of(array) for array in re.findall(r"\w+\[[\d,]*\]", result)]
+    payload = max(arrays) if phase else sum(arrays)
+    if kind == "collective-permute":
+        return payload / chip.link_rate
+    group = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    devices = [int(device) for device in group[1].split(",")] if group else list(range(slice_size))
+    payload *= {"reduce-scatter": len(devices), "all-reduce": 2}.get(kind, 1)
+    across = len({device // slice_size for device in devices}) > 1
+    return payload * (1 - 1 / len(devices)) / (chip.network_rate if across else chip.link_rate)

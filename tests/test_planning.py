@@ -1,0 +1,156 @@
+"""Plans are read from what the TPU compiler dumps, counting every time that an instruction runs."""
+
+import pytest
+
+from diffeqformer.planning.chips import CHIPS
+from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.memory import temporaries_by_cause
+from diffeqformer.planning.times import seconds_by_cause
+
+TEXT = """HloModule jit__train_step
+
+FileNames
+1 "/home/me/diffeqformer/training/step.py"
+2 "/home/me/diffeqformer/fields/layers.py"
+3 "/usr/lib/site-packages/optax/transform.py"
+
+FunctionNames
+1 "Program._train_step"
+2 "dropout.<locals>.<lambda>"
+3 "update"
+4 "linear"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=4 end_column=4}
+2 {file_name_id=2 function_name_id=2 line=8 end_line=8 column=4 end_column=4}
+3 {file_name_id=3 function_name_id=3 line=7 end_line=7 column=4 end_column=4}
+4 {file_name_id=2 function_name_id=4 line=6 end_line=6 column=4 end_column=4}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=4 parent_frame_id=2}
+
+%product (a: f32[8]) -> f32[8] {
+  %inner = f32[8] convolution(%a, %a), metadata={stack_frame_id=4}, backend_config={"estimated_cycles":"999"}
+}
+
+%small (a: s32[]) -> pred[] {
+  %limit = s32[] constant(36)
+}
+
+%body (a: s32[]) -> s32[] {
+  %mask = f32[8] fusion(), metadata={stack_frame_id=2}, backend_config={"estimated_cycles":"10"}
+  %fused = f32[8] fusion(%mask), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"100"}
+}
+
+ENTRY %main (a: s32[]) -> s32[] {
+  %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"7"}
+  %loop = s32[] while(%a), condition=%small, body=%body
+  %start = f32[8] copy-start(%a), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
+  %end = f32[8] copy-done(%start), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
+  %rest = f32[8] fusion(), backend_config={"estimated_cycles":"3"}
+  %copy = f32[8] copy(%kernel), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={stack_frame_id=4}, backend_config={"estimated_cycles":"40"}
+  %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, backend_config={"custom_call_config":{"body":"T","cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
+}
+"""  # noqa: E501
+
+CYCLE = 1 / 1.5e9  # seconds on v5e
+
+
+def test_cycles_are_counted_by_cause():
+    found = seconds_by_cause(Program(TEXT), CHIPS["v5e"], slice_size=1)
+    assert found == pytest.approx(
+        {
+            "dropout": 360 * CYCLE,
+            "depth backward, products": 3600 * CYCLE,
+            "depth forward, products": 7 * CYCLE,
+            "update": 5 * CYCLE + 8_200_000 / 820e9,
+            "depth forward, rest": 43 * CYCLE,
+        }
+    )
+
+
+COLLECTIVES = """HloModule jit__train_step
+
+%gathering (a: bf16[2,128]) -> bf16[8,128] {
+  %inner = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  ROOT %begin = bf16[8,128] custom-call(%inner), custom_call_target="AsyncCollectiveStart"
+}
+
+%gathered (a: bf16[2,128]) -> bf16[8,128] {
+  %inner.2 = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  ROOT %end = bf16[8,128] custom-call(%inner.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%async_collective_fusion.1 (a: bf16[2,128]) -> bf16[8,128] {
+  %inner.3 = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+%all-reduce-scatter.1 (a: bf16[8,128]) -> bf16[2,128] {
+  %inner.4 = bf16[8,128] all-reduce(%a), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+
+ENTRY %main (a: bf16[2,128]) -> bf16[8,128] {
+  %async-collective-start.7 = (bf16[2,128], bf16[8,128]) fusion(%a), calls=%gathering
+  %work = bf16[8,128] fusion(%b), calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"30"}
+  %async-collective-done.7 = bf16[8,128] fusion(%b), calls=%gathered
+HERE
+}
+"""
+LINE = 3 / 4 * 8 * 128 * 2 / 50e9  # seconds for 8 x 128 bf16 entries, of which each of four chips has a part
+
+
+@pytest.mark.parametrize(
+    "instruction, seconds",
+    [
+        ("%whole = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
+        ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
+        ("%sums = bf16[2,128] fusion(%a), calls=%all-reduce-scatter.1", LINE),
+        ("%sums = (bf16[4,128], bf16[4,128]) all-reduce(%a, %b), replica_groups={{0,1,2,3},{4,5,6,7}}", 2 * LINE),
+        ("%sums = bf16[8,128] all-reduce(%a), replica_groups={{0,4},{1,5}}", 8 * 128 * 2 / 3.125e9),  # two slices
+    ],
+)
+def test_collectives_take_their_bytes_at_the_rate_of_a_link_unless_they_are_hidden(instruction, seconds):
+    text = COLLECTIVES.replace("HERE", f"  {instruction}")
+    found = seconds_by_cause(Program(text), CHIPS["v5e"], slice_size=4)
+    assert found == pytest.approx({"depth forward, rest": 30 * CYCLE, "collectives": LINE - 30 * CYCLE + seconds})
+
+
+def test_splash_attention_takes_the_products_of_causal_pairs():
+    kernel = (
+        "ENTRY %main (a: s8[1]) -> bf16[8] {\n"
+        '  %splash_mha_dkv_no_residuals.7 = (bf16[8]) custom-call(%a), custom_call_target="tpu_custom_call", '
+        "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}\n}\n"
+    )
+    flops = 4 * 2 * 8 * 12 * (1024**2 / 2) * 128  # four products; heads of 64 take as long as those of 128
+    assert seconds_by_cause(Program(kernel), CHIPS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
+
+
+def test_memory_is_that_of_the_moment_of_largest_use():
+    """The loop's mask and copy lie in the same place, one after the other; what is small doesn't count."""
+    buffers = """BufferAssignment:
+allocation 7: size 900000, parameter 0, shape |f32[9]| at ShapeIndex {}:
+ value: <1 start @0> (size=900000,offset=0): f32[9]
+allocation 9: size 500000, preallocated-temp:
+ value: <2 mask @0> (size=100000,offset=0): f32[8]
+ value: <3 copy{0} @0> (size=100000,offset=0): f32[8]
+ value: <4 first @0> (size=200000,offset=100000): f32[8]
+ value: <5 rest @0> (size=80000,offset=300000): f32[8]
+ value: <6 start @0> (size=10,offset=380000): f32[8]
+allocation 10: size 700000, color 1, preallocated-temp:
+ value: <7 rest @0> (size=700000,offset=0): f32[8]
+"""
+    ranges = """HloLiveRange (max 9):
+  BufferLiveRange:
+    mask{}:1-3
+    copy{0}:4-9
+    first{}:2-9
+    rest{}:8-9
+    start{}:1-9
+"""
+    found = temporaries_by_cause(Program(TEXT), buffers, ranges)
+    assert found == {"others": 80_000, "states and activations": 300_000}

@@ -4,7 +4,7 @@ import pytest
 
 from diffeqformer.planning.chips import CHIPS
 from diffeqformer.planning.hlo import Program
-from diffeqformer.planning.memory import temporaries_by_cause
+from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.times import seconds_by_cause
 
 TEXT = """HloModule jit__train_step
@@ -138,7 +138,7 @@ allocation 7: size 900000, parameter 0, shape |f32[9]| at ShapeIndex {}:
 allocation 9: size 500000, preallocated-temp:
  value: <2 mask @0> (size=100000,offset=0): f32[8]
  value: <3 copy{0} @0> (size=100000,offset=0): f32[8]
- value: <4 first @0> (size=200000,offset=100000): f32[8]
+ value: <4 first{2} (phi) @0> (size=200000,offset=100000): f32[8]
  value: <5 rest @0> (size=80000,offset=300000): f32[8]
  value: <6 start @0> (size=10,offset=380000): f32[8]
 allocation 10: size 700000, color 1, preallocated-temp:
@@ -148,9 +148,10 @@ allocation 10: size 700000, color 1, preallocated-temp:
   BufferLiveRange:
     mask{}:1-3
     copy{0}:4-9
-    first{}:2-9
+    first{2}:2-9
     rest{}:8-9
     start{}:1-9
 """
+    assert size_of_temporaries(buffers) == 500_000
     found = temporaries_by_cause(Program(TEXT), buffers, ranges)
     assert found == {"others": 80_000, "states and activations": 300_000}

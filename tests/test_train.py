@@ -292,6 +292,14 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
             memory.check_memory(config, program, state, True)
 
+    def refuse(compiled):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(memory, "bytes_of_program", refuse)
+    with pytest.raises(UserError, match="^config.batch_size: a train step needs more memory on each device, but"):
+        memory.check_memory(config, program, state, True)
+
 
 def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")

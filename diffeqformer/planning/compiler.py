@@ -11,15 +11,17 @@ from jax.experimental import topologies
 
 from diffeqformer.errors import UserError
 from diffeqformer.planning.hlo import Program
-from diffeqformer.planning.memory import temporaries_by_cause
+from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 
 
 class Compiled(NamedTuple):
     """A program that was compiled for TPUs. Bytes are those of one device.
 
-    arguments, temporaries: bytes, as XLA counts them
+    arguments: bytes
+    temporaries: bytes of the part of memory in which XLA lays them out. Its `memory_analysis` can state half as many
+        again, but isn't what the compiler compares with the memory of a chip
     results: bytes of what is returned, unless it takes the place of arguments
-    by_cause: bytes of temporaries at their largest, by cause; what XLA doesn't place is left out
+    by_cause: bytes of temporaries at the moment of their largest use, by cause; gaps are left out
     program: what was dumped
     output_shardings: as JAX has them
     """
@@ -79,7 +81,7 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Com
     program, stats = Program(texts[0]), compiled.memory_analysis()
     return Compiled(
         stats.argument_size_in_bytes,
-        stats.temp_size_in_bytes,
+        size_of_temporaries(texts[1]),
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
         temporaries_by_cause(program, *texts[1:]),
         program,

@@ -32,7 +32,7 @@ def memory_of(programs: list[Planned], program: Program, chip: Chip) -> dict:
         state = program.state_shapes
         causes = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
         causes |= dict(sorted(step.compiled.by_cause.items(), key=lambda item: -item[1]))
-        found["of_train_step_by_cause"] = causes | {"gaps and padding": step.needed - sum(causes.values())}
+        found["of_train_step_by_cause"] = causes | {"gaps": step.needed - sum(causes.values())}
     return found
 
 

@@ -29,6 +29,11 @@ def temporaries_by_cause(program: Program, buffers: str, ranges: str) -> dict[st
     return found
 
 
+def size_of_temporaries(buffers: str) -> int:
+    """The bytes of the part of the main memory that all temporary values share."""
+    return sum(map(int, re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", buffers, re.M)))
+
+
 def memory_cause(program: Program, line: str) -> str:
     """What a value is for."""
     if "splash_mha" in line or program.place(line).startswith("attention.py"):
@@ -43,7 +48,7 @@ def memory_cause(program: Program, line: str) -> str:
 def values(buffers: str) -> dict[str, tuple[int, int]]:
     """The offset and the size of every temporary value in the main memory, by its name."""
     heap = re.search(r"^allocation \d+: size \d+, preallocated-temp:\n((?: value: .*\n)*)", buffers, re.M)
-    found = re.findall(r"value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)", heap[1] if heap else "")
+    found = re.findall(r"value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", heap[1] if heap else "")
     return {name: (int(offset), int(size)) for name, size, offset in found if int(size) >= SMALL}
 
 

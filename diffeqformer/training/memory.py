@@ -11,7 +11,7 @@ import pathlib
 import jax
 from ml_collections import ConfigDict
 
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, out_of_memory
 from diffeqformer.training.step import Program
 
 
@@ -40,12 +40,19 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         return
     shape = (config.batch_size, config.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
-    needed = bytes_of_program(program.train_step.lower(state, tokens, max(program.depths)).compile())
+    lowered = program.train_step.lower(state, tokens, max(program.depths))
+    try:
+        needed = bytes_of_program(lowered.compile())
+    except jax.errors.JaxRuntimeError as error:  # the TPU's compiler refuses a program that is too large
+        if not out_of_memory(error):
+            raise
+        needed = math.inf
     if needed > free:
+        said = gigabytes(needed) if needed < math.inf else "more memory"
         raise UserError(
-            f"config.batch_size: a train step needs {gigabytes(needed)} on each device, but {gigabytes(free)} are "
-            "free; take a smaller batch, more config.microbatches, config.model.remat=step, more devices "
-            "(config.mesh.fsdp) or a smaller model"
+            f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take a "
+            "smaller batch, more config.microbatches, config.model.remat=step, more devices (config.mesh.fsdp) or a "
+            "smaller model"
         )
 
 
@@ -55,10 +62,16 @@ def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def bytes_of_program(compiled: jax.stages.Compiled) -> int:
-    """Bytes that a compiled program needs on one device at once; 0 if the compiler doesn't say."""
+    """Bytes that a compiled program needs on one device at once; 0 if the compiler doesn't say.
+
+    For TPUs they are those of the arguments: what the compiler states of temporaries can be half as much again as what
+    it lays out. It refuses a program that doesn't fit.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         return 0
+    if compiled.runtime_executable().client.platform == "tpu":
+        return stats.argument_size_in_bytes
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # donated buffers are reused
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 

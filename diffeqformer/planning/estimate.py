@@ -1,5 +1,6 @@
 """A run's plan: whether it fits, what takes its memory and its time, and how long it takes."""
 
+import math
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -49,6 +50,8 @@ def milliseconds_of(planned: Planned, chip: Chip, slice_size: int) -> dict:
 def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, dict], price: float | None) -> dict:
     """Rates and durations of training, each with its `Range`, without validation, saves and compilation.
 
+    The utilisation is None for a compute type whose peak isn't known.
+
     Args:
         milliseconds: those of the train step at each of its depths (`milliseconds_of`).
         price: of a device for an hour; None if it isn't known.
@@ -65,7 +68,7 @@ def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, dict]
         hours = config.steps * seconds / 3600
         found[bound] = {
             "tokens_per_second": config.batch_size * config.sequence_length / seconds,
-            "utilisation": used,
+            "utilisation": None if math.isnan(used) else used,
             "hours": hours,
         }
         if price is not None:

@@ -25,10 +25,12 @@ def summary(config: ConfigDict, plan: dict) -> str:
     if training := plan.get("training"):
         least, most = training["cycles_alone"], training["with_account"]
         cost = f", for {most['cost']:,.0f} (at least {least['cost']:,.0f})" if "cost" in most else ""
+        of_peak = ""
+        if most["utilisation"] is not None:
+            of_peak = f"{most['utilisation']:.1%} to {least['utilisation']:.1%} of the chips' peak, "
         lines.append(
             f"Training: {most['tokens_per_second']:,.0f} to {least['tokens_per_second']:,.0f} tokens/s, "
-            f"{most['utilisation']:.1%} to {least['utilisation']:.1%} of the chips' peak, "
-            f"{least['hours']:,.1f} to {most['hours']:,.1f} hours to step {config.steps:,}{cost}; validation, "
+            f"{of_peak}{least['hours']:,.1f} to {most['hours']:,.1f} hours to step {config.steps:,}{cost}; validation, "
             "saves and compilation come on top"
         )
     return "\n".join(lines)

@@ -80,7 +80,7 @@ def expected_seconds(line: str, chip: Chip) -> float:
 
 def attention_flops(line: str, products: int) -> int:
     """The FLOPs of a splash kernel over causal pairs of positions, with heads of multiples of 128 entries."""
-    query = re.search(r"bf16\[(\d+),(\d+),(\d+),(\d+)\]", line.partition("operand_layout_constraints")[2])
+    query = re.search(r"\w+\[(\d+),(\d+),(\d+),(\d+)\]", line.partition("operand_layout_constraints")[2])
     batch, heads, *sides = map(int, query.groups())
     width, length = sorted(sides)
     return products * batch * heads * length**2 * -(-width // 128) * 128

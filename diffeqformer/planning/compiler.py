@@ -73,7 +73,7 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Com
             needed = re.search(r"required for HLO temporaries \(([\d.]+)G\)|Used ([\d.]+)G of", str(error))
             if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
                 raise
-            raise TooLarge(float(needed[1] or needed[2]) * 2**30) from None
+            raise TooLarge(round(float(needed[1] or needed[2]) * 2**30)) from None
         texts = [
             max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
             for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")

@@ -13,6 +13,7 @@ An instruction that fuses several operations belongs to the last of them.
 """
 
 import collections
+import math
 import re
 
 from diffeqformer.planning.chips import Chip
@@ -80,10 +81,10 @@ def expected_seconds(line: str, chip: Chip) -> float:
 
 def attention_flops(line: str, products: int) -> int:
     """The FLOPs of a splash kernel over causal pairs of positions, with heads of multiples of 128 entries."""
-    query = re.search(r"\w+\[(\d+),(\d+),(\d+),(\d+)\]", line.partition("operand_layout_constraints")[2])
-    batch, heads, *sides = map(int, query.groups())
-    width, length = sorted(sides)
-    return products * batch * heads * length**2 * -(-width // 128) * 128
+    query = re.search(r"\b(?:bf16|f32)\[([\d,]+)\]", line.partition("operand_layout_constraints")[2])
+    *copies, rows, columns = map(int, query[1].split(","))  # a batch of one has no axis of its own
+    width, length = sorted((rows, columns))
+    return products * math.prod(copies) * length**2 * -(-width // 128) * 128
 
 
 def collective(program: Program, line: str) -> tuple[str, str] | None:

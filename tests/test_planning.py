@@ -120,13 +120,14 @@ def test_collectives_take_their_bytes_at_the_rate_of_a_link_unless_they_are_hidd
     assert found == pytest.approx({"depth forward, rest": 30 * CYCLE, "collectives": LINE - 30 * CYCLE + seconds})
 
 
-def test_splash_attention_takes_the_products_of_causal_pairs():
+@pytest.mark.parametrize("query, copies", [("bf16[8,12,64,1024]", 8 * 12), ("f32[12,64,1024]", 12)])
+def test_splash_attention_takes_the_products_of_causal_pairs(query, copies):
     kernel = (
         "ENTRY %main (a: s8[1]) -> bf16[8] {\n"
         '  %splash_mha_dkv_no_residuals.7 = (bf16[8]) custom-call(%a), custom_call_target="tpu_custom_call", '
-        "operand_layout_constraints={s8[1,2,2]{2,1,0}, bf16[8,12,64,1024]{3,2,1,0}}\n}\n"
+        "operand_layout_constraints={s8[1,2,2]{2,1,0}, " + query + "{2,1,0}}\n}\n"
     )
-    flops = 4 * 2 * 8 * 12 * (1024**2 / 2) * 128  # four products; heads of 64 take as long as those of 128
+    flops = 4 * 2 * copies * (1024**2 / 2) * 128  # four products; heads of 64 take as long as those of 128
     assert seconds_by_cause(Program(kernel), CHIPS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
 
 

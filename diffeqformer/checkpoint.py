@@ -20,14 +20,22 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from flax import nnx, traverse_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer, abstract_model, merge_trees, partition_specs, select, split_model
+from diffeqformer.transformer import (
+    Transformer,
+    abstract_model,
+    divide_copies,
+    merge_trees,
+    places,
+    select,
+    split_model,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +368,8 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
     Parameters have the type in which they were saved. The optimizer's state isn't read.
 
     Args:
-        mesh: devices over which the parameters are sharded; by default all are on the first device.
+        mesh: devices over which the parameters are sharded, a generator over its copies (`data`), too; by default all
+            are on the first device.
         step: training step of the checkpoint; by default the newest.
 
     Raises:
@@ -371,17 +380,17 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
         graph, params = split_model(model)
         if mesh is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            places = jax.tree.map(lambda _: device, params)
+            placed = jax.tree.map(lambda _: device, params)
         else:
-            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model))
+            placed = places(model, divide_copies(model, mesh))
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         replaced = "start again, with the newest checkpoint"  # a running training removes old ones
         with readable(manager, step, "" if step == manager.latest_step() else replaced):
             saved = manager.item_metadata(step)["params"].tree
-            target = jax.tree.map(_placed, trained, saved, select(places, model.trains))
+            target = jax.tree.map(_placed, trained, saved, select(placed, model.trains))
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
     if frozen:
-        rest = select(places, lambda path: not model.trains(path))
+        rest = select(placed, lambda path: not model.trains(path))
         restored = merge_trees(
             restored, restore_frozen(workdir, jax.tree.map(_placed, frozen, frozen, rest), about.base)
         )

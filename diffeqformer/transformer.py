@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, LoopedWeights
@@ -18,8 +19,9 @@ from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, we
 from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
-from diffeqformer.fields.layers import Context, dropout, parameter, rows_from
-from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
+from diffeqformer.fields.layers import Context, Linear, dropout, parameter, rows_from
+from diffeqformer.parallel.fit import generator_parts
+from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, divide_generator, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 
@@ -283,6 +285,27 @@ def partition_specs(model: Transformer) -> dict:
         )
         for name, part in axes.items()
     }
+
+
+def divide_copies(model: Transformer, mesh: Mesh, parts: int = 0) -> Mesh:
+    """The mesh with its copies of the model in groups that share a generator, if the model has one.
+
+    Args:
+        parts: copies in a group; 0: the most that leaves whole tiles (`diffeqformer.parallel.fit.generator_parts`).
+
+    Raises:
+        UserError: if the copies or the rows of a kernel don't divide into so many parts.
+    """
+    if not model.depth.generated:
+        return divide_generator(mesh, 1)
+    kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
+    rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
+    return divide_generator(mesh, generator_parts(parts, mesh, rows))
+
+
+def places(model: Transformer, mesh: Mesh) -> dict:
+    """The shardings of a model's parameters on a mesh, as a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model))
 
 
 def layer_specs(model: Transformer, rows: tuple[str, ...]) -> dict:

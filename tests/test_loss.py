@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from diffeqformer import cross_entropy
 from diffeqformer.fields import attention, layers
 from diffeqformer.parallel.sharding import make_mesh
-from diffeqformer.training import cross_entropy, loss
+from diffeqformer.training import loss
 from diffeqformer.training.step import Program
 from helpers import first_state, normal, tokens_of, toy_config
 
@@ -126,16 +127,16 @@ def test_a_gradient_is_the_same_with_heads_for_tpus(field, mesh, monkeypatch):
         sharded = loss.ShardedLoss(program.graph, params, program.mesh)
         return jax.jit(lambda params: sharded.mean_and_gradient(params, tokens, None))(params)
 
-    calls = []
+    calls, real = [], layers.heads_by_position
 
     def recorded(*operands, **named):
         calls.append(operands)
-        return layers.heads_by_position(*operands, **named)
+        return real(*operands, **named)
 
-    monkeypatch.setattr(loss, "heads_by_position", recorded)
+    monkeypatch.setattr(layers, "heads_by_position", recorded)
     expected = gradient()
     assert not calls
-    monkeypatch.setattr(loss, "splash", attention.plain)
+    monkeypatch.setattr(attention, "splash", attention.plain)
     found = gradient()
     assert calls
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)

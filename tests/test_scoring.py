@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -92,7 +93,7 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
 
     def loss(params, graph):
         merged = nnx.merge(graph, params)
-        return scoring.optax.softmax_cross_entropy_with_integer_labels(
+        return optax.softmax_cross_entropy_with_integer_labels(
             merged(tokens, merged.weights())[:, :-1], tokens[:, 1:]
         ).mean()
 

@@ -179,6 +179,11 @@ class Context(NamedTuple):
     make_heads: Callable = heads
     total: Callable = as_it_is
 
+    @classmethod
+    def attending(cls, attend: Callable, **others) -> "Context":
+        """With that attention, and `make_heads` to suit it."""
+        return cls(attend=attend, make_heads=heads_by_position if attend is attention.splash else heads, **others)
+
     def at_step(self, index) -> "Context":
         """The context of depth step `index`; 0 is the embedding, blocks count from 1."""
         return self if self.keys is None else self._replace(keys=fold_in(self.keys, index))

@@ -1,24 +1,34 @@
 """The second phase of a model, without the first: what compiled functions need to read tokens."""
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.parallel.sharding import on_every_device
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
 
+def without_depth(model: Transformer) -> Transformer:
+    """A copy without depth weights, which reads tokens with weights that are given. It shares the other parameters."""
+    reader = nnx.merge(*split_model(model))
+    del reader.depth
+    return reader
+
+
 def split_reader(
-    model: Transformer, num_steps: int | tuple[float, ...] | None = None
+    model: Transformer, num_steps: int | tuple[float, ...] | None = None, mesh: Mesh | None = None
 ) -> tuple[nnx.GraphDef, dict, StackedWeights]:
     """A model's structure and parameters without its depth weights, and the weights on one grid.
 
-    The many arrays of a hypernetwork are no longer needed, so each call takes fewer arguments.
+    The many arrays of a hypernetwork are no longer needed, so each call takes fewer arguments. Weights are made where
+    the hypernetwork is. Then each device gets a copy of all.
 
     Args:
         num_steps: steps of depth, or the times at which they end; None: as trained.
+        mesh: the devices; None: those that the model is on.
 
     Raises:
         UserError: if the model can't take that number of steps.
     """
-    weights, reader = weights_at(model, num_steps), nnx.merge(*split_model(model))
-    del reader.depth
-    return *split_model(reader), weights
+    graph, params = split_model(without_depth(model))
+    return graph, *on_every_device((params, weights_at(model, num_steps)), mesh)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
+from diffeqformer.fields import attention
+from diffeqformer.fields.layers import Context
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.parallel.sharding import make_mesh, sharding
+from diffeqformer.parallel.sharding import by_device, make_mesh, partition, sharding
 from diffeqformer.transformer import Transformer
 
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
@@ -71,20 +72,43 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
         done = end
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@functools.partial(jax.jit, static_argnames=("graph", "mesh", "attend"))
 def score(
-    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "B S"], targets: Int[Array, "B S"]
+    graph: nnx.GraphDef,
+    params: dict,
+    weights: StackedWeights,
+    tokens: Int[Array, "B S"],
+    targets: Int[Array, "B S"],
+    mesh: Mesh,
+    attend: Callable,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """The log-probability of each target, in nats, and whether it is the likeliest id."""
-    logits = nnx.merge(graph, params)(tokens, weights)
-    return -optax.softmax_cross_entropy_with_integer_labels(logits, targets), jnp.argmax(logits, axis=-1) == targets
+    """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
+
+    Args:
+        params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
+        attend: causal attention (`diffeqformer.fields.attention`).
+    """
+
+    def on_device(params, weights, tokens, targets):
+        model = nnx.merge(graph, params)
+        x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
+        scores = log_probabilities(
+            x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size
+        )
+        return tuple(part.reshape(targets.shape) for part in scores)
+
+    by_example, copies = partition(("batch", None)), PartitionSpec()
+    on_devices = by_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
+    return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
 
 
 class Scorer:
     """Scores sequences with one model at one number of steps; its weights are generated once.
 
+    All processes of a run must make it, and call it with the same sequences, unless they share it by `lead`.
+
     Args:
-        model: any model of the family.
+        model: any model of the family. Afterwards it isn't needed any more.
         num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
@@ -102,12 +126,12 @@ class Scorer:
     ):
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
-        mesh = make_mesh() if mesh is None else mesh
-        self.graph, params, weights = split_reader(model, num_steps)
-        self.params, self.weights = jax.device_put((params, weights), sharding(mesh))
-        self.by_example = sharding(mesh, "batch", None)
-        self.max_length = model.max_length
-        self.batch_size = -(-batch_size // mesh.size) * mesh.size
+        self.mesh = make_mesh() if mesh is None else mesh
+        self.graph, self.params, self.weights = split_reader(model, num_steps, self.mesh)
+        self.by_example = sharding(self.mesh, "batch", None)
+        self.max_length, self.dtype, self.field = model.max_length, str(model.dtype), model.field
+        self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
+        self.announce: Callable[[Int[np.ndarray, "B positions"]], None] = lambda ids: None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
         """The scores of each sequence, in order. Sequences of similar length share a batch.
@@ -156,8 +180,15 @@ class Scorer:
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence
+        self.announce(ids)
+        return self.score(ids)
+
+    def score(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+        """The scores of all ids but the first of each row. S is one less than the number of positions."""
         tokens, targets = (
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        return score(self.graph, self.params, self.weights, tokens, targets)
+        width = self.field.width // self.field.heads
+        attend, _ = attention.fastest(self.mesh.devices.flat[0], self.dtype, tokens.shape[1], width)
+        return score(self.graph, self.params, self.weights, tokens, targets, self.mesh, attend)

@@ -24,7 +24,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.sampling import Choice, chances, choose_next, draw, padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
-from diffeqformer.transformer import Transformer, weights_at
+from diffeqformer.transformer import Transformer
 
 DRAFTED = 4  # tokens in a round of drafts
 
@@ -143,7 +143,8 @@ def continue_by_drafts(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
         )
     graph, params, many = split_reader(model, num_steps)
-    weights = Depths(weights_at(model, draft_steps), many)
+    *_, few = split_reader(model, draft_steps)
+    weights = Depths(few, many)
     return _continue(graph, params, weights, model.max_length, prompt, count, keys, vocab_size, choice)
 
 

@@ -99,6 +99,21 @@ def divide_generator(mesh: Mesh, parts: int) -> Mesh:
     return Mesh(mesh.devices.reshape(-1, parts, *mesh.devices.shape[2:]), AXES)
 
 
+def on_every_device(tree, mesh: Mesh | None = None):
+    """Copies of a tree's arrays on every device of a mesh; None: of the mesh on which they are, if they are on one.
+
+    Arrays that belong to several processes are gathered by all of them together.
+    """
+    place = getattr(jax.tree.leaves(tree)[0], "sharding", None)
+    mesh = mesh or getattr(place, "mesh", None)
+    if mesh is None:
+        return tree
+    copies = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() > 1:
+        return jax.jit(lambda leaves: leaves, out_shardings=copies)(tree)
+    return jax.device_put(tree, copies)
+
+
 def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:
     """The partition spec of an array whose dimensions have these logical axes (None: never split).
 

@@ -22,14 +22,14 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, Shaped
 
+from diffeqformer.cross_entropy import cross_entropy
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
-from diffeqformer.fields.attention import plain, splash
-from diffeqformer.fields.layers import Context, as_it_is, heads, heads_by_position
+from diffeqformer.fields.attention import plain
+from diffeqformer.fields.layers import Context, as_it_is
 from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, scatter, sum_copies
-from diffeqformer.training.cross_entropy import cross_entropy
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, layer_specs, merge_trees, partition_specs, select
 
@@ -173,8 +173,7 @@ class ShardedLoss:
             weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
         shared = self.mesh.shape["tensor"]
         total = _sum_over_tensor if shared > 1 else as_it_is
-        make_heads = heads_by_position if self.attend is splash else heads
-        context = Context(keys, model.dropout, attend=self.attend, make_heads=make_heads, total=total)
+        context = Context.attending(self.attend, keys=keys, dropout=model.dropout, total=total)
         x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
         if shared > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)

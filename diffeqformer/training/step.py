@@ -17,12 +17,19 @@ from jaxtyping import Array, Int, Key
 
 from diffeqformer.depth.grid import Grid, random_grid, trained_depths
 from diffeqformer.fields.attention import fastest
-from diffeqformer.fields.layers import Linear, as_it_is
-from diffeqformer.parallel.fit import generator_parts
+from diffeqformer.fields.layers import as_it_is
 from diffeqformer.parallel.sharding import divide_generator, sharding
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask
-from diffeqformer.transformer import Transformer, abstract_model, merge_trees, new_model, random_key, split_model
+from diffeqformer.transformer import (
+    Transformer,
+    abstract_model,
+    divide_copies,
+    merge_trees,
+    new_model,
+    random_key,
+    split_model,
+)
 
 
 def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array, "B"]:
@@ -42,15 +49,6 @@ def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""],
     if how == "fixed" or (how == "mixed" and steps <= 2) or steps < model.depth.step_features:
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
-
-
-def _generator_parts(config, model: Transformer, mesh: Mesh) -> int:
-    """The number of parts of the generator; 1 for other kinds of depth weights."""
-    if not model.depth.generated:
-        return 1
-    kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
-    rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
-    return generator_parts(config.mesh.generator, mesh, rows)
 
 
 class Program:
@@ -78,7 +76,7 @@ class Program:
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
         self.depths = trained_depths(config.model)
-        self.config, self.mesh = config, divide_generator(mesh, _generator_parts(config, model, mesh))
+        self.config, self.mesh = config, divide_copies(model, mesh, config.mesh.generator)
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads
         attend, self.attention = attention or fastest(

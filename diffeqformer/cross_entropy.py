@@ -7,7 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 1024  # number of positions whose logits exist at once
 
@@ -38,6 +38,23 @@ def _cross_entropy(x, matrix, targets, weights, vocab_size):
         return total + jnp.sum(losses * weights), None
 
     return jax.lax.scan(add, jnp.float32(0), _chunks(x, targets, weights))[0]
+
+
+def log_probabilities(
+    x: Float[Array, "N D"], matrix: Float[Array, "V D"], targets: Int[Array, "N"], vocab_size: int
+) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
+    """log softmax(matrix x)[target] at every position, in nats, fp32, and whether the target is the likeliest id.
+
+    For the arguments see `cross_entropy`. There is no gradient.
+    """
+
+    def score(chunk):
+        x, targets = chunk
+        losses, logits, *_ = _losses(x, matrix, targets, vocab_size)
+        return -losses, jnp.argmax(logits, axis=1) == targets
+
+    scores = jax.lax.map(score, _chunks(x, targets))
+    return tuple(score.reshape(-1)[: len(x)] for score in scores)
 
 
 def _losses(x, matrix, targets, vocab_size):

@@ -27,6 +27,7 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.transformer import (
     Transformer,
     abstract_model,
@@ -396,3 +397,18 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
         )
     tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)
+
+
+def load_on_all(workdir: epath.PathLike) -> Checkpoint:
+    """The newest checkpoint on all devices of all processes (`load`).
+
+    Raises:
+        UserError: on every process, if one can't open it or sees another one.
+    """
+    with hosts.all_succeed("the checkpoint"), open_to_read(workdir) as (_, step, _, _):
+        pass
+    hosts.check_same(
+        "--workdir: the newest checkpoint", f"{step:016x}", "start again, or wait until training has ended"
+    )
+    with hosts.all_succeed("the checkpoint"):
+        return load(workdir, make_mesh(), step)

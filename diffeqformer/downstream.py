@@ -26,7 +26,8 @@ from diffeqformer.console.results import header, results_folder, whole_numbers, 
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.published import TASKS, describe
-from diffeqformer.inference.scoring import window_size
+from diffeqformer.inference.scoring import lead, window_size
+from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
 
 SEED = 1234  # for drawing the few-shot examples, as in lm-eval
@@ -199,47 +200,78 @@ def run_all(options) -> None:
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     for workdir in options.workdir:
         check_model(workdir, steps, options.window)
-    tasks, names = load_tasks(options.tasks, options.include)
-    own = {name: task.get_config("num_fewshot") for name, task in tasks["tasks"].items()}
-    check_examples(tasks, own, shots)
+    study = None
+    with hosts.all_succeed("the tasks"):
+        if hosts.is_first():
+            study = Study(options, shots)
 
     from diffeqformer.inference.harness import HarnessModel
 
-    folder = results_folder(options.output, options.workdir[0], "downstream")
-    report = {
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "seed": SEED,
-        "limit": options.limit,
-        "batch_size": options.batch_size,
-        "include": options.include,
-        "runs": [],
-    }
     for workdir in options.workdir:
-        opened = checkpoint.load(workdir)
+        opened = checkpoint.load_on_all(workdir)
         for num_steps in steps:
             model = HarnessModel(opened, num_steps, options.batch_size, options.window)
-            label = f"{workdir}, {model.num_steps} steps"
-            for number in shots:
-                print(f"{label} of depth, checkpoint {opened.step:,}: {len(names)} tasks, {number} shots", flush=True)
-                set_shots(tasks, own, number)
-                start = time.monotonic()
-                results = run_harness(model, tasks, options.limit)
-                run = {
-                    "label": label,
-                    **header(workdir, opened),
-                    "num_steps": model.num_steps,
-                    "window": model.max_length,
-                    "shots": number,
-                    "seconds": round(time.monotonic() - start, 1),
-                    "tasks": summary(results, names),
-                }
-                report["runs"].append(run)
-                write(folder, report)
-                write_curves(folder, run)
-                print(f"done in {duration(run['seconds'])}", flush=True)
-    print(
-        f"\n{describe(report['runs'])}\nValues in per cent (standard error); all metrics are in {folder}/results.json"
-    )
+            if num_steps == steps[-1]:
+                del opened  # frees the memory of a hypernetwork
+            lead([model.scorer], lambda workdir=workdir, model=model: study.run(workdir, model))
+    if study:
+        study.say()
+
+
+class Study:
+    """The tasks, and what models score on them, as process 0 runs them.
+
+    Raises:
+        UserError: if a task or its examples can't be made, or the folder of the results.
+    """
+
+    def __init__(self, options, shots: list[int]):
+        self.shots = shots
+        self.tasks, self.names = load_tasks(options.tasks, options.include)
+        self.own = {name: task.get_config("num_fewshot") for name, task in self.tasks["tasks"].items()}
+        for name, task in self.tasks["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                hosts.check_one(f"--tasks: {name}, in which the model writes,")
+        check_examples(self.tasks, self.own, shots)
+        self.folder = results_folder(options.output, options.workdir[0], "downstream")
+        self.report = {
+            "lm_eval": importlib.metadata.version("lm_eval"),
+            "seed": SEED,
+            "limit": options.limit,
+            "batch_size": options.batch_size,
+            "include": options.include,
+            "runs": [],
+        }
+
+    def run(self, workdir: str, model) -> None:
+        """Run all tasks with one model, a `HarnessModel`, with each number of shots, and write the results."""
+        label = f"{workdir}, {model.num_steps} steps"
+        for number in self.shots:
+            said = f"{len(self.names)} tasks, {number} shots"
+            print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
+            set_shots(self.tasks, self.own, number)
+            start = time.monotonic()
+            results = run_harness(model, self.tasks, self.report["limit"])
+            run = {
+                "label": label,
+                **header(workdir, model.opened),
+                "num_steps": model.num_steps,
+                "window": model.max_length,
+                "shots": number,
+                "seconds": round(time.monotonic() - start, 1),
+                "tasks": summary(results, self.names),
+            }
+            self.report["runs"].append(run)
+            write(self.folder, self.report)
+            write_curves(self.folder, run)
+            print(f"done in {duration(run['seconds'])}", flush=True)
+
+    def say(self) -> None:
+        """Print the table."""
+        print(
+            f"\n{describe(self.report['runs'])}\nValues in per cent (standard error); all metrics are in "
+            f"{self.folder}/results.json"
+        )
 
 
 def prepare_lm_eval() -> None:
@@ -266,10 +298,12 @@ def prepare_lm_eval() -> None:
 
 def main() -> None:
     define_flags()
+    hosts.define_flags()
 
     def command() -> None:
         prepare_lm_eval()
-        run_all(flags.FLAGS)
+        with hosts.joined(flags.FLAGS):
+            run_all(flags.FLAGS)
 
     command_line.run(command)
 

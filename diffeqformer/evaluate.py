@@ -3,6 +3,7 @@
 The perplexities are defined in docs/evaluation.md.
 """
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -17,9 +18,11 @@ from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
+from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.report import heading, name_of, plot, table, write
-from diffeqformer.inference.scoring import Scorer
+from diffeqformer.inference.scoring import Scorer, lead
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
+from diffeqformer.parallel import hosts
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS
 
@@ -45,6 +48,7 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     """
     if not options.tolerance:
         return {}
+    hosts.check_one("--tolerance: a grid that is chosen on text")
     if not opened.model.depth.generated:
         raise UserError(
             f"--tolerance: needs generated weights, but the model is of the kind {opened.config.model.kind}"
@@ -98,35 +102,48 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     return scorers
 
 
-def evaluate(options) -> dict:
+def evaluate(options) -> dict | None:
     """Score a checkpoint according to the options, then write and print the results.
+
+    Returns:
+        the results; None on all processes but the first, which only help to score.
 
     Raises:
         UserError: for anything the user can fix.
     """
-    opened = checkpoint.load(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir)
     window = window_of(options, opened)
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
     scorers = make_scorers(opened, options, window)  # invalid options fail here, before any text is read
-    task, files = text_of(options, opened)
-    evaluation = open_text(options, opened, task, files, window, stride)
-    folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
     results = {
         **header(options.workdir, opened),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param))),
-        "task": task,
-        "files": files,
-        "split": options.split,
         "tokenizer": opened.tokenizer.name,
         "window": window,
         "stride": stride,
         "batch_size": options.batch_size,
         "dtype": opened.config.model.dtype,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "rows": [],
     }
+    opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
+    return lead([scorer for _, scorer in scorers], lambda: score_text(opened, options, results, scorers))
+
+
+def score_text(opened: checkpoint.Checkpoint, options, results: dict, scorers: list[tuple[dict, Scorer]]) -> dict:
+    """Score the text that the options name with every scorer, then write and print the results.
+
+    Args:
+        results: those known so far.
+
+    Raises:
+        UserError: if there is no such text, or less than a window, or the results can't be written.
+    """
+    task, files = text_of(options, opened)
+    evaluation = open_text(options, opened, task, files, results["window"], results["stride"])
+    folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
+    results = {**results, "task": task, "files": files, "split": options.split, "rows": []}
     print(heading(results), flush=True)
     times = time_windows(evaluation, [scorer for _, scorer in scorers])
     for (row, scorer), milliseconds in zip(scorers, times):
@@ -157,6 +174,13 @@ def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[flo
     return [1000 * statistics.median(times[1:]) for times in seconds]  # the first round compiled
 
 
+def command() -> None:
+    """Evaluate, on all hosts."""
+    with hosts.joined(flags.FLAGS):
+        evaluate(flags.FLAGS)
+
+
 if __name__ == "__main__":
     define_flags()
-    command_line.run(lambda: evaluate(flags.FLAGS))
+    hosts.define_flags()
+    command_line.run(command)

@@ -12,6 +12,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
 from diffeqformer.errors import UserError
 from diffeqformer.inference.sampling import Choice, Samples, encode_prompt, write_tokens
+from diffeqformer.parallel import hosts
 from diffeqformer.transformer import random_key
 
 
@@ -40,6 +41,8 @@ def prompt_text(options) -> str:
         raise UserError("--prompt_file: a prompt was given as well; leave one of them out")
     if options.prompt is not None:
         return options.prompt
+    if options.prompt_file in (None, "-"):
+        hosts.check_one("--prompt: without it or the name of a --prompt_file, standard input is read, which")
     if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     try:
@@ -57,7 +60,7 @@ def write(options) -> None:
     """Read the prompt, open the checkpoint, write: the first sample as it comes, the others after it."""
     started = time.monotonic()
     prompt, count = prompt_text(options), options.samples
-    opened = checkpoint.load(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir)
     model, tokenizer = opened.model, opened.tokenizer
     ids = encode_prompt(tokenizer, prompt)
     room = max(1, min(256, model.max_length - len(ids)))
@@ -94,17 +97,20 @@ def write(options) -> None:
     trained, steps = opened.config.model, options.num_steps or opened.config.model.num_steps
     drafts = f", drafts in {options.draft_steps}" if options.draft_steps else ""
     what = f"{opened.config.name} ({trained.kind}, {steps} steps{drafts}, {trained.dtype}) at step {opened.step:,}"
-    print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
+    if hosts.is_first():
+        print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
 
 
 def main() -> None:
     define_flags()
+    hosts.define_flags()
 
     def command() -> None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
         try:
-            write(flags.FLAGS)
+            with hosts.joined(flags.FLAGS):
+                write(flags.FLAGS)
         except BrokenPipeError:  # the reader has closed its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

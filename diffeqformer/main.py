@@ -17,9 +17,7 @@ if __name__ == "__main__":
     hosts.define_flags()
 
     def command() -> None:
-        options = flags.FLAGS
-        hosts.connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
-        with hosts.together():
+        with hosts.joined(flags.FLAGS):
             train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
 
     command_line.run(

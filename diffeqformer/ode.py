@@ -5,9 +5,10 @@ solvers converge to one solution as their steps get smaller. docs/ode.md explain
 """
 
 import json
+import pathlib
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from diffeqformer import checkpoint
@@ -15,7 +16,9 @@ from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, s
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, write_text
 from diffeqformer.errors import UserError
+from diffeqformer.inference.scoring import Stretch
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
+from diffeqformer.parallel import hosts
 
 
 def define_flags() -> None:
@@ -33,7 +36,7 @@ def examine(options) -> dict:
     Raises:
         UserError: for anything the user can fix.
     """
-    opened = checkpoint.load(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir)
     model, config = opened.model, opened.config.model
     if not model.depth.generates_kernels or model.num_steps < 2:
         raise UserError(
@@ -46,9 +49,14 @@ def examine(options) -> dict:
             f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
         )
     window = window_of(options, opened)
-    task, files = text_of(options, opened)
-    windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)
-    folder = results_folder(options.output, options.workdir, "ode")
+    task, files, folder, ids = options.task, None, None, np.zeros((options.windows, window), np.int32)
+    with hosts.all_succeed("the text"):
+        if hosts.is_first():
+            task, files = text_of(options, opened)
+            windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)
+            ids = np.array([window.ids for window in windows], np.int32)
+            folder = results_folder(options.output, options.workdir, "ode")
+    ids = hosts.from_first(ids)
     results = {
         **header(options.workdir, opened),
         "time_frequency": config.time_frequency,
@@ -56,26 +64,40 @@ def examine(options) -> dict:
         "task": task,
         "split": options.split,
         "files": files,
-        "windows": len(windows),
+        "windows": len(ids),
         "window": window,
     }
     print("weights between their trained times", flush=True)
     with jax.default_matmul_precision("highest"):
         results["smoothness"], drawn, times = smoothness(model), curves(model), trained_times(model)
     print("other grids", flush=True)
-    results["perplexities"] = perplexities(model, windows, options.batch_size)
-    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    results["perplexities"] = perplexities(model, [Stretch(row, 1) for row in ids.tolist()], options.batch_size)
+    write(folder, results)
     print("convergence", flush=True)
-    tokens = jnp.asarray([window.ids[:-1] for window in windows[:4]])
     with jax.default_matmul_precision("highest"):
-        results["convergence"] = convergence(model, tokens, options.refinements)
-    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    write_text(folder / "results.md", table(results) + "\n")
-    plot(results, drawn, times, folder / "ode.png")
+        results["convergence"] = convergence(model, ids[:4, :-1], options.refinements)
+    write(folder, results, table(results) + "\n")
+    if folder:
+        plot(results, drawn, times, folder / "ode.png")
     print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
     return results
 
 
+def write(folder: pathlib.Path | None, results: dict, text: str = "") -> None:
+    """Write the results so far, and their table once it is complete. Only process 0 has a folder."""
+    if folder:
+        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+        if text:
+            write_text(folder / "results.md", text)
+
+
+def command() -> None:
+    """Examine, on all hosts."""
+    with hosts.joined(flags.FLAGS):
+        examine(flags.FLAGS)
+
+
 if __name__ == "__main__":
     define_flags()
-    command_line.run(lambda: examine(flags.FLAGS))
+    hosts.define_flags()
+    command_line.run(command)

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import Context, Linear
 from diffeqformer.inference.scoring import Scorer, Stretch
+from diffeqformer.parallel.sharding import on_every_device
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
 
@@ -78,7 +79,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
 
     def entries_at(times):
         features = model.depth.features(Grid.of(times))
-        return np.asarray(_entries(*split_model(model), features, name, rows, columns))
+        return np.asarray(on_every_device(_entries(*split_model(model), features, name, rows, columns)))
 
     times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
     return times, entries_at(times) - trained.mean(0), trained - trained.mean(0)
@@ -130,10 +131,10 @@ def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     features, chunks = model.depth.features(grid), num_steps // model.num_steps
     for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
         x = _advance(graph, params, here, step_sizes, x)
-    return np.asarray(x, np.float64)
+    return np.asarray(on_every_device(x), np.float64)
 
 
-def convergence(model: Transformer, tokens: jax.Array, refinements: int) -> dict:
+def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements: int) -> dict:
     """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
 
     The error is the distance of x(1) from RK4's x(1) on a grid twice as fine as the finest one, divided by the length

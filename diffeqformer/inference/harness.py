@@ -1,5 +1,6 @@
 """This project's models as a model class of lm-evaluation-harness (package `lm_eval`, the extra `eval`)."""
 
+import dataclasses
 import sys
 
 import jax
@@ -13,8 +14,10 @@ from tqdm import tqdm
 
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
+from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
+from diffeqformer.parallel import hosts
 from diffeqformer.transformer import random_key
 
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -45,8 +48,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     ):
         super().__init__()
         self._window = window_size(window, opened.config, opened.model.max_length)
-        self.opened, self.num_steps = opened, opened.model.num_steps if num_steps is None else num_steps
+        self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh)
+        self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
@@ -168,8 +172,10 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         is greedy unless the request sets `do_sample` or a temperature. A context that is too long loses its start.
 
         Raises:
-            UserError: if a request has an unsupported option, or asks for more tokens than the window holds.
+            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; or on
+                several hosts, as only one of them has the requests.
         """
+        hosts.check_one("generate_until: a task that lets the model write")
         prepared = [self._generation(*request.args) for request in requests]
         results = []
         for number, (prompt, until, count, choice) in enumerate(_bar(prepared, "Writing", " texts", disable_tqdm)):

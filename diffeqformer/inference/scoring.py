@@ -3,7 +3,7 @@
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.depth.weights import StackedWeights
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context
 from diffeqformer.inference.reader import split_reader
+from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import by_device, make_mesh, partition, sharding
 from diffeqformer.transformer import Transformer
 
@@ -192,3 +193,53 @@ class Scorer:
         width = self.field.width // self.field.heads
         attend, _ = attention.fastest(self.mesh.devices.flat[0], self.dtype, tokens.shape[1], width)
         return score(self.graph, self.params, self.weights, tokens, targets, self.mesh, attend)
+
+
+DONE, FAILED = -1, -2
+
+
+def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
+    """Call `work`, which uses some scorers, on process 0 alone. The others help to score until it returns.
+
+    All processes have made the scorers in this order.
+
+    Returns:
+        the result of `work`; None on the other processes.
+
+    Raises:
+        UserErrorEverywhere: on every process, if `work` raises a UserError.
+    """
+    if jax.process_count() == 1:
+        return work()
+    if not hosts.is_first():
+        return _follow(scorers)
+
+    def send(number: int, positions: int = 0) -> None:
+        hosts.from_first(np.array([number, positions], np.int32))
+
+    def announce(number: int, ids: Int[np.ndarray, "B positions"]) -> None:
+        send(number, ids.shape[1])
+        hosts.from_first(ids)
+
+    for number, scorer in enumerate(scorers):
+        scorer.announce = functools.partial(announce, number)
+    try:
+        result = work()
+    except Exception as error:
+        send(FAILED)
+        if isinstance(error, UserError):
+            raise UserErrorEverywhere(str(error)) from error
+        raise
+    send(DONE)
+    return result
+
+
+def _follow(scorers: Sequence[Scorer]) -> None:
+    while True:
+        number, positions = hosts.from_first(np.zeros(2, np.int32)).tolist()
+        if number == FAILED:
+            raise UserErrorEverywhere("process 0 failed; see its message")
+        if number == DONE:
+            return
+        ids = np.zeros((scorers[number].batch_size, positions), np.int32)
+        scorers[number].score(hosts.from_first(ids))

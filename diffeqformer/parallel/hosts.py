@@ -17,6 +17,7 @@ from absl import flags
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Shaped
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory
@@ -72,6 +73,18 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 
 @contextlib.contextmanager
+def joined(options) -> Iterator[None]:
+    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block.
+
+    Raises:
+        UserError: if they can't be connected.
+    """
+    connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
+    with together():
+        yield
+
+
+@contextlib.contextmanager
 def together() -> Iterator[None]:
     """Let processes that stop exit together, and one that fails exit at once: JAX would wait minutes for the others.
 
@@ -96,6 +109,24 @@ def together() -> Iterator[None]:
 def is_first() -> bool:
     """Whether this is the process that writes files on behalf of all."""
     return jax.process_index() == 0
+
+
+def check_one(what: str) -> None:
+    """Check that this is the only process.
+
+    Args:
+        what: the option or command at fault and what it stands for, for the message.
+
+    Raises:
+        UserErrorEverywhere: if there are others.
+    """
+    if jax.process_count() > 1:
+        raise UserErrorEverywhere(f"{what} needs a single process, but there are {jax.process_count()}")
+
+
+def from_first(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """Process 0's array, for all processes. The others give one of the same shape and type."""
+    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
 def check_shared(workdir: epath.Path) -> None:

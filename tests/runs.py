@@ -25,37 +25,49 @@ WITHOUT_GLOO = """
 import os, runpy, sys
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-runpy.run_module("diffeqformer.main", run_name="__main__", alter_sys=True)
+runpy.run_module("diffeqformer." + sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
-def start(processes: int, devices: int, workdirs: list, stores, *options, last=()) -> list[subprocess.Popen]:
-    """The processes of one run on this machine, one for each folder, with the given number of devices each.
+def start_command(module: str, processes: int, devices: int, options: list[list]) -> list[subprocess.Popen]:
+    """The processes of a command on this machine, one for each list of options, with some devices each.
 
-    `options` apply to all processes, and `last` only to the last one.
+    They wait for one another until there are as many as `processes`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", WITHOUT_GLOO, *TINY, f"--config.data.dir={stores}", *options]
-    if processes > 1:
-        command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
+    many = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"] if processes > 1 else []
     return [
         subprocess.Popen(
             [
-                *command,
-                f"--workdir={workdir}",
-                *([f"--process_id={number}"] if processes > 1 else []),
-                *(last if number == len(workdirs) - 1 else ()),
+                sys.executable,
+                "-c",
+                WITHOUT_GLOO,
+                module,
+                *map(str, given),
+                *many,
+                *[f"--process_id={number}"] * bool(many),
             ],
             cwd=ROOT,
             env={**os.environ, "XLA_FLAGS": for_a_process(devices)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
-        for number, workdir in enumerate(workdirs)
+        )
+        for number, given in enumerate(options)
     ]
+
+
+def start(processes: int, devices: int, workdirs: list, stores, *options, last=()) -> list[subprocess.Popen]:
+    """The processes of one training run on this machine, one for each folder, with the given number of devices each.
+
+    `options` apply to all processes, and `last` only to the last one.
+    """
+    shared = [*TINY, f"--config.data.dir={stores}", *options]
+    given = [[*shared, f"--workdir={workdir}"] for workdir in workdirs]
+    given[-1] += last
+    return start_command("main", processes, devices, given)
 
 
 def finish(running: list[subprocess.Popen], status: int = 0) -> list[tuple[str, str]]:

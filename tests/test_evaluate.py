@@ -38,9 +38,9 @@ DOCUMENTS = [
 ]  # fmt: skip
 
 
-def save_checkpoint(workdir, model: Transformer, config) -> None:
+def save_checkpoint(workdir, model: Transformer, config, data_sha256: str = "") -> None:
     """A checkpoint of a model that was never trained."""
-    about = checkpoint.About(config.to_dict(), "bytes")
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256=data_sha256)
     workdir.mkdir()
     with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
         checkpoint.save(checkpoints, 3, {"params": transformer.split_model(model)[1]}, about)
@@ -236,6 +236,44 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
 
 
 @pytest.mark.long
+def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
+    """Here at a URL: with the numbers of the same text in a file, with nothing downloaded, and nothing written."""
+    documents = [text for text in DOCUMENTS if text.strip()]
+    store = tmp_path / "there" / "python_stdlib-bytes"
+    about = make_store(store, {"train": [["other text"]], "validation": [documents[:1], documents[1:]]})
+    config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent", data__remote=f"file://{store.parent}")
+    sha256 = about["splits"]["train"]["sha256"]
+    save_checkpoint(tmp_path / "run", lively_model("diffeqformer", vocab_size=257), config, sha256)
+    done = command(
+        "evaluate", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--window=8", "--stride=3",
+        "--batch_size=8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"that of the token store file://{store.parent}/python_stdlib-bytes;" in done.stdout
+    [row], expected = json.loads((tmp_path / "out" / "results.json").read_text())["rows"], results[1]["rows"][0]
+    numbers = [name for name, value in expected.items() if name != "milliseconds_per_window" and value != "euler"]
+    assert len(numbers) == 12 and row.keys() == expected.keys()
+    assert [row[name] for name in numbers] == pytest.approx([expected[name] for name in numbers], rel=1e-6)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):
+    about = make_store(tmp_path / "python_stdlib-bytes", {"train": [["a"]], "validation": [["b"]]})
+    model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
+
+    def found(task="python_stdlib", split="validation", sha256=sha256, **changes):
+        config = toy_config("gpt", data__dir=str(tmp_path), **changes)
+        about = checkpoint.About({}, "bytes", data_sha256=sha256)
+        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split)
+
+    assert found().sha256 == about["splits"]["validation"]["sha256"]
+    assert found("wikitext103") is found(split="test") is found(sha256="0" * 64) is found(sha256="") is None
+    assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
+    assert found(data__dir="absent", data__remote="nowhere://bucket") is None
+    assert "config.data.remote: nowhere://bucket: " in capsys.readouterr().out
+
+
+@pytest.mark.long
 def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path):
     """lm-evaluation-harness and SeqIO, with the same windows."""
     text = "One document of our own, longer than two windows: naïve 🙂."
@@ -284,7 +322,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
 
     def open_text(task, module):
-        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation")
+        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None)
         evaluation_command.open_text(options, opened, task, None, 8, 8)
         return imported.pop()
 

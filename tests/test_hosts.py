@@ -1,5 +1,6 @@
 """Several processes train like one, stop together, and resume with a different number of processes."""
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from helpers import ROOT
-from runs import curves, finish, start
+from runs import curves, finish, start, start_command
 
 
 @pytest.mark.slow
@@ -78,6 +79,68 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
     assert set(one["train/loss"]) == set(range(1, 7)) and set(one["validation/loss"]) == {0, 6}
     for tag in ("train/loss", "validation/loss"):
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module, options",
+    [
+        ("evaluate", ["--num_steps=2,3", "--solver=euler,heun", "--batch_size=8"]),
+        ("generate", ["--prompt=def f", "--tokens=12", "--samples=3"]),
+        ("generate", ["--prompt=def f", "--tokens=12", "--draft_steps=1", "--temperature=0"]),
+        ("ode", ["--windows=4", "--refinements=2"]),
+        ("downstream", ["--include=tests/data/tasks", "--tasks=piqa,last_word,pages", "--shots=0,1"]),
+    ],
+)
+def test_two_processes_score_and_write_as_one(module, options, tmp_path, short_stores):
+    """On two devices each, which divide the hypernetwork. Only process 0 has the text, and only it prints."""
+    wide = ("--config.steps=2", "--config.model.width=32", "--config.model.mlp=64")
+    finish(start(1, 1, [tmp_path / "run"], short_stores, *wide))
+    options = [*options, f"--workdir={tmp_path / 'run'}"]
+    if module in ("evaluate", "ode"):
+        (tmp_path / "text.txt").write_text("def a(b):\n    return b\n" * 20)
+        options.append(f"--files={tmp_path / 'text.txt'}")
+    outputs = [[] if module == "generate" else [f"--output={tmp_path / name}"] for name in ("one", "two")]
+    [(alone, _)] = finish(start_command(module, 1, 1, [options + outputs[0]]))
+    (both, _), (second, errors) = finish(start_command(module, 2, 2, [options + outputs[1]] * 2))
+    assert second == errors == ""
+    if module == "generate":
+        assert both == alone
+        return
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    compare(one, two)
+
+
+def compare(one, two) -> None:
+    """Compare two results, but for what depends on the time or the machine."""
+    assert type(one) is type(two), (one, two)
+    if isinstance(one, dict):
+        assert list(one) == list(two)
+        for name in one.keys() - {"milliseconds_per_window", "seconds", "device"}:
+            compare(one[name], two[name])
+    elif isinstance(one, list):
+        for first, second in zip(one, two, strict=True):
+            compare(first, second)
+    else:
+        assert one == (pytest.approx(two, rel=2e-3) if isinstance(two, float) else two)
+
+
+@pytest.mark.slow
+def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_stores):
+    finish(start(1, 1, [tmp_path / "run"], short_stores, "--config.steps=1"))
+    workdir = f"--workdir={tmp_path / 'run'}"
+    for module, option, sentence in (
+        ("evaluate", "--files=absent.txt", "--files: no file matches 'absent.txt'"),
+        ("generate", "--prompt_file=-", "--prompt: without it or the name of a --prompt_file, standard input is read"),
+        (
+            "downstream",
+            "--include=tests/data/tasks",
+            "--tasks: sums, in which the model writes, needs a single process",
+        ),
+    ):
+        (_, first), (_, second) = finish(start_command(module, 2, 1, [[workdir, option]] * 2), 1)
+        assert sentence in first and first.splitlines()[-1].startswith("diffeqformer: ")
+        assert second.count("\n") == 1 and "Traceback" not in first
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ Any URL that fsspec can open works; gs:// needs the package gcsfs.
 """
 
 import concurrent.futures
+import hashlib
 import json
 import pathlib
 import shutil
@@ -11,9 +12,10 @@ import time
 from collections.abc import Callable
 
 import fsspec
+import numpy as np
 
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.store import read_about, sha256, shards_of
+from diffeqformer.data.store import Split, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
 AT_ONCE = 8  # files copied in parallel
@@ -116,6 +118,30 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         except Exception as error:
             raise UserError(f"config.data: {remote} can't be copied to {folder}: {_reason(error)}") from error
         (folder / "lock").unlink()
+
+
+def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
+    """A split of the store at a URL, in memory, after verifying every shard's SHA-256; and the training ids' SHA-256.
+
+    Raises:
+        UserError: if it can't be read, or a shard differs from what was written.
+    """
+    system, there = open_remote(remote, name)
+    try:
+        about = json.loads(system.cat_file(f"{there}/store.json"))
+        shards_of(about, f"{remote}/{name}/store.json")
+        entry, parts = about["splits"][split], []
+        for shard in entry["shards"]:
+            content = system.cat_file(f"{there}/{shard['file']}")
+            if hashlib.sha256(content).hexdigest() != shard["sha256"]:
+                raise UserError(f"{remote}/{name}/{shard['file']}: its content isn't what was written, by its SHA-256")
+            parts.append(np.frombuffer(content, np.dtype(about["dtype"])))
+        shards = tuple(part for part in parts if len(part))
+        return Split(shards, entry["bytes"], entry["sha256"]), about["splits"]["train"]["sha256"]
+    except UserError:
+        raise
+    except Exception as error:  # each file system has exceptions of its own, and the file can hold anything
+        raise UserError(f"config.data.remote: {remote}/{name} can't be read: {_reason(error)}") from error
 
 
 def each_shard(copy: Callable[[dict], int], shards: list[dict], what: str) -> None:

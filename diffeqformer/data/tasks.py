@@ -20,6 +20,7 @@ import tensorflow as tf
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.files import PLAIN, kind, read_texts
+from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 
@@ -150,19 +151,47 @@ def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
+def stored_documents(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
+    """The documents of a token store's validation split: `targets`, and `targets_pretokenized`, their decoded text."""
+
+    def documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
+        def examples():
+            ids, start = stored.ids(0, stored.size), 0
+            for end in (np.flatnonzero(ids == tokenizer.end_of_text) + 1).tolist():
+                yield {
+                    "targets": ids[start:end],
+                    "targets_pretokenized": tokenizer.decode(ids[start : end - 1].tolist()),
+                }
+                start = end
+
+        signature = {"targets": tf.TensorSpec([None], tf.int32), "targets_pretokenized": tf.TensorSpec([], tf.string)}
+        return tf.data.Dataset.from_generator(examples, output_signature=signature)
+
+    return seqio.FunctionDataSource(documents, splits=("validation",))
+
+
 def add_task(
-    corpus: str, tokenizer: Tokenizer, files: dict[str, Sequence[str]] | None = None, suffix: str = "", **more
+    corpus: str,
+    tokenizer: Tokenizer,
+    files: dict[str, Sequence[str]] | None = None,
+    suffix: str = "",
+    *,
+    stored: Split | None = None,
+    preprocessors: Sequence[Callable] = (),
+    **more,
 ) -> seqio.Task:
     """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, replacing any earlier one of that name.
 
     Args:
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
-        more: other arguments of `seqio.TaskRegistry.add`; `preprocessors` come after the tokenization.
+        stored: its validation split in a token store, which does the same.
+        preprocessors: those that come after the tokenization.
+        more: other arguments of `seqio.TaskRegistry.add`.
 
     Raises:
         UserError: if there is no such corpus.
     """
-    if corpus not in CORPORA and not files:
+    if corpus not in CORPORA and not (files or stored):
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
     if not re.fullmatch(TASK_NAME, corpus):
         raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
@@ -170,15 +199,15 @@ def add_task(
     name = f"{corpus}_{tokenizer.name}{suffix}".replace("-", "_")
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)
+    if stored:
+        source, tokenize = stored_documents(stored, tokenizer), []
+    else:
+        source = LocalFiles(files, cut) if files else source
+        tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,
-        source=LocalFiles(files, cut) if files else source,
-        preprocessors=[
-            rekey,
-            seqio.preprocessors.tokenize,
-            seqio.preprocessors.append_eos,
-            *more.pop("preprocessors", ()),
-        ],
+        source=source,
+        preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(TokenizerVocabulary(tokenizer), add_eos=True, dtype=tf.int32)},
         **more,
     )

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from diffeqformer.data import tasks
 from diffeqformer.data.quiet import quiet
+from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
@@ -112,9 +113,10 @@ class Evaluation:
 
     Args:
         corpus: name of the corpus.
-        files: local files to use instead of the corpus, if any.
         window: tokens of a window.
         stride: tokens between the starts of the full perplexity's windows.
+        files: local files to use instead of the corpus, if any.
+        stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
 
     Raises:
         UserError: if there is no such split, or less text in it than one window.
@@ -128,15 +130,16 @@ class Evaluation:
         window: int,
         stride: int,
         files: Sequence[str] | None = None,
+        stored: Split | None = None,
     ):
-        self.window, self.stride, self.end_of_text = window, stride, tokenizer.end_of_text
-        local = {split: files} if files else None
+        self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
+        text = corpus, tokenizer, {split: files} if files else None
         windows = tasks.add_task(
-            corpus, tokenizer, local, f"_windows_{window}",
+            *text, f"_windows_{window}", stored=stored,
             preprocessors=[with_text, disjoint(window)], metric_objs=[WindowPerplexity],
         )  # fmt: skip
         documents = tasks.add_task(
-            corpus, tokenizer, local, "_documents", preprocessors=[with_text], metric_objs=[TextPerplexity]
+            *text, "_documents", stored=stored, preprocessors=[with_text], metric_objs=[TextPerplexity]
         )
         tasks.fetch(documents)
         if split not in documents.splits:
@@ -171,10 +174,14 @@ class Evaluation:
 
     def full(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
         """The full perplexity, per token, word and byte."""
-        return self._evaluate(
+        result = self._evaluate(
             self.documents, scorer, show,
             lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text),
         )  # fmt: skip
+        if self.stored:  # it knows the bytes of the original text, which a tokenizer may have normalized
+            size = self.stored.text_bytes
+            result |= {"bytes": size, "bits_per_byte": result["bits_per_byte"] * result["bytes"] / size}
+        return result
 
     def _evaluate(self, evaluator, scorer, show, stretches_of) -> dict[str, float]:
         def log_likelihoods(dataset: tf.data.Dataset) -> list[tuple[int, float]]:

@@ -3,7 +3,10 @@
 from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
-from diffeqformer.data.preparation import matching_files
+from diffeqformer.console.terminal import printable
+from diffeqformer.data.preparation import matching_files, store_folder
+from diffeqformer.data.remote import read_split
+from diffeqformer.data.store import Split, open_store
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import window_size
 
@@ -65,7 +68,10 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
+    stored = None if files or options.files == "" else stored_text(opened, task, options.split)
     data = opened.config.data
+    if stored:
+        return Evaluation(task, options.split, opened.tokenizer, window, stride, stored=stored)
     if data.module and options.module is None and not files and task not in tasks.CORPORA:
         raise UserError(  # importing what a checkpoint names would run its code
             f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
@@ -73,3 +79,31 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
         )
     tasks.configure(options.module or "", data.tfds_dir if options.tfds_dir is None else options.tfds_dir)
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
+
+
+def stored_text(opened: Checkpoint, task: str, split: str) -> Split | None:
+    """The split as the training's token store has it, so that a corpus need not be downloaded to be scored.
+
+    The store is the one in `data.dir` or, without writing anything, at `data.remote`. It must have the very ids of the
+    training, by their SHA-256. None if this isn't so, or another text is meant.
+
+    Raises:
+        UserError: if a store in `data.dir` is damaged.
+    """
+    data, name = opened.config.data, opened.tokenizer.name
+    if (task, split, data.train_files) != (data.task, "validation", ""):
+        return None
+    folder, ids = store_folder(data, opened.tokenizer), ""
+    if (folder / "store.json").exists():
+        splits, place = open_store(folder, name, 1, task=task), str(folder)
+        found, ids = splits["validation"], splits["train"].sha256
+    elif data.remote:
+        place = f"{data.remote}/{folder.name}"
+        try:
+            found, ids = read_split(data.remote, folder.name, "validation")
+        except UserError as error:
+            print(printable(f"{error}; so the corpus itself is scored"), flush=True)
+    if not ids or ids != opened.about.data_sha256:
+        return None
+    print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)
+    return found

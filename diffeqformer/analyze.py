@@ -14,6 +14,7 @@ from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.errors import UserError
+from diffeqformer.parallel import hosts
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
 
@@ -98,6 +99,7 @@ def analyze(options) -> list[Section]:
     Raises:
         UserError: for anything the user can fix.
     """
+    hosts.check_one("analyze: this command")
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config
     check(options, opened)

@@ -11,11 +11,13 @@ from lm_eval.__main__ import cli_evaluate
 
 from diffeqformer.errors import UserError
 from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.parallel import hosts
 
 __all__ = ["HarnessModel"]
 
 if __name__ == "__main__":
     try:
+        hosts.check_one("harness: lm-eval's own command (`diffeqformer.downstream` takes several)")
         cli_evaluate()
     except UserError as error:
         sys.exit(f"diffeqformer: {error}")

@@ -21,14 +21,15 @@ def split_reader(
     """A model's structure and parameters without its depth weights, and the weights on one grid.
 
     The many arrays of a hypernetwork are no longer needed, so each call takes fewer arguments. Weights are made where
-    the hypernetwork is. Then each device gets a copy of all.
+    the hypernetwork is, and divided like it.
 
     Args:
         num_steps: steps of depth, or the times at which they end; None: as trained.
-        mesh: the devices; None: those that the model is on.
+        mesh: devices that each get a copy of all; None: everything stays where it is.
 
     Raises:
         UserError: if the model can't take that number of steps.
     """
     graph, params = split_model(without_depth(model))
-    return graph, *on_every_device((params, weights_at(model, num_steps)), mesh)
+    parts = params, weights_at(model, num_steps)
+    return graph, *(on_every_device(parts, mesh) if mesh else parts)

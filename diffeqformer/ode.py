@@ -5,7 +5,6 @@ solvers converge to one solution as their steps get smaller. docs/ode.md explain
 """
 
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -49,7 +48,8 @@ def examine(options) -> dict:
             f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
         )
     window = window_of(options, opened)
-    task, files, folder, ids = options.task, None, None, np.zeros((options.windows, window), np.int32)
+    task, files, folder = None, None, None  # of process 0, which alone reads and writes
+    ids = np.zeros((options.windows, window), np.int32)
     with hosts.all_succeed("the text"):
         if hosts.is_first():
             task, files = text_of(options, opened)
@@ -72,23 +72,17 @@ def examine(options) -> dict:
         results["smoothness"], drawn, times = smoothness(model), curves(model), trained_times(model)
     print("other grids", flush=True)
     results["perplexities"] = perplexities(model, [Stretch(row, 1) for row in ids.tolist()], options.batch_size)
-    write(folder, results)
+    if folder:
+        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     print("convergence", flush=True)
     with jax.default_matmul_precision("highest"):
         results["convergence"] = convergence(model, ids[:4, :-1], options.refinements)
-    write(folder, results, table(results) + "\n")
-    if folder:
-        plot(results, drawn, times, folder / "ode.png")
-    print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
-    return results
-
-
-def write(folder: pathlib.Path | None, results: dict, text: str = "") -> None:
-    """Write the results so far, and their table once it is complete. Only process 0 has a folder."""
     if folder:
         write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
-        if text:
-            write_text(folder / "results.md", text)
+        write_text(folder / "results.md", table(results) + "\n")
+        plot(results, drawn, times, folder / "ode.png")
+        print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)
+    return results
 
 
 def command() -> None:

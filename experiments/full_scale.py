@@ -11,6 +11,7 @@ model that is trained on it first. An interrupted row goes on where it was. The 
 as far as they went, and complete rows aren't run again.
 """
 
+import contextlib
 import io
 import itertools
 import json
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from absl import app, flags, logging
 from common import side_by_side, train
 
+from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
@@ -235,10 +237,11 @@ def smoothed(curve: dict[str, float], count: int = 5) -> tuple[list[int], list[f
     return steps, [statistics.mean(values[max(0, i + 1 - count) : i + 1]) for i in range(len(values))]
 
 
+EXACT = {"weights_dtype": "float32", "dtype": "float32", "state_dtype": "float32"}
 ROUNDED = {
-    "weights": {"weights_dtype": "bfloat16"},
-    "weights and products": {"weights_dtype": "bfloat16", "dtype": "bfloat16"},
-    "these and the state": {"weights_dtype": "bfloat16", "dtype": "bfloat16", "state_dtype": "bfloat16"},
+    "weights": {**EXACT, "weights_dtype": "bfloat16"},
+    "weights and products": {**EXACT, "weights_dtype": "bfloat16", "dtype": "bfloat16"},
+    "these and the state": dict.fromkeys(EXACT, "bfloat16"),
 }
 """What is rounded to bfloat16, in steps. The second one is what the configs do: on one device, the type in which
 gradients are summed makes no difference."""
@@ -258,7 +261,7 @@ def rounding(row: Row) -> str:
     config = found.config
     split = open_prepared(config.data, found.tokenizer, config.sequence_length)["validation"]
     tokens = split.windows(np.arange(config.batch_size), config.sequence_length)
-    exact_loss, exact = loss_and_gradient(found.model, tokens, dtype="float32", weights_dtype="float32")
+    exact_loss, exact = loss_and_gradient(found.model, tokens, **EXACT)
     columns = {name: loss_and_gradient(found.model, tokens, **types) for name, types in ROUNDED.items()}
     title = f"{row.config}, {row.model}, step {found.step:,}: loss {exact_loss:.5f}"
     lines = [f"| {title} | norm | {' | '.join(columns)} |", "|" + " --- |" * (2 + len(columns))]
@@ -296,8 +299,9 @@ def main(_) -> None:
     results = json.loads(path.read_text()) if path.exists() else {}
     rows = [*rows_of("published"), *rows_of("changes")]
     if STAGE.value == "rounding":
-        for row in (row for row in rows if row.dtype == TYPES[0] and row.workdir().is_dir()):
-            print(rounding(row))
+        for row in (row for row in rows if row.dtype == TYPES[0]):
+            with contextlib.suppress(NoCheckpoint):
+                print(rounding(row))
         return
     if STAGE.value in ("published", "changes"):
         make_tokenizer()

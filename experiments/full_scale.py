@@ -198,7 +198,7 @@ def differences(results: dict[Row, dict], row: Row) -> dict[int, float]:
 
 
 def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
-    """Plot losses, norms and what bfloat16 changes, a line of panels for each config."""
+    """Plot the first seed's losses, norms and what bfloat16 changes: a line of panels for each config."""
     from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 
     configs = [config for config in CONFIGS if any(row.config == config for row in results)]
@@ -217,10 +217,10 @@ def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
                 if row.dtype == "bfloat16" and row._replace(dtype="float32") in results:
                     difference = differences(results, row)
                     panels[2].plot(list(difference), list(difference.values()), linewidth=0.8, label=label, **style)
-        panels[0].set(title=f"{config}: training loss, nats (mean of 50 steps); dots: validation")
-        panels[1].set(title="norm of the gradient before clipping")
+        panels[0].set(title=f"{config}: loss, nats; dots: validation")
+        panels[1].set(title="gradient norm, clipped at 1")
         panels[1].axhline(1, color="black", linewidth=0.8)
-        panels[2].set(title="training loss in bfloat16 less that in float32")
+        panels[2].set(title="loss in bfloat16 less that in float32", visible=bool(panels[2].lines))
         panels[2].axhline(0, color="black", linewidth=0.8)
         log_if_wide(panels[1])
         for panel in panels:

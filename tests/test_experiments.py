@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from diffeqformer.training.cross_entropy import CHUNK
 from runs import command
 
 
@@ -118,4 +119,26 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert sum("step_features=8 " in line and "--config.steps=27083 " in line for line in trained) == 4
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
+    assert results.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_shrunken_configs_keep_what_is_published(tmp_path):
+    results = tmp_path / "full_scale.json"
+
+    def run():
+        done = command("pretended_full_scale", "--steps=20", f"--folder={tmp_path}", f"--results={results}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    printed, changed = run()
+    assert len(changed) == 3 * 2 * 2
+    shape = {"width": 128, "heads": 4, "mlp": 512, "num_steps": 8, "max_length": 128, "vocab_size": 2000}
+    for fields in changed:
+        assert {name: fields.pop(f"model.{name}") for name in shape} == shape
+        assert fields.pop("batch_size") * fields.pop("sequence_length") > CHUNK
+        assert fields.pop("model.vocab_multiple", 128) == 128 and fields.pop("model.dtype", "float32") == "float32"
+        left = {name for name in fields if not name.startswith(("data.", "log_", "eval_", "checkpoint"))}
+        assert left == {"steps", "mesh.fsdp", "sample.length"}
+    assert "| llama_1b | llama | float32 |  | 0 | 20 | 5.500 | 3.000 | 0.75 | 0% |" in printed
+    assert run() == (printed[printed.index("| config") :], [])
     assert results.with_suffix(".png").stat().st_size > 10_000

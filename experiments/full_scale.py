@@ -1,0 +1,320 @@
+"""The settings of the large configs, trained at a shape for one CPU core.
+
+    python experiments/full_scale.py                     # what is left of the published settings, config by config
+    python experiments/full_scale.py --stage=changes     # the same model from another start, at other rates
+    python experiments/full_scale.py --stage=rounding    # gradients in bfloat16 against float32, by parameter
+    python experiments/full_scale.py --stage=show        # the table and the picture of all rows so far
+
+A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, its DiffEqFormer or its vanilla
+baseline, in the config's bfloat16 or in float32. The text is Python's standard library, in pieces of a SentencePiece
+model that is trained on it first. An interrupted row goes on where it was. The results hold rows that aren't complete
+as far as they went, and complete rows aren't run again.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import runpy
+import statistics
+from typing import NamedTuple
+
+from absl import app, flags, logging
+from common import side_by_side, train
+
+from diffeqformer.checkpoint import NoCheckpoint
+from diffeqformer.console.progress import read_curves
+from diffeqformer.console.results import write_text
+
+STAGE = flags.DEFINE_enum("stage", "published", ["published", "changes", "rounding", "show"], "What to run.")
+FOLDER = flags.DEFINE_string("folder", "runs/full_scale", "Folder of the runs and of the tokenizer.")
+RESULTS = flags.DEFINE_string("results", "experiments/full_scale.json", "The rows so far; new ones are added.")
+AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row of the published settings.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 2000, "Training steps of a row.", lower_bound=1)
+
+CONFIGS = {"large": "gpt", "llama_1b": "llama", "wikitext103_medium": "gpt"}
+"""The configs, each with its vanilla baseline."""
+TYPES = ("bfloat16", "float32")
+CHANGES = {
+    "": {},
+    "rate 1e-3": {"optimizer.learning_rate": 1e-3},
+    "rate 3e-3": {"optimizer.learning_rate": 3e-3},
+    "warm-up 10 %": {"optimizer.warmup_fraction": 0.1},
+    "constant start": {"model.generator_start": "constant"},
+    "varying start": {"model.generator_start": "varying"},
+}
+"""What else a row changes. Each is tried with the DiffEqFormer of `large`, in bfloat16 and with one seed."""
+LOG_EVERY = 10
+
+
+def shrunken(config, tokenizer_file: str) -> dict:
+    """The fields that bring a config to the common shape, text and vocabulary; all others stay as published.
+
+    A batch has 9 x 128 positions, more than the 1,024 of a chunk of the loss.
+    """
+    width = 128
+    return {
+        "steps": STEPS.value, "batch_size": 9, "sequence_length": 128, "mesh.fsdp": 1,
+        "model.width": width, "model.heads": 4, "model.mlp": width * config.model.mlp // config.model.width,
+        "model.num_steps": 8, "model.max_length": 128, "model.vocab_size": 2000, "model.vocab_multiple": 128,
+        "data.task": "python_stdlib", "data.tokenizer": "sentencepiece", "data.tokenizer_file": tokenizer_file,
+        "log_every": LOG_EVERY, "eval_every": 500, "checkpoint_every": 250, "checkpoints_kept": 1,
+        "sample.length": 128,
+    }  # fmt: skip
+
+
+class Row(NamedTuple):
+    """One run: a key of `CONFIGS`, the kind of model, the compute type, the seed and a key of `CHANGES`."""
+
+    config: str
+    model: str
+    dtype: str
+    seed: int = 0
+    change: str = ""
+
+    def name(self) -> str:
+        """Its key in the results, and its folder."""
+        parts = [self.config, self.model, self.dtype, f"{STEPS.value} steps", f"seed {self.seed}", self.change]
+        return ", ".join(filter(None, parts))
+
+    def workdir(self) -> pathlib.Path:
+        """The folder of its run."""
+        return pathlib.Path(FOLDER.value) / self.name().replace(", ", "-").replace(" ", "_").replace("%", "percent")
+
+    def options(self) -> list[str]:
+        """What `main` is told."""
+        path = f"configs/{self.config}.py"
+        config = runpy.run_path(path)["get_config"](self.model)
+        changes = shrunken(config, str(tokenizer_file())) | CHANGES[self.change]
+        changes |= {"seed": self.seed, "model.dtype": self.dtype}
+        return [f"--config={path}:{self.model}", *(f"--config.{field}={value}" for field, value in changes.items())]
+
+
+def rows_of(stage: str) -> list[Row]:
+    """The rows of a stage, in the order in which they are run."""
+    if stage == "changes":
+        return [Row("large", "diffeqformer", TYPES[0], change=change) for change in filter(None, CHANGES)]
+    return [
+        Row(config, model, dtype, seed)
+        for seed, (config, vanilla) in itertools.product(range(SEEDS.value), CONFIGS.items())
+        for model, dtype in itertools.product(("diffeqformer", vanilla), TYPES)
+    ]
+
+
+def tokenizer_file() -> pathlib.Path:
+    """The file of the tokenizer."""
+    return pathlib.Path(FOLDER.value) / "python_stdlib_2000.model"
+
+
+def make_tokenizer() -> None:
+    """Train the tokenizer if it is missing: always the same one on the same version of Python.
+
+    Every text survives it: line ends are pieces of their own, and rare characters are bytes.
+    """
+    if tokenizer_file().exists():
+        return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import sentencepiece
+
+    from diffeqformer.data.corpora import stdlib_documents
+
+    texts = (document["text"].decode() for document in stdlib_documents("train").as_numpy_iterator())
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=itertools.chain.from_iterable(text.split("\n") for text in texts), model_writer=model,
+        vocab_size=2000, model_type="bpe", byte_fallback=True, user_defined_symbols=["\n"], minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+    )  # fmt: skip
+    temporary = tokenizer_file().with_suffix(".part")
+    temporary.write_bytes(model.getvalue())
+    temporary.rename(tokenizer_file())
+
+
+def found(row: Row) -> dict:
+    """The curves of a row by step, as far as it went: losses in nats per token, and norms before clipping."""
+    curves = read_curves(row.workdir())
+    names = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "validation/loss": "validation"}
+    return {
+        name: {str(step): float(f"{value:.6g}") for step, value in sorted(curves.get(tag, {}).items())}
+        for tag, name in names.items()
+    }
+
+
+def is_complete(result: dict | None) -> bool:
+    """Whether a row went to its last step."""
+    return bool(result) and str(STEPS.value) in result["validation"]
+
+
+def save(results: dict[str, dict]) -> None:
+    """Write the results, a row to a line."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
+    write_text(pathlib.Path(RESULTS.value), f"{{\n{lines}\n}}\n")
+
+
+def run_all(rows: list[Row], results: dict[str, dict]) -> None:
+    """Run the rows that aren't complete, some at once. Each is saved when it is done."""
+
+    def run(row, cores):
+        train(row.workdir(), row.options(), cores)
+        return found(row)
+
+    def done(row, result):
+        results[row.name()] = result
+        save(results)
+
+    side_by_side([row for row in rows if not is_complete(results.get(row.name()))], run, done, AT_ONCE.value)
+
+
+def last_mean(curve: dict[str, float], count: int = 10) -> float:
+    """The mean of the last values of a curve."""
+    return statistics.mean(list(curve.values())[-count:])
+
+
+def table(results: dict[Row, dict]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| config | model | type | changed | seed | step | training loss | validation loss | gradient norm | above 1 |",
+        "|" + " --- |" * 10,
+    ]
+    for row, result in results.items():
+        loss, norms = result["loss"], result["gradient_norm"]
+        step = max(map(int, loss))
+        validation = result["validation"].get(str(step))
+        cells = [row.config, row.model, row.dtype, row.change, str(row.seed), f"{step:,}", f"{last_mean(loss):.3f}"]
+        cells += [f"{validation:.3f}" if validation else "", f"{statistics.median(norms.values()):.2f}"]
+        cells += [f"{statistics.mean(norm > 1 for norm in norms.values()):.0%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def differences(results: dict[Row, dict], row: Row) -> dict[int, float]:
+    """The training loss of a row less that of the same in float32, by step."""
+    ours, theirs = results[row]["loss"], results[row._replace(dtype="float32")]["loss"]
+    return {int(step): ours[step] - theirs[step] for step in ours if step in theirs}
+
+
+def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
+    """Plot the first seed's losses, norms and what bfloat16 changes: a line of panels for each config."""
+    from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
+
+    configs = [config for config in CONFIGS if any(row.config == config for row in results)]
+    figure, axes = new_figure(len(configs), 3, (14, 3.6 * len(configs)))
+    for config, panels in zip(configs, axes):
+        rows = [row for row in results if row.config == config and row.seed == 0]
+        for number, (model, change) in enumerate(dict.fromkeys((row.model, row.change) for row in rows)):
+            for row in (row for row in rows if (row.model, row.change) == (model, change)):
+                style = {"color": COLOURS[number], "linestyle": "-" if row.dtype == "bfloat16" else ":"}
+                label = ", ".join(filter(None, [model, change, row.dtype]))
+                for panel, name in zip(panels, ("loss", "gradient_norm")):
+                    steps, values = smoothed(results[row][name])
+                    panel.plot(steps, values, label=label, **style)
+                validation = {int(step): value for step, value in results[row]["validation"].items()}
+                panels[0].plot(list(validation), list(validation.values()), "o", markersize=4, color=COLOURS[number])
+                if row.dtype == "bfloat16" and row._replace(dtype="float32") in results:
+                    difference = differences(results, row)
+                    panels[2].plot(list(difference), list(difference.values()), linewidth=0.8, label=label, **style)
+        panels[0].set(title=f"{config}: loss, nats; dots: validation")
+        panels[1].set(title="gradient norm, clipped at 1")
+        panels[1].axhline(1, color="black", linewidth=0.8)
+        panels[2].set(title="loss in bfloat16 less that in float32", visible=bool(panels[2].lines))
+        panels[2].axhline(0, color="black", linewidth=0.8)
+        log_if_wide(panels[1])
+        for panel in panels:
+            panel.grid(alpha=0.3)
+        panels[0].legend(fontsize=8)
+    for panel in axes[-1]:
+        panel.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+def smoothed(curve: dict[str, float], count: int = 5) -> tuple[list[int], list[float]]:
+    """Steps, and the mean of the values at the last `count` logged steps."""
+    steps, values = [int(step) for step in curve], list(curve.values())
+    return steps, [statistics.mean(values[max(0, i + 1 - count) : i + 1]) for i in range(len(values))]
+
+
+EXACT = {"weights_dtype": "float32", "dtype": "float32", "state_dtype": "float32"}
+ROUNDED = {
+    "weights": {**EXACT, "weights_dtype": "bfloat16"},
+    "weights and products": {**EXACT, "weights_dtype": "bfloat16", "dtype": "bfloat16"},
+    "these and the state": dict.fromkeys(EXACT, "bfloat16"),
+}
+"""What is rounded to bfloat16, in steps. The second one is what the configs do: on one device, the type in which
+gradients are summed makes no difference."""
+
+
+def rounding(row: Row) -> str:
+    """What bfloat16 changes in one gradient, as Markdown: |g - g'| / |g| for the parts of a model as far as it went.
+
+    The batch is the first of the validation split, without dropout.
+    """
+    import numpy as np
+
+    from diffeqformer import checkpoint
+    from diffeqformer.data.preparation import open_prepared
+
+    found = checkpoint.load(row.workdir())
+    config = found.config
+    split = open_prepared(config.data, found.tokenizer, config.sequence_length)["validation"]
+    tokens = split.windows(np.arange(config.batch_size), config.sequence_length)
+    exact_loss, exact = loss_and_gradient(found.model, tokens, **EXACT)
+    columns = {name: loss_and_gradient(found.model, tokens, **types) for name, types in ROUNDED.items()}
+    title = f"{row.config}, {row.model}, step {found.step:,}: loss {exact_loss:.5f}"
+    lines = [f"| {title} | norm | {' | '.join(columns)} |", "|" + " --- |" * (2 + len(columns))]
+    lines.append("| loss | | " + " | ".join(f"{loss - exact_loss:+.5f}" for loss, _ in columns.values()) + " |")
+    for part, gradient in exact.items():
+        norm = np.linalg.norm(gradient)
+        shares = (np.linalg.norm(other[part] - gradient) / norm for _, other in columns.values())
+        lines.append(f"| {part} | {norm:.3g} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def loss_and_gradient(model, tokens, **types: str) -> tuple[float, dict]:
+    """The mean loss, and the gradient of each part of a model as one vector, computed in some types."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import traverse_util
+
+    from diffeqformer.parallel.sharding import make_mesh
+    from diffeqformer.training.loss import ShardedLoss
+    from diffeqformer.transformer import split_model
+
+    graph, params = split_model(model.replace(**{name: jnp.dtype(dtype) for name, dtype in types.items()}))
+    loss, gradient = jax.jit(ShardedLoss(graph, params, make_mesh()).mean_and_gradient)(params, tokens, None)
+    parts = {}
+    for path, leaf in traverse_util.flatten_dict(gradient).items():
+        parts.setdefault(path[2] if path[0] == "depth" else path[0], []).append(np.ravel(leaf))
+    return float(loss), {part: np.concatenate(leaves) for part, leaves in parts.items()}
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+    path = pathlib.Path(RESULTS.value)
+    pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    rows = [*rows_of("published"), *rows_of("changes")]
+    if STAGE.value == "rounding":
+        for row in (row for row in rows if row.dtype == TYPES[0]):
+            with contextlib.suppress(NoCheckpoint):
+                print(rounding(row))
+        return
+    if STAGE.value in ("published", "changes"):
+        make_tokenizer()
+        run_all(rows_of(STAGE.value), results)
+    for row in rows:  # what interrupted runs have reached
+        if not is_complete(results.get(row.name())) and (curves := found(row))["loss"]:
+            results[row.name()] = curves
+    save(results)
+    shown = {row: results[row.name()] for row in rows if row.name() in results}
+    print(table(shown))
+    if shown:
+        plot(shown, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,5 +1,6 @@
 """The progress of a run: lines on the terminal, and curves in TensorBoard."""
 
+import math
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -124,16 +125,25 @@ class Progress:
         self.pause(seconds)
         self.start += seconds
 
-    def train(self, step: int, scalars: dict[str, float]) -> None:
-        """Print a line after `step` steps: loss, rate and time left. `scalars` belong to this step."""
+    def train(self, step: int, scalars: dict[str, float], seconds_at_peak: float = math.nan) -> None:
+        """Print a line after `step` steps: loss, rate, utilisation if it is known, and time left.
+
+        Args:
+            scalars: those of this step.
+            seconds_at_peak: the time that the steps since the last line would take at the devices' peak.
+        """
         if step > self.last_step:
             now = time.monotonic()
-            rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
+            seconds = max(now - self.last_time, 1e-9)
+            rate = (step - self.last_step) * self.tokens_per_step / seconds
             left = (self.steps - step) * (now - self.start) / (step - self.timed_from)
             self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
-            pace = f"{rate:,.0f} tokens/s  {duration(left)} left"
-            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}", flush=True)
+            pace, left = f"{rate:,.0f} tokens/s", duration(left)
+            if not math.isnan(seconds_at_peak):
+                scalars["utilisation"] = seconds_at_peak / seconds
+                pace += f"  {scalars['utilisation']:.1%} of peak"
+            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}  {left} left", flush=True)
         self._write(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:

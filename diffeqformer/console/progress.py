@@ -1,6 +1,5 @@
 """The progress of a run: lines on the terminal, and curves in TensorBoard."""
 
-import math
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +101,7 @@ class Progress:
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = self.timed_from = first_step
+        self.seconds_at_peak = 0.0  # of the steps since the last line
         if depths:
             tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
             layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
@@ -114,6 +114,7 @@ class Progress:
         """
         self.start = self.last_time = time.monotonic()
         self.timed_from = self.last_step = step
+        self.seconds_at_peak = 0.0
         print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)
 
     def pause(self, seconds: float) -> None:
@@ -125,12 +126,14 @@ class Progress:
         self.pause(seconds)
         self.start += seconds
 
-    def train(self, step: int, scalars: dict[str, float], seconds_at_peak: float = math.nan) -> None:
+    def step(self, seconds_at_peak: float) -> None:
+        """Count a step that would take so many seconds at the devices' peak; NaN if that isn't known."""
+        self.seconds_at_peak += seconds_at_peak
+
+    def train(self, step: int, scalars: dict[str, float]) -> None:
         """Print a line after `step` steps: loss, rate, utilisation if it is known, and time left.
 
-        Args:
-            scalars: those of this step.
-            seconds_at_peak: the time that the steps since the last line would take at the devices' peak.
+        `scalars` belong to this step. Rate and utilisation are those of all steps since the last line.
         """
         if step > self.last_step:
             now = time.monotonic()
@@ -140,9 +143,10 @@ class Progress:
             self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
             pace, left = f"{rate:,.0f} tokens/s", duration(left)
-            if not math.isnan(seconds_at_peak):
-                scalars["utilisation"] = seconds_at_peak / seconds
+            if self.seconds_at_peak > 0:
+                scalars["utilisation"] = self.seconds_at_peak / seconds
                 pace += f"  {scalars['utilisation']:.1%} of peak"
+            self.seconds_at_peak = 0.0
             print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}  {left} left", flush=True)
         self._write(step, "train", scalars)
 

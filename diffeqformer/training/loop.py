@@ -159,7 +159,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
                 progress.compiled(clock.lap("compilation"))
             if step == first + 1:
                 jax.block_until_ready((state, scalars))  # raises an error if memory ran out
-            pending.append((step, scalars))
+            pending.append((step, run.seconds_at_peak[num_steps], scalars))
             last, stopping = step == config.steps, notice.now()
             progress.pause(trace.after(step, state, stopping))
             evaluating = last or (step % config.eval_every == 0 and not stopping)
@@ -181,8 +181,8 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     return state
 
 
-def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progress) -> None:
-    """Print and write the scalars of a step.
+def show_scalars(run: Run, step: int, seconds_at_peak: float, scalars: dict[str, Array], progress: Progress) -> None:
+    """Print and write the scalars of a step, which would take `seconds_at_peak` at the devices' peak.
 
     Raises:
         UserError: if the loss or the gradient isn't finite.
@@ -190,11 +190,11 @@ def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progr
     scalars = {name: float(value) for name, value in scalars.items()}
     if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
         raise UserError(diverged(run, step, scalars))
+    progress.step(seconds_at_peak)
     if step == progress.first_step + 1:
         progress.first(step, scalars["loss"], time.monotonic() - run.clock.started)
     if step % run.config.log_every == 0 or step == run.config.steps:
-        steps = range(progress.last_step + 1, step + 1)
-        progress.train(step, scalars, sum(run.seconds_at_peak[run.num_steps(n)] for n in steps))
+        progress.train(step, scalars)
 
 
 def show_validation(run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None) -> None:

@@ -93,7 +93,7 @@ class Trace(contextlib.AbstractContextManager):
                 folder.rmtree(missing_ok=True)
                 folder.mkdir(parents=True)
                 for file in epath.Path(local).glob("plugins/profile/*/*"):
-                    file.copy(folder / file.name)
+                    (folder / file.name).write_bytes(file.read_bytes())
 
     def __exit__(self, *_) -> None:
         if self.first is not None:  # the run has failed

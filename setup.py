@@ -28,6 +28,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "packaging>=24",
         "pyarrow>=17",
         "requests>=2.31",
         "sentencepiece>=0.2",

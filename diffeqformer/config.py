@@ -105,6 +105,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.log_every = 20  # steps between progress lines
     config.eval_every = 500  # steps between evaluations over the whole validation split
     config.dynamics_every = 0  # evaluations between measurements of spectral radii and clustering; 0: none
+    config.profile_steps = ""  # steps to trace for TensorBoard's profiler, such as 100-102; empty: none
     config.checkpoint_every = 1000  # steps between checkpoints
     config.checkpoints_kept = 2  # number of newest checkpoints to keep
 
@@ -226,9 +227,9 @@ def check_overrides(arguments: list[str]) -> None:
 
 
 CHANGEABLE = tuple(
-    "name kernels microbatches model.remat mesh. log_every eval_every dynamics_every checkpoint_every checkpoints_kept "
-    "data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir "
-    "data.processes sample.".split()
+    "name kernels microbatches model.remat mesh. log_every eval_every dynamics_every profile_steps checkpoint_every "
+    "checkpoints_kept data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote "
+    "data.tfds_dir data.processes sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""

@@ -16,6 +16,7 @@ from diffeqformer import checkpoint
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
+from diffeqformer.training import goodput
 
 BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
@@ -106,6 +107,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         workdir, step, steps (of all checkpoints), name, kind, field, solver, num_steps
         data_sha256: of the training split
         base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
+        time_spent: where the run's time went until this checkpoint, in seconds by cause, or None; goodput: as shares
         tokenizer: its name, and saved_characters: the length of its data in the checkpoint
         config: every field's value by its dotted name; changed: the names of fields that differ from the default
         parameters: rows of name, shape, dtype, count, bytes, trains, and the fields of `statistics`
@@ -130,6 +132,8 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         "data_sha256": about.data_sha256,
         "base": about.base,
         "materialized_from": about.materialized_from,
+        "time_spent": about.time_spent,
+        "goodput": goodput.goodput(about.time_spent) if about.time_spent else None,
         "tokenizer": {"name": about.tokenizer, "saved_characters": len(about.tokenizer_data)},
         "config": {name: get_field(config, name) for name in field_names(config)},
         "changed": changed_fields(config),
@@ -165,6 +169,8 @@ def heading(found: dict) -> list[str]:
     for key, began in (("base", "began with the weights of"), ("materialized_from", "materialized from")):
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
+    if found["time_spent"]:
+        lines.append(goodput.said(found["time_spent"]))
     return lines
 
 

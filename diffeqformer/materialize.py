@@ -63,6 +63,7 @@ def materialize(
         opened.about,
         config=discretized_config(opened.config, num_steps, dtype).to_dict(),
         materialized_from={"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
+        time_spent=None,
     )
     try:
         with checkpoint.open_checkpoints(output, kept=1) as manager:

@@ -43,6 +43,27 @@ def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str
     )
 
 
+def traced_steps(text: str) -> range:
+    """The steps of training in a text such as "100-102", which are three, or "100"; empty: none.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    if not re.fullmatch(r"(\d+(-\d+)?)?", text):
+        raise ValueError(text)
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1) if text else range(0)
+
+
+def _are_steps(text: str) -> bool:
+    """Whether `traced_steps` can read a text."""
+    try:
+        traced_steps(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
 
@@ -114,6 +135,12 @@ RULES = [
         "must be fixed or shifted, since mixed moves grids of more than two steps only",
     ),
     *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
+    *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
+    Rule(
+        "profile_steps",
+        lambda v, c: not v or 1 <= traced_steps(v).start < traced_steps(v).stop <= c.steps + 1,
+        "must be steps of the run, which has {c.steps}, the first one first",
+    ),
     *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),
     Rule(
         "model.lora_rank",

@@ -3,11 +3,16 @@
 #
 #   launch/tpu.sh create                      request the slice, unless that is done already, and wait until ssh works
 #   launch/tpu.sh setup                       copy the last commit to all hosts and install it
-#   launch/tpu.sh run --config=configs/large.py --workdir=gs://my-bucket/runs/large     start training on all hosts
+#   launch/tpu.sh run OPTIONS                 start training on all hosts, with these options of diffeqformer.main
 #   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3; Ctrl-C stops watching only
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint
 #   launch/tpu.sh delete                      give the slice back
+#
+# The options of a run, for example:
+#   launch/tpu.sh run --config=configs/large.py --config.data.remote=gs://my-bucket/stores \
+#     --workdir=gs://my-bucket/runs/large
+# Without data.remote, every host would download and prepare the corpus itself.
 #
 # --dry-run in front of the command prints what would be done. To continue an interrupted command, run it again.
 # Settings are environment variables, with their defaults in parentheses:

@@ -117,6 +117,7 @@ WRONG = {
     "log_every": 0,
     "eval_every": 0,
     "dynamics_every": -1,
+    "profile_steps": "7-3",
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
     "sample.length": 17,
@@ -187,6 +188,9 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"mesh__fsdp": 2},
             r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) into equal parts, as 1 would",
         ),
+        (("gpt", "gpt"), {"profile_steps": "4:6"}, "profile_steps: must be the first and the last step to trace, such"),
+        (("gpt", "gpt"), {"profile_steps": "0"}, "profile_steps: must be steps of the run, which has 6, .* it is '0'"),
+        (("gpt", "gpt"), {"profile_steps": "5-7"}, "profile_steps: must be steps of the run, which has 6, the first"),
         (("diffeqformer", "llama"), {"model__width": 36}, "model.heads: must leave an even width for each head"),
         (
             ("gpt", "gpt"),
@@ -243,7 +247,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
-    "log_every", "eval_every", "dynamics_every", "checkpoint_every", "checkpoints_kept", "data.module",
+    "log_every", "eval_every", "dynamics_every", "profile_steps", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip

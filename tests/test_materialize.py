@@ -73,7 +73,7 @@ def test_every_model_can_be_materialized(kind, field, tmp_path):
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
     config = toy_config(model__dtype="bfloat16")
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash", time_spent={"steps": 1.0})
     with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
         checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
 
@@ -86,7 +86,8 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
             materialize(tmp_path / "run")
     folder = materialize(tmp_path / "run")  # the same folder, which isn't occupied
     assert folder == tmp_path / "run" / "materialized-6-bfloat16"
-    assert checkpoint.load(folder).config.model.dtype == "bfloat16"
+    opened = checkpoint.load(folder)
+    assert opened.config.model.dtype == "bfloat16" and opened.about.time_spent is None  # it is the run's
 
 
 def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 import tarfile
 
@@ -36,7 +37,9 @@ def check_curves(name, expected) -> dict[str, dict[int, float]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(name, runs, monkeypatch, one_device_loop):
+def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(
+    name, runs, monkeypatch, one_device_loop, capsys
+):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # as on the machine on which they were made
     monkeypatch.setattr(loop, "sample", lambda *_: "")
@@ -44,6 +47,7 @@ def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(na
     assert digest(name) == expected["saved"]
     assert max(check_curves(name, expected)["train/loss"]) == SAVED
     loop.train(config_of(name), name)
+    assert re.search(rf"goodput: train steps took [\d.]+% of the [\d:]+ since step {SAVED}; ", capsys.readouterr().out)
     curves = check_curves(name, expected)
     assert {str(step) for step in curves["train/loss"]} == set(expected["train"])
     assert {str(step) for step in curves["validation/loss"]} == set(expected["validation"])

@@ -101,6 +101,7 @@ class Progress:
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = self.timed_from = first_step
+        self.seconds_at_peak = 0.0  # of the steps since the last line
         if depths:
             tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
             layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
@@ -113,6 +114,7 @@ class Progress:
         """
         self.start = self.last_time = time.monotonic()
         self.timed_from = self.last_step = step
+        self.seconds_at_peak = 0.0
         print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  first step {seconds:.1f} s after the start", flush=True)
 
     def pause(self, seconds: float) -> None:
@@ -124,16 +126,28 @@ class Progress:
         self.pause(seconds)
         self.start += seconds
 
+    def step(self, seconds_at_peak: float) -> None:
+        """Count a step that would take so many seconds at the devices' peak; NaN if that isn't known."""
+        self.seconds_at_peak += seconds_at_peak
+
     def train(self, step: int, scalars: dict[str, float]) -> None:
-        """Print a line after `step` steps: loss, rate and time left. `scalars` belong to this step."""
+        """Print a line after `step` steps: loss, rate, utilisation if it is known, and time left.
+
+        `scalars` belong to this step. Rate and utilisation are those of all steps since the last line.
+        """
         if step > self.last_step:
             now = time.monotonic()
-            rate = (step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
+            seconds = max(now - self.last_time, 1e-9)
+            rate = (step - self.last_step) * self.tokens_per_step / seconds
             left = (self.steps - step) * (now - self.start) / (step - self.timed_from)
             self.last_step, self.last_time = step, now
             scalars = {**scalars, "tokens_per_second": rate}
-            pace = f"{rate:,.0f} tokens/s  {duration(left)} left"
-            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}", flush=True)
+            pace, left = f"{rate:,.0f} tokens/s", duration(left)
+            if self.seconds_at_peak > 0:
+                scalars["utilisation"] = self.seconds_at_peak / seconds
+                pace += f"  {scalars['utilisation']:.1%} of peak"
+            self.seconds_at_peak = 0.0
+            print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}  {left} left", flush=True)
         self._write(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:

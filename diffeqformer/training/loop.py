@@ -25,8 +25,10 @@ from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.sampling import Choice, generate
 from diffeqformer.parallel import hosts
-from diffeqformer.training import finetune
+from diffeqformer.rules import traced_steps
+from diffeqformer.training import finetune, goodput
 from diffeqformer.training.dynamics import Recorder, first_windows
+from diffeqformer.training.profile import Trace, check_profiler
 from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, random_key
@@ -52,17 +54,19 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
     with hosts.all_succeed("the base"):
         config = finetune.inherit(config, workdir)
     check_config(config, jax.device_count(), jax.default_backend())
+    if config.profile_steps:
+        check_profiler(jax.config.jax_platforms)
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
     folder, program = epath.Path(workdir), make_program(config)  # fail before a corpus is prepared for hours
     splits, about = agree(config, folder, tokenizer)
-    with open_run(config, folder, program, splits, about) as run:
+    with open_run(config, folder, program, splits, about, started) as run:
         state = start_or_resume(run)
         describe(run, state["params"])
         finished = int(state["step"]) >= config.steps
         if not finished:
             with hosts.Notice() as notice:
-                state = train_steps(run, state, started, notice)
+                state = train_steps(run, state, notice)
         report_end(run, int(state["step"]), finished)
     model = nnx.merge(run.program.graph, run.program.undivided(state["params"]))
     print(f"--- sample ---\n{printable(sample(config, model, tokenizer))}\n--------------", flush=True)
@@ -70,7 +74,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
 
 
 def report_end(run: Run, step: int, finished_before: bool) -> None:
-    """Print how the run ended.
+    """Print how the run ended, and its goodput.
 
     Raises:
         Stopped: if steps remain.
@@ -81,6 +85,7 @@ def report_end(run: Run, step: int, finished_before: bool) -> None:
     if finished_before:
         print(f"{folder}: this run has already finished its {steps:,} steps; here is its sample again")
         return
+    print(goodput.said(run.clock.record()))
     beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
     tensorboard = "tensorboard" if shutil.which("tensorboard") else beside
     print(f"Finished. Checkpoints and curves are in {folder}: {tensorboard} --logdir {folder}")
@@ -118,60 +123,66 @@ def describe(run: Run, params: dict) -> None:
     print(run.program.said(), flush=True)
 
 
-def train_steps(run: Run, state: dict, started: float, notice: hosts.Notice) -> dict:
+def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     """Train until the last step, or until a notice to stop.
 
     Scalars are read one step late, so dispatch never waits.
 
     Args:
         state: donated.
-        started: `time.monotonic()` when the process began.
 
     Raises:
         UserError: if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
-    config, first = run.config, int(state["step"])
-    tokens = config.batch_size * config.sequence_length
+    config, clock, first = run.config, run.clock, int(state["step"])
+    traced, tokens = traced_steps(config.profile_steps), config.batch_size * config.sequence_length
     progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths())
     dynamics = (
         Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))
         if config.dynamics_every
         else None
     )
+    clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
         show_validation(run, first, state["params"], progress, dynamics)
     pending, compiled = collections.deque(), set()
-    for step in range(first + 1, config.steps + 1):
-        num_steps, begun = run.num_steps(step), time.monotonic()
-        state, scalars = run.program.train_step(state, run.batch(step), num_steps)
-        if num_steps not in compiled:
-            compiled.add(num_steps)
-            progress.compiled(time.monotonic() - begun)
-        if step == first + 1:
-            jax.block_until_ready((state, scalars))  # raises an error if memory ran out
-        pending.append((step, scalars))
-        last, stopping = step == config.steps, notice.now()
-        evaluating = last or (step % config.eval_every == 0 and not stopping)
-        saving = last or stopping or step % config.checkpoint_every == 0
-        while len(pending) > (0 if evaluating or saving or step == first + 1 else 1):
-            show_scalars(run, *pending.popleft(), progress, started)
-        pause = time.monotonic()
-        if evaluating:
-            show_validation(run, step, state["params"], progress, dynamics)
-        if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
-            progress.flush()
-            save(run, step, state, validation_due=not evaluating and step % config.eval_every == 0)
-        progress.pause(time.monotonic() - pause)
-        checkpoint.check(run.checkpoints)
-        if stopping:
-            break
+    with Trace(traced if hosts.is_first() else range(0), run.folder, clock) as trace:
+        for step in range(first + 1, config.steps + 1):
+            progress.pause(trace.before(step, state))
+            num_steps, batch = run.num_steps(step), run.batch(step)
+            if new := num_steps not in compiled:
+                clock.lap("steps")
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, scalars = run.program.train_step(state, batch, num_steps)
+            if new:
+                compiled.add(num_steps)
+                progress.compiled(clock.lap("compilation"))
+            if step == first + 1:
+                jax.block_until_ready((state, scalars))  # raises an error if memory ran out
+            pending.append((step, run.seconds_at_peak[num_steps], scalars))
+            last, stopping = step == config.steps, notice.now()
+            progress.pause(trace.after(step, state, stopping))
+            evaluating = last or (step % config.eval_every == 0 and not stopping)
+            saving = last or stopping or step % config.checkpoint_every == 0
+            while len(pending) > (0 if evaluating or saving or step == first + 1 else 1):
+                show_scalars(run, *pending.popleft(), progress)
+            if evaluating or saving:
+                clock.lap("steps")  # all have ended
+            if evaluating:
+                show_validation(run, step, state["params"], progress, dynamics)
+            if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
+                save(run, step, state, progress, validation_due=not evaluating and step % config.eval_every == 0)
+            checkpoint.check(run.checkpoints)
+            if stopping:
+                break
     checkpoint.check(run.checkpoints, wait=True)
+    clock.lap("saves")
     progress.close()
     return state
 
 
-def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progress, started: float) -> None:
-    """Print and write the scalars of a step.
+def show_scalars(run: Run, step: int, seconds_at_peak: float, scalars: dict[str, Array], progress: Progress) -> None:
+    """Print and write the scalars of a step, which would take `seconds_at_peak` at the devices' peak.
 
     Raises:
         UserError: if the loss or the gradient isn't finite.
@@ -179,8 +190,9 @@ def show_scalars(run: Run, step: int, scalars: dict[str, Array], progress: Progr
     scalars = {name: float(value) for name, value in scalars.items()}
     if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
         raise UserError(diverged(run, step, scalars))
+    progress.step(seconds_at_peak)
     if step == progress.first_step + 1:
-        progress.first(step, scalars["loss"], time.monotonic() - started)
+        progress.first(step, scalars["loss"], time.monotonic() - run.clock.started)
     if step % run.config.log_every == 0 or step == run.config.steps:
         progress.train(step, scalars)
 
@@ -194,12 +206,16 @@ def show_validation(run: Run, step: int, params: dict, progress: Progress, dynam
     progress.validation(step, results)
     if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
         progress.dynamics(step, dynamics(params))
+    progress.pause(run.clock.lap("evaluation"))
 
 
-def save(run: Run, step: int, state: dict, validation_due: bool) -> None:
-    """Start saving the state after `step` steps, without frozen parameters."""
+def save(run: Run, step: int, state: dict, progress: Progress, validation_due: bool) -> None:
+    """Start saving the state after `step` steps, without frozen parameters, when all curves are on disk."""
+    progress.flush()
     trained = {**state, "params": run.program.trained(state["params"])}
-    checkpoint.save(run.checkpoints, step, trained, dataclasses.replace(run.about, validation_due=validation_due))
+    about = dataclasses.replace(run.about, validation_due=validation_due, time_spent=run.clock.record())
+    checkpoint.save(run.checkpoints, step, trained, about)
+    progress.pause(run.clock.lap("saves"))
 
 
 def validate(

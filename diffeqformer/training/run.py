@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -24,8 +25,10 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape
 from diffeqformer.training import finetune
+from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.memory import check_memory
 from diffeqformer.training.step import Program
+from diffeqformer.training.utilisation import utilisation
 from diffeqformer.transformer import merge_trees
 
 
@@ -39,7 +42,8 @@ class Run:
         program: the compiled functions.
         splits: the token store's `train` and `validation`.
         checkpoints: the manager of the run's checkpoints, and the only writer of new ones.
-        about: the record of the next checkpoint, except that `validation_due` comes from the newest one.
+        about: the record of the next checkpoint, except that `validation_due` and `time_spent` are the newest one's.
+        clock: counts where the run's time goes.
     """
 
     config: ConfigDict
@@ -48,6 +52,7 @@ class Run:
     splits: dict[str, Split]
     checkpoints: ocp.CheckpointManager
     about: About
+    clock: Stopwatch
 
     def batch(self, step: int) -> Int[Array, "B S"]:
         """The global batch of a step, counted from 1, on the devices."""
@@ -61,6 +66,12 @@ class Run:
     def num_steps(self, step: int) -> int:
         """The number of steps of depth in a step of training, counted from 1."""
         return drawn_depth(self.program.depths, self.config.seed, step - 1)
+
+    @functools.cached_property
+    def seconds_at_peak(self) -> dict[int, float]:
+        """By the number of steps of depth: the seconds of a train step at the devices' peak; NaN if it isn't known."""
+        devices = list(self.program.mesh.devices.flat)
+        return {depth: utilisation(self.config, 1.0, devices, depth) for depth in self.program.depths}
 
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""
@@ -103,9 +114,13 @@ def make_program(config: ConfigDict) -> Program:
 
 @contextlib.contextmanager
 def open_run(
-    config: ConfigDict, folder: epath.Path, program: Program, splits: dict[str, Split], about: About
+    config: ConfigDict, folder: epath.Path, program: Program, splits: dict[str, Split], about: About, started: float
 ) -> Iterator[Run]:
     """The run in a folder, which is locked against other runs. Saves are complete when the `with` block ends.
+
+    Args:
+        about: the result of `agree`.
+        started: `time.monotonic()` when the process began.
 
     Raises:
         UserError: if the newest checkpoint can't be resumed with this config.
@@ -117,11 +132,14 @@ def open_run(
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             check_unchanged("data_sha256", about, saved, folder)
         if saved:
-            about = dataclasses.replace(about, base=saved.base, validation_due=saved.validation_due)
+            about = dataclasses.replace(
+                about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
+            )
         else:
             about = dataclasses.replace(about, validation_due=bool(config.base))
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
-        yield Run(config, folder, program, splits, checkpoints, about)
+        clock = Stopwatch(started, about.time_spent, checkpoints.latest_step() or 0)
+        yield Run(config, folder, program, splits, checkpoints, about, clock)
 
 
 def make_folder(workdir: epath.Path) -> None:
@@ -181,8 +199,10 @@ def start_or_resume(run: Run) -> dict:
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
     shapes = run.program.state_shapes
+    run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
         check_memory(run.config, run.program, shapes, will_train=(step or 0) < run.config.steps)
+    run.clock.lap("compilation")  # of the train step
     if step is None:
         state = first_state(run)
     else:

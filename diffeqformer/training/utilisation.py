@@ -22,7 +22,7 @@ def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
     model = config.model
     layers = [layer for layer in vector_field(model).layers().values() if isinstance(layer, Linear)]
     one_step = sum(layer.inputs * layer.outputs for layer in layers) + model.width * config.sequence_length
-    by_token = 6 * ((num_steps or model.num_steps) * one_step + model.vocab_size * model.width)
+    by_token = 6.0 * ((num_steps or model.num_steps) * one_step + model.vocab_size * model.width)
     return by_token * config.batch_size * config.sequence_length
 
 

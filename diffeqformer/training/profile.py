@@ -1,0 +1,100 @@
+"""Traces of train steps, for TensorBoard's profiler."""
+
+import contextlib
+import tempfile
+from importlib import metadata
+
+import jax
+from etils import epath
+from packaging.requirements import Requirement
+
+from diffeqformer.errors import UserError, reason_of
+from diffeqformer.training.goodput import Stopwatch
+
+
+def check_profiler(platforms: str | None) -> None:
+    """Check that JAX's profiler works with the installed libtpu. With one of another version it ends in a crash.
+
+    Args:
+        platforms: `jax.config.jax_platforms`. JAX loads libtpu, with TPUs or without, unless this leaves out tpu.
+
+    Raises:
+        UserError: if JAX needs another version.
+    """
+    if platforms and "tpu" not in platforms.split(","):
+        return
+    try:
+        found = metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return
+    needed = [need.specifier for need in map(Requirement, metadata.requires("jax")) if need.name == "libtpu"]
+    if not all(specifier.contains(found) for specifier in needed):
+        raise UserError(
+            f"config.profile_steps: must be empty with libtpu {found}, with which JAX's profiler crashes; install "
+            f"libtpu{needed[0]}, which this version of JAX is made for, or set JAX_PLATFORMS=cpu if there is no TPU"
+        )
+
+
+class Trace(contextlib.AbstractContextManager):
+    """Writes a trace of some train steps to `<workdir>/tensorboard/plugins/profile/steps-<first>-<last>`.
+
+    Devices are waited for before the first of these steps and after the last one, and at no other time. So the trace
+    holds exactly these steps and what comes between them. If it can't be written, the run continues, and a message is
+    printed.
+
+    Args:
+        steps: of training, counted from 1; empty: none. Those before the first call of `before` aren't traced.
+        workdir: folder of the run, which can be on gs://.
+        clock: counts the time of starting and writing the trace.
+    """
+
+    def __init__(self, steps: range, workdir: epath.PathLike, clock: Stopwatch):
+        self.steps, self.clock, self.first = steps, clock, None
+        self.folder = epath.Path(workdir) / "tensorboard" / "plugins" / "profile"
+
+    def before(self, step: int, state: dict) -> float:
+        """Begin the trace before its first step, once the state of the step before is ready.
+
+        Returns the seconds that this took, without the wait.
+        """
+        if self.first is not None or step not in self.steps:
+            return 0.0
+        jax.block_until_ready(state)
+        self.clock.lap("steps")
+        # JAX would name the folder by the second, and reach gs:// by another client than everything else here.
+        self.first, self.local = step, tempfile.TemporaryDirectory()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every call of a Python function would slow the host down and fill the trace
+        jax.profiler.start_trace(self.local.name, profiler_options=options)
+        return self.clock.lap("profiling")
+
+    def after(self, step: int, state: dict, stopping: bool) -> float:
+        """End and write the trace after its last step, or if the run stops, once the state is ready.
+
+        Returns the seconds that this took, without the wait.
+        """
+        if self.first is None or not (stopping or step == self.steps[-1]):
+            return 0.0
+        jax.block_until_ready(state)
+        self.clock.lap("steps")
+        folder = self.folder / f"steps-{self.first}-{step}"
+        try:
+            self._end(folder)
+        except Exception as error:  # from the profiler, the file system or a cloud client
+            print(f"{folder}: the trace can't be written: {reason_of(error)}; the run continues", flush=True)
+        return self.clock.lap("profiling")
+
+    def _end(self, folder: epath.Path | None) -> None:
+        """End the trace, and write it to a folder, if there is one, in place of an earlier trace."""
+        self.first, self.steps = None, range(0)
+        with self.local as local:
+            jax.profiler.stop_trace()
+            if folder:
+                folder.rmtree(missing_ok=True)
+                folder.mkdir(parents=True)
+                for file in epath.Path(local).glob("plugins/profile/*/*"):
+                    (folder / file.name).write_bytes(file.read_bytes())
+
+    def __exit__(self, *_) -> None:
+        if self.first is not None:  # the run has failed
+            self._end(None)

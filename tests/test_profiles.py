@@ -1,0 +1,167 @@
+"""Traces of chosen steps, utilisation, and where a run's time goes."""
+
+import pathlib
+import types
+
+import jax
+import pytest
+
+from diffeqformer import checkpoint
+from diffeqformer.data.store import Split
+from diffeqformer.depth.grid import drawn_depth, trained_depths
+from diffeqformer.errors import UserError
+from diffeqformer.training import goodput, loop, profile, run, utilisation
+from helpers import toy_config
+from runs import curves
+
+SCORES = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
+
+
+def test_a_run_traces_its_steps_and_knows_its_utilisation(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
+    monkeypatch.setattr(utilisation, "PEAKS", {"cpu": 1e12})  # of a pretended device
+    monkeypatch.setattr(loop, "validate", lambda *_: SCORES)
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    config = toy_config(
+        "shared", steps=5, log_every=4, profile_steps="3-4", data__dir=str(short_stores), model__dtype="bfloat16",
+        model__training_depths="1,2",
+    )  # fmt: skip
+    loop.train(config, tmp_path)
+    [file] = (tmp_path / "tensorboard" / "plugins" / "profile" / "steps-3-4").glob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    events = [event for line in lines for event in line.events]
+    assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [3, 4]
+    assert not any(event.name.startswith("$") for event in events)  # calls of Python functions
+
+    found, shares = curves(tmp_path), trained_depths(config.model)
+    assert found["train/utilisation"].keys() == {4, 5} and capsys.readouterr().out.count("% of peak") == 2
+    for steps, depths in (((2, 3, 4), [1, 1, 2]), ((5,), [2])):  # rates are measured from the first step
+        assert [drawn_depth(shares, config.seed, step - 1) for step in steps] == depths
+        flops = sum(utilisation.step_flops(config, depth) for depth in depths)
+        seconds = len(steps) * 8 * 16 / found["train/tokens_per_second"][steps[-1]]
+        assert found["train/utilisation"][steps[-1]] == pytest.approx(flops / seconds / 1e12, rel=1e-5)
+
+
+@pytest.fixture
+def traced(tmp_path, monkeypatch):
+    """Calls a trace of steps 4 to 6 as a run does, and returns what it asked of JAX and the folders that it wrote."""
+
+    def call(steps, stop=None, fails=()):
+        calls, folder = [], []
+
+        def start(local, profiler_options):
+            folder.append(pathlib.Path(local) / "plugins" / "profile" / "now")
+            calls.append("start")
+
+        def stopped():
+            folder[0].mkdir(parents=True)
+            (folder[0] / "host.xplane.pb").write_text(f"{calls}")
+            calls.append("stop")
+
+        def wait(state):
+            calls.append(state)
+
+        profiler = types.SimpleNamespace(
+            start_trace=start, stop_trace=stopped, ProfileOptions=jax.profiler.ProfileOptions
+        )
+        monkeypatch.setattr(profile, "jax", types.SimpleNamespace(profiler=profiler, block_until_ready=wait))
+        with profile.Trace(range(4, 7), tmp_path, goodput.Stopwatch(0.0)) as trace:
+            for step in steps:
+                trace.before(step, {"after": step - 1})
+                if step in fails:
+                    break
+                trace.after(step, {"after": step}, step == stop)
+        assert not folder or not folder[0].exists()
+        written = tmp_path / "tensorboard" / "plugins" / "profile"
+        return calls, {
+            path.name for path in written.glob("*") if (path / "host.xplane.pb").read_text() == f"{calls[:-1]}"
+        }
+
+    return call
+
+
+def test_a_trace_waits_for_devices_around_its_steps_only(traced, tmp_path):
+    around = [{"after": 3}, "start", {"after": 6}, "stop"]
+    assert traced(range(1, 9)) == (around, {"steps-4-6"})
+    assert traced(range(5, 9)) == ([{"after": 4}, "start", {"after": 6}, "stop"], {"steps-5-6"})  # resumed after step 4
+    assert traced(range(1, 6), stop=5) == ([{"after": 3}, "start", {"after": 5}, "stop"], {"steps-4-5"})
+    assert traced(range(7, 9)) == ([], set())
+    assert traced(range(1, 9), fails=(5,)) == ([{"after": 3}, "start", "stop"], set())  # so another can begin
+    assert traced(range(1, 9)) == (around, {"steps-4-6"})  # in place of the first one
+
+
+def test_a_run_goes_on_if_its_trace_can_not_be_written(traced, tmp_path, capsys):
+    (tmp_path / "tensorboard").touch()
+    assert traced(range(1, 9))[0][-1] == "stop"
+    said = capsys.readouterr().out
+    assert "steps-4-6: the trace can't be written: " in said and said.endswith("; the run continues\n")
+
+
+def test_a_libtpu_with_which_the_profiler_crashes_is_refused(monkeypatch):
+    assert any(need.startswith("libtpu==") for need in profile.metadata.requires("jax"))
+    versions = {"libtpu": "0.0.42.1"}
+    monkeypatch.setattr(profile.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(profile.metadata, "requires", lambda _: ["numpy>=2.0", 'libtpu==0.0.42.*; extra == "tpu"'])
+    profile.check_profiler(None)
+    versions["libtpu"] = "0.0.51"
+    profile.check_profiler("cuda,cpu")
+    for platforms in (None, "", "tpu,cpu"):
+        with pytest.raises(UserError, match=r"^config.profile_steps: .* libtpu 0.0.51, .* install libtpu==0.0.42.\*, "):
+            profile.check_profiler(platforms)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which passes only where a test lets it."""
+    now = types.SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(goodput, "time", types.SimpleNamespace(monotonic=lambda: now.seconds, time=lambda: now.seconds))
+    return now
+
+
+def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch, one_device_loop, clock, capsys):
+    """A batch takes a second, compilation 100, a validation 10, a save 5, and the run is down for 50."""
+    config = toy_config("gpt", steps=6, eval_every=4, checkpoint_every=2, data__dir=str(short_stores))
+    dies, read, save = [4], Split.batch, checkpoint.save
+
+    def passes(seconds, result=None):
+        clock.seconds += seconds
+        return result
+
+    def batch(split, index, *args, **rows):
+        passes(1)
+        if index + 1 in dies:
+            raise UserError(f"died at step {dies.pop()}")
+        return read(split, index, *args, **rows)
+
+    monkeypatch.setattr(Split, "batch", batch)
+    monkeypatch.setattr(run, "check_memory", lambda *_, **__: passes(100))
+    monkeypatch.setattr(loop, "validate", lambda *_: passes(10, SCORES))
+    monkeypatch.setattr(checkpoint, "save", lambda *args: passes(5, save(*args)))
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    with pytest.raises(UserError, match="died at step 4"):
+        loop.train(config, tmp_path, started=clock.seconds)
+    assert checkpoint.load(tmp_path).about.time_spent == {
+        "began": 1000, "from_step": 0, "elapsed": 102,
+        "steps": 2, "start-up": 0, "compilation": 100, "evaluation": 0, "saves": 0, "profiling": 0,
+    }  # fmt: skip
+    assert "goodput:" not in capsys.readouterr().out
+    passes(50)
+    loop.train(config, tmp_path, started=clock.seconds)
+    # Lost to restarts: the save after step 2, steps 3 and 4, and 50 seconds.
+    spent = "compilation 68.3%, restarts 19.5%, evaluation 6.8%, saves 3.4%"
+    line = f"goodput: train steps took 2.0% of the 4:53 since the run began; {spent}\n"
+    out = capsys.readouterr().out
+    assert out.count("goodput:") == 1 and line in out
+    assert checkpoint.load(tmp_path).about.time_spent["steps"] == 6
+
+
+def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_was_set_back(clock):
+    resumed = goodput.Stopwatch(clock.seconds, None, step=4000)
+    clock.seconds += 30
+    resumed.lap("start-up")
+    clock.seconds += 90
+    resumed.lap("steps")
+    line = "goodput: train steps took 75.0% of the 2:00 since step 4,000; start-up 25.0%"
+    assert goodput.said(resumed.record()) == line
+    clock.seconds -= 10_000
+    again = goodput.Stopwatch(clock.seconds, resumed.record(), step=5000)
+    assert goodput.said(again.record()) == line

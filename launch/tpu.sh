@@ -5,6 +5,7 @@
 #   launch/tpu.sh setup                       copy the last commit to all hosts and install it
 #   launch/tpu.sh run OPTIONS                 start training on all hosts, with these options of diffeqformer.main
 #   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3; Ctrl-C stops watching only
+#   launch/tpu.sh do evaluate --workdir=gs://my-bucket/runs/large      run another command on all hosts, and show it
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint
 #   launch/tpu.sh delete                      give the slice back
@@ -40,12 +41,12 @@ fail() {
 dry=
 [[ ${1-} == --dry-run ]] && dry=1 && shift
 command=${1-}
-[[ $command =~ ^(create|setup|run|watch|stop|resume|delete)$ ]] || {
+[[ $command =~ ^(create|setup|run|watch|do|stop|resume|delete)$ ]] || {
   sed -n '2,/^$/s/^# \{0,1\}//p' launch/tpu.sh
   exit 2
 }
 shift
-[[ $command == run || $# == 0 ]] || fail "$command: takes no options, but got $1"
+[[ $command == run || $command == "do" || $# == 0 ]] || fail "$command: takes no options, but got $1"
 [[ -n ${ZONE-} ]] || fail "ZONE: name the zone of the slice, for example ZONE=us-west4-a"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
   fail "gcloud: not installed; see https://cloud.google.com/sdk/docs/install"
@@ -171,6 +172,16 @@ resume() {
 
 watch() { on "${WORKER:-0}" "tail -n 50 -F diffeqformer/run.log"; }
 
+# while a training run has the chips, no other process can use them
+do_command() {
+  [[ ${1-} =~ ^[a-z]+$ ]] || fail "do: name a command, for example evaluate --workdir=gs://my-bucket/runs/large"
+  local options
+  options=$(printf ' %q' "${@:2}")
+  on all "cd diffeqformer && $alive && if alive; then
+echo \"\$HOSTNAME: a run is in progress, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
+.venv/bin/python -m diffeqformer.$1$options"
+}
+
 stop() {
   on all "cd diffeqformer 2>/dev/null
 $alive
@@ -190,4 +201,5 @@ delete() {
   fi
 }
 
+[[ $command != "do" ]] || command=do_command
 "$command" "$@"

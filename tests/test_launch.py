@@ -266,6 +266,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
         (["create"], {}, "ZONE: name the zone"),
         (["create", "now"], {"ZONE": "z"}, "create: takes no options, but got now"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
+        (["do"], {"ZONE": "z"}, "do: name a command, for example evaluate"),
         (["resume"], {"ZONE": "z"}, "resume: no run was started from this checkout"),
     ],
 )
@@ -281,6 +282,19 @@ def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
     program = ".venv/bin/python -m diffeqformer.main --config=configs/large.py"
     assert calls[0] == f"srun --cpus-per-task=5 --kill-on-bad-exit=0 {program}"
     assert calls[1:] == more and done.returncode == status
+
+
+def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host):
+    (host / "end").touch()
+    command = ["do", "evaluate", "--workdir=/mnt/a b", "--num_steps=2,3"]
+    done, calls = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0, done.stderr
+    assert (host / "said").read_text() == "-m|diffeqformer.evaluate|--workdir=/mnt/a b|--num_steps=2,3|"
+    assert any(" --worker=all " in call for call in calls)
+    (host / "end").unlink()
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
+    done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 1 and "a run is in progress, as process" in done.stderr
 
 
 def test_any_host_can_be_watched(cloud):

@@ -17,10 +17,11 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-CHUNK_BYTES = 2**24
-"""Limit of a chunk, before compression. Orbax's own, up to 2 GiB, would be what any part of an array takes to read.
+CHUNK_BYTES = 2**26
+"""Limit of a chunk, before compression. Orbax's own is up to 2 GiB, all of which would be read for any part of it.
 
-16 MiB is large enough for one request to cloud storage, and small enough for a laptop's memory.
+64 MiB: a few chunks fit into any memory. On a mesh, Orbax cuts a shard along the axis that is sharded already. With
+smaller chunks, those of the last axis would become slivers, which are slow to copy.
 """
 
 BYTES_AT_ONCE = 2**28
@@ -67,11 +68,13 @@ class StoredArray:
         for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
             size = math.prod(sizes) * self.store.dtype.numpy_dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
-        starts = [range(0, self.shape[axis], sizes[axis]) if axis in axes else [None] for axis in range(len(sizes))]
-        return [
-            tuple(slice(start, None if start is None else start + size) for start, size in zip(block, sizes))
-            for block in itertools.product(*starts)
+        cuts = [
+            [slice(start, min(start + sizes[axis], size)) for start in range(0, size, sizes[axis])]
+            if axis in axes
+            else [slice(None)]
+            for axis, size in enumerate(self.shape)
         ]
+        return list(itertools.product(*cuts))
 
 
 def open_arrays(saved: dict[Any, Any], reading: Callable[[], AbstractContextManager]) -> dict[Any, StoredArray]:

@@ -116,7 +116,10 @@ def one_by_one(arrays: Iterator[tuple[tuple[str, ...], np.ndarray]]) -> ocp.PyTr
 
     An array is written before the next one is taken, so only one need be in memory. Works without background saves.
     """
-    registry = ocp.type_handlers.create_type_handler_registry((jax.ShapeDtypeStruct, _OneByOne(arrays)))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.ShapeDtypeStruct, _OneByOne(arrays)),
+        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),  # Orbax warns if there is none
+    )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 

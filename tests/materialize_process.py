@@ -1,4 +1,4 @@
-"""Materialize the runs in some folders, in blocks of 16 MiB; print by how many bytes the last one raised the peak of
+"""Materialize the runs in some folders, in blocks of 4 MiB; print by how many bytes the last one raised the peak of
 this process's resident memory.
 """
 
@@ -10,7 +10,7 @@ import sys
 from diffeqformer import materialize
 from diffeqformer.inference.discretize import discretized_arrays
 
-materialize.discretized_arrays = functools.partial(discretized_arrays, bytes_at_once=2**24)
+materialize.discretized_arrays = functools.partial(discretized_arrays, bytes_at_once=2**22)
 peaks = []
 for folder in sys.argv[1:]:
     materialize.materialize(folder)

@@ -113,18 +113,19 @@ def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_pa
     assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 20
 
 
+@pytest.mark.long
 def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
-    """Arrays of 268 MB add less than half of one to a process's peak, which it reached with a small model."""
-    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**22)
+    """Arrays of 134 MB add less than 100 to a process's peak, which it reached with a small model."""
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**20)
     for name, width in (("small", 32), ("large", 4096)):
-        config = toy_config(model__width=128, model__mlp=width, model__time_embed_dim=128, model__num_steps=2)
+        config = toy_config(model__width=128, model__mlp=width, model__time_embed_dim=64, model__num_steps=2)
         shapes = split_model(abstract_model(config))[1]
         flat = traverse_util.flatten_dict(shapes).items()
         arrays = ((path, np.broadcast_to(np.ones((), leaf.dtype), leaf.shape)) for path, leaf in flat)
         checkpoint.save_one_by_one(tmp_path / name, 1, shapes, arrays, checkpoint.About(config.to_dict(), "bytes"))
     done = command("materialize_process", tmp_path / "small", tmp_path / "large")
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 128e6 < max(leaf.size * 4 for _, leaf in flat) / 2
+    assert int(done.stdout.splitlines()[-1]) < 100e6 < 134e6 < max(leaf.size * 4 for _, leaf in flat)
 
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):

@@ -135,5 +135,6 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
             assert (array.shape, array.dtype) == (shape.shape, shape.dtype), path
             for write in await super().serialize([array], [info], [arg]):
                 write.result()
+            del array, write  # not kept while the next one is made
         assert not places, list(places)
         return []

@@ -1,5 +1,7 @@
 """Weights sampled once and written as a separate model."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +143,11 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
         patch.setattr(checkpoint.ocp.CheckpointManager, "save", fails)
         with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
             materialize(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredArray, "__getitem__", mock.Mock(side_effect=UserError("can't be read")))
+        with pytest.raises(UserError, match="^can't be read$"):
+            materialize(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
     folder = materialize(tmp_path / "run")  # the same folder, which isn't occupied
     assert folder == tmp_path / "run" / "materialized-6-bfloat16"
     assert checkpoint.load(folder).config.model.dtype == "bfloat16"

@@ -157,6 +157,7 @@ def _arrays_of_layers(
             made = _weights_of_layer(layer.graph, traverse_util.unflatten_dict(params), dtype=dtype, **times)
             for path, array in weights.items():
                 array[..., *_index(weight_axes(layer.layer, path[-1]), block)] = made[path[-1]]
+            del params, made, array  # not kept while the next are read
             done += 1
             progress(done, total)
         while weights:

@@ -4,13 +4,13 @@
     <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
-`about` (see `About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
+`about` (`diffeqformer.about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
 on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import contextlib
 import dataclasses
-import math
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +23,8 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from diffeqformer import stored_arrays
+from diffeqformer.about import About
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
@@ -38,53 +40,10 @@ from diffeqformer.transformer import (
     split_model,
 )
 
+Path = tuple[str, ...]
 
-@dataclasses.dataclass(frozen=True)
-class About:
-    """The metadata stored in a checkpoint.
-
-    Args:
-        config: the run's config as a plain dictionary.
-        tokenizer: name of the tokenizer.
-        tokenizer_data: the result of `Tokenizer.save`; empty if the name is enough.
-        base: the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run; None: random.
-        data_sha256: hash of the training split's ids.
-        validation_due: whether this state has not been validated yet. If so, the next process does this first.
-        materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
-        time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
-    """
-
-    config: dict
-    tokenizer: str
-    tokenizer_data: str = ""
-    base: dict | None = None
-    data_sha256: str = ""
-    validation_due: bool = False
-    materialized_from: dict | None = None
-    time_spent: dict | None = None
-
-    def to_json(self) -> dict:
-        """The fields that have a value."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, saved: dict) -> "About":
-        """The reverse. Fields that an earlier version didn't write get their defaults.
-
-        Raises:
-            ValueError: if config or tokenizer is missing, or a field has another type.
-        """
-        types = {"config": dict, "base": dict, "materialized_from": dict, "validation_due": bool, "time_spent": dict}
-        fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
-        for name in ("config", "tokenizer", *fields):
-            expected, found = types.get(name, str), type(fields.get(name))
-            if not issubclass(found, expected):
-                raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
-        numbers = fields.get("time_spent", {}).values()
-        if not all(isinstance(number, int | float) and 0 <= number < 1e15 for number in numbers):
-            raise ValueError("'time_spent' in its 'about' must hold nothing but numbers of at least 0")
-        return cls(**fields)
+REPLACED = "restore its files or, if a running training has replaced it, start again"
+"""The remedy if a checkpoint of a run that may be training can't be read."""
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -135,12 +94,29 @@ def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -
     Args:
         state: see `diffeqformer.training.step`; only the parameters if the model won't be trained further.
     """
-    items = {"params": ocp.args.StandardSave(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
+    items = {"params": stored_arrays.standard_save(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
-        items["optimizer"] = ocp.args.StandardSave(rest)
+        items["optimizer"] = stored_arrays.standard_save(rest)
     with written(manager):
         manager.save(step, args=ocp.args.Composite(**items))
+
+
+def save_one_by_one(
+    workdir: epath.PathLike, step: int, shapes: dict, arrays: Iterator[tuple[Path, np.ndarray]], about: About
+) -> None:
+    """Save parameters, each before the next one is made, as the only checkpoint of a folder.
+
+    Args:
+        shapes: their shapes and types.
+        arrays: makes the parameters, with their paths.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+    item_handlers = {**handlers(), "params": stored_arrays.one_by_one(arrays)}
+    items = {"params": stored_arrays.shapes_save(shapes), "about": ocp.args.JsonSave(about.to_json())}
+    with ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=item_handlers) as manager:
+        with written(manager):
+            manager.save(step, args=ocp.args.Composite(**items))
 
 
 @contextlib.contextmanager
@@ -151,6 +127,8 @@ def written(manager: ocp.CheckpointManager) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # from the file system, TensorStore or another host
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and "
             "the same command resumes from the newest"
@@ -215,7 +193,7 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
     return {"params": restored["params"], **restored["optimizer"]}
 
 
-def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[tuple[str, ...], Any]:
+def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[Path, Any]:
     """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters.
 
     Raises:
@@ -225,33 +203,14 @@ def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") ->
         return traverse_util.flatten_dict(manager.item_metadata(step)["params"].tree)
 
 
-def read_arrays(
-    manager: ocp.CheckpointManager, step: int, remedy: str = "", bytes_at_once: int = 2**28
-) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """The parameters of a checkpoint with their paths, on the host. Needs neither a model nor the devices of training.
-
-    Args:
-        bytes_at_once: limit of what is read and held at a time; at least one whole array is.
+def open_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[Path, stored_arrays.StoredArray]:
+    """The parameters of a checkpoint on disk, by path. Needs neither a model nor the devices of training.
 
     Raises:
-        UserError: if they can't be read.
+        UserError: if they can't be read, now or later.
     """
-    groups, size = [], math.inf
-    for path, saved in saved_arrays(manager, step, remedy).items():
-        nbytes = math.prod(saved.shape) * saved.dtype.itemsize
-        if size + nbytes > bytes_at_once:
-            groups, size = [*groups, []], 0
-        groups[-1].append(path)
-        size += nbytes
-    folder, as_numpy = manager.directory / str(step) / "params", ocp.RestoreArgs(restore_type=np.ndarray)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:  # the standard handler reads only whole trees
-        for group in groups:
-            wanted = traverse_util.unflatten_dict(dict.fromkeys(group, as_numpy))
-            with readable(manager, step, remedy):
-                args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
-                arrays = traverse_util.flatten_dict(reader.restore(folder, args=args))
-            while arrays:  # arrays that the caller has taken aren't kept
-                yield arrays.popitem()
+    reading = functools.partial(readable, manager, step, remedy)
+    return stored_arrays.open_arrays(saved_arrays(manager, step, remedy), reading)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +278,7 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
         if hosts.is_first():
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
     with open_to_write(workdir, 1, "frozen") as manager, written(manager):
-        items = {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave(base)}
+        items = {"params": stored_arrays.standard_save(params), "about": ocp.args.JsonSave(base)}
         manager.save(0, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
 

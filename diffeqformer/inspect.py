@@ -22,18 +22,21 @@ BLOCK = 2**20  # elements whose float64 copies are in memory at a time
 ORDER = ("token_embedding", "position_embedding", "depth", "final_norm", "lm_head")  # through the model
 COLUMNS = {"mean": "mean", "deviation": "deviation", "largest": "max |x|", "zeros": "zeros"}
 
-REPLACED = "restore its files or, if a running training has replaced it, start again"
 
-
-def statistics(array: np.ndarray) -> dict:
+def statistics(blocks: Iterable[np.ndarray]) -> dict:
     """Mean, standard deviation and largest absolute value of an array's finite elements, the share of exact zeros, and
     the number of elements that aren't finite.
 
     The first three are computed in float64. They are None if no element is finite.
+
+    Args:
+        blocks: the array, in parts.
     """
-    flat, count, mean, squares, largest, zeros = array.reshape(-1), 0, 0.0, 0.0, 0.0, 0
-    for start in range(0, flat.size, BLOCK):
-        block = flat[start : start + BLOCK].astype(np.float64)
+    size, count, mean, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
+    flat_blocks = (block.reshape(-1) for block in blocks)
+    for part in (flat[start : start + BLOCK] for flat in flat_blocks for start in range(0, flat.size, BLOCK)):
+        block = part.astype(np.float64)
+        size += block.size
         finite = np.isfinite(block)
         block = block if finite.all() else block[finite]
         if block.size:
@@ -47,8 +50,8 @@ def statistics(array: np.ndarray) -> dict:
         "mean": mean if count else None,
         "deviation": math.sqrt(squares / count) if count else None,
         "largest": largest if count else None,
-        "zeros": zeros / flat.size,
-        "not_finite": flat.size - count,
+        "zeros": zeros / size,
+        "not_finite": size - count,
     }
 
 
@@ -64,9 +67,8 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
     saved = checkpoint.saved_arrays(manager, step, remedy)
     found = {}
     if with_statistics:
-        for path, array in checkpoint.read_arrays(manager, step, remedy):
-            found[path] = statistics(array)
-            del array  # free it before the next is read
+        for path, array in checkpoint.open_arrays(manager, step, remedy).items():
+            found[path] = statistics(array[block] for block in array.blocks())
     rows = []
     for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
         leaf = saved[path]
@@ -118,7 +120,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
     """
     with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
         steps = sorted(manager.all_steps())
-        rows = parameters(manager, step, True, with_statistics, REPLACED)
+        rows = parameters(manager, step, True, with_statistics, checkpoint.REPLACED)
     if config.model.lora_rank:
         with checkpoint.open_frozen(workdir, about.base) as (manager, remedy):
             rows += parameters(manager, 0, False, with_statistics, remedy)

@@ -6,17 +6,19 @@ The hypernetwork and the optimizer's state are left out. The result is as small 
 command that takes a run also takes it.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
-import jax
 from absl import flags, logging
 from etils import epath
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
-from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.transformer import MODELS, split_model
+from diffeqformer.inference.discretize import discretized_arrays, discretized_config
+from diffeqformer.transformer import MODELS
 
 
 def materialize(
@@ -40,39 +42,55 @@ def materialize(
         UserError: if there is no checkpoint, if the folder already has one or can't be written, if the model can't take
             that number of steps, or if its solver needs weights at several times within a step.
     """
-    opened = checkpoint.load(workdir)
-    trained = opened.config.model
-    if trained.solver not in MODELS["discretized"].solvers():
-        raise UserError(
-            f"--workdir: a model that was trained with {trained.solver} takes weights at several times of each step, "
-            "and a materialized one has one set for each; use the run itself, or fine-tune it with --config.base"
+    with contextlib.ExitStack() as stack:
+        manager, step, about, config = stack.enter_context(checkpoint.open_to_read(workdir))
+        if config.model.solver not in MODELS["discretized"].solvers():
+            raise UserError(
+                f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
+                "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "
+                "--config.base"
+            )
+        num_steps = config.model.num_steps if num_steps is None else num_steps
+        dtype = dtype or config.model.dtype
+        stored = checkpoint.open_arrays(manager, step, checkpoint.REPLACED)
+        if config.model.lora_rank:
+            frozen, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
+            stored |= checkpoint.open_arrays(frozen, 0, remedy)
+        output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+        about = dataclasses.replace(
+            about,
+            config=discretized_config(config, num_steps, dtype).to_dict(),
+            materialized_from={"workdir": str(workdir), "step": step, "model": config.model.to_dict()},
+            time_spent=None,
         )
-    num_steps = trained.num_steps if num_steps is None else num_steps
-    dtype = dtype or opened.config.model.dtype
-    output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
-    _, params = split_model(discretize(opened.model, opened.config, num_steps, dtype))
-    jax.block_until_ready(params)  # any error is raised here, before the folder is created
+        progress = show_progress("weights", "blocks")
+        shapes, arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
+        with new_checkpoints(output):
+            checkpoint.save_one_by_one(output, step, shapes, arrays, about)
+    return output
+
+
+@contextlib.contextmanager
+def new_checkpoints(output: epath.Path) -> Iterator[None]:
+    """The folder of new checkpoints. After an error, what was made is removed.
+
+    Raises:
+        UserError: if there already are checkpoints, or the folder can't be written.
+    """
+    folder = output / "checkpoints"
     with checkpoint.reachable("--output", output):
-        (output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        occupied = (output / "checkpoints").exists() and any((output / "checkpoints").iterdir())
+        made = folder if output.exists() else output
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = any(folder.iterdir())
     if occupied:
         raise UserError(
             f"--output: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
         )
-    about = dataclasses.replace(
-        opened.about,
-        config=discretized_config(opened.config, num_steps, dtype).to_dict(),
-        materialized_from={"workdir": str(workdir), "step": opened.step, "model": opened.config.model.to_dict()},
-        time_spent=None,
-    )
     try:
-        with checkpoint.open_checkpoints(output, kept=1) as manager:
-            checkpoint.save(manager, opened.step, {"params": params}, about)
-            checkpoint.check(manager, wait=True)
+        yield
     except BaseException:
-        (output / "checkpoints").rmtree(missing_ok=True)  # it was empty before this
+        made.rmtree(missing_ok=True)
         raise
-    return output
 
 
 def size_of(path: epath.Path) -> int:

@@ -220,8 +220,8 @@ class Transformer(nnx.Module):
         return matrix.astype(self.dtype)
 
 
-def split_model(model: Transformer) -> tuple[nnx.GraphDef, dict]:
-    """A model's structure, and its parameters as a plain tree; `nnx.merge` reverses this."""
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
+    """The structure of a model or a part of one, and its parameters as a plain tree; `nnx.merge` reverses this."""
     graph, params = nnx.split(model, nnx.Param)
     return graph, nnx.to_pure_dict(params)
 
@@ -264,8 +264,8 @@ def padded_vocabulary(config) -> int:
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
-def parameter_metadata(model: Transformer, name: str) -> dict:
-    """One argument of `fields.layers.parameter` (axes, decays or always_trains) of every parameter, as a tree."""
+def parameter_metadata(model: nnx.Module, name: str) -> dict:
+    """One argument of `fields.layers.parameter` (axes, decays or always_trains) of a module's parameters, as a tree."""
     return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
 
 

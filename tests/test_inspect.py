@@ -15,7 +15,7 @@ from clu import parameter_overview
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer import checkpoint, inspect
+from diffeqformer import checkpoint, inspect, stored_arrays
 from diffeqformer.config import field_names
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.errors import UserError
@@ -156,16 +156,25 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     array = 1000 + np.random.RandomState(0).randn(50, 7)
     monkeypatch.setattr(inspect, "BLOCK", 64)
     array[20] = np.nan  # also a block with less than others
-    found, finite = inspect.statistics(array.astype(np.float32)), np.delete(array.astype(np.float32), 20, 0)
+    found, finite = inspect.statistics([array.astype(np.float32)]), np.delete(array.astype(np.float32), 20, 0)
     np.testing.assert_allclose(
         [found["mean"], found["deviation"]], [np.mean(finite, dtype=float), np.std(finite, dtype=float)]
     )
-    params = {f"{i}": np.full((i + 1, 4), i, np.float32) for i in range(6)}
-    saved(tmp_path, toy_config(), {1: params})
-    for bytes_at_once in (1, 16 * 6, 10**6):
-        with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
-            read = dict(checkpoint.read_arrays(manager, step, bytes_at_once=bytes_at_once))
-        assert {name: array.tolist() for (name,), array in read.items()} == {n: a.tolist() for n, a in params.items()}
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 4 * 2 * 5)
+    stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
+    saved(tmp_path, toy_config(), {1: {"array": stored}})
+    with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
+        [array] = checkpoint.open_arrays(manager, step).values()
+    assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
+    for bytes_at_once, axes in ((1, None), (4 * 40, None), (10**6, None), (4 * 40, (0, 2)), (1, ())):
+        blocks, again = array.blocks(bytes_at_once, axes), np.zeros_like(stored)
+        for block in blocks:
+            again[block] += array[block]
+        np.testing.assert_array_equal(again, stored)
+        largest = max(stored[block].nbytes for block in blocks)
+        assert (
+            largest == stored.nbytes if bytes_at_once == 10**6 or axes == () else largest <= max(bytes_at_once, 4 * 30)
+        )
 
 
 def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):

@@ -1,23 +1,25 @@
 """Weights sampled once and written as a separate model."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
 
-from diffeqformer import checkpoint
+from diffeqformer import checkpoint, stored_arrays
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.sampling import (
-    generate,
-)
+from diffeqformer.inference.discretize import discretize, discretized_arrays
+from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize
+from diffeqformer.stored_arrays import StoredArray
 from diffeqformer.training.loop import validate
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import split_model
-from helpers import FAMILY, ONE_DEVICE, build_model, drawn, toy_config
+from diffeqformer.transformer import abstract_model, select, split_model
+from helpers import FAMILY, ONE_DEVICE, drawn, lively_model, toy_config
 from runs import command
 
 
@@ -56,19 +58,76 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert not (tmp_path / "out" / "checkpoints" / "12" / "optimizer").exists()
 
 
-@pytest.mark.parametrize("kind, field", FAMILY)
-def test_every_model_can_be_materialized(kind, field, tmp_path):
-    config = toy_config(kind, field)
-    model = build_model(**config.model)
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        params = split_model(model)[1]
-        checkpoint.save(manager, 1, {"params": params, "step": jnp.int32(1)}, about)
+def saved(workdir, kind: str, field: str, **changes):
+    """A run whose weights are all alive, and its config and model."""
+    config = toy_config(kind, field, **{f"model__{name}": value for name, value in changes.items()})
+    model = lively_model(**config.model)
+    about = checkpoint.About(config.to_dict(), "bytes", base={"workdir": "base"} if model.has_adapters else None)
+    params = split_model(model)[1]
+    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
+        checkpoint.save(manager, 1, {"params": select(params, model.trains), "step": jnp.int32(1)}, about)
+    if model.has_adapters:
+        checkpoint.save_frozen(workdir, select(params, lambda path: not model.trains(path)), about.base)
+    return config, model
+
+
+def leaves(model) -> dict:
+    return traverse_util.flatten_dict(split_model(model)[1])
+
+
+@pytest.mark.parametrize("kind, field, changes", [(*row, {}) for row in FAMILY] + [("gpt", "gpt", {"lora_rank": 3})])
+def test_every_model_can_be_materialized(kind, field, changes, tmp_path):
+    """To the same bits as at once, if no layer is larger than a block."""
+    config, model = saved(tmp_path / "run", kind, field, **changes)
     folder = materialize(tmp_path / "run")
-    opened = checkpoint.load(folder)
     assert folder == tmp_path / "run" / "materialized-6-float32"
-    tokens = jnp.arange(16)[None]
-    np.testing.assert_allclose(opened.model(tokens, opened.model.weights()), model(tokens, model.weights()), atol=1e-5)
+    found, expected = leaves(checkpoint.load(folder).model), leaves(discretize(model, config, 6, "float32"))
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    "kind, changes, bytes_at_once, bound",
+    [
+        ("diffeqformer", {}, 2**17, 0),  # whole rows
+        ("diffeqformer", {}, 2**12, 5e-7),  # parts of rows, whose products are rounded in another order
+        ("discretized", {"lora_rank": 2}, 2**12, 5e-7),
+        ("looped", {}, 2**12, 0),
+    ],
+)
+def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**10)
+    config, model = saved(tmp_path, kind, "gpt", width=64, mlp=128, time_embed_dim=20, **changes)
+    read, get, done = [], StoredArray.__getitem__, []
+    monkeypatch.setattr(StoredArray, "__getitem__", lambda self, index: read.append(get(self, index)) or read[-1])
+    with checkpoint.open_to_read(tmp_path) as (manager, step, about, _):
+        stored = checkpoint.open_arrays(manager, step)
+        if model.has_adapters:
+            with checkpoint.open_frozen(tmp_path, about.base) as (frozen, remedy):
+                stored |= checkpoint.open_arrays(frozen, 0, remedy)
+    shapes, arrays = discretized_arrays(config, stored, 6, "float32", lambda *of: done.append(of), bytes_at_once)
+    found, expected = dict(arrays), leaves(discretize(model, config, 6, "float32"))
+    assert found.keys() == expected.keys() == traverse_util.flatten_dict(shapes).keys()
+    for path, array in expected.items():
+        np.testing.assert_allclose(found[path], array, rtol=0, atol=bound * np.abs(array).max(), err_msg=str(path))
+    assert max((array.nbytes for array in read if array.ndim == 3), default=0) <= bytes_at_once
+    assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 20
+
+
+@pytest.mark.long
+def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
+    """Arrays of 134 MB add less than 100 to a process's peak, which it reached with a small model."""
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**20)
+    for name, width in (("small", 32), ("large", 4096)):
+        config = toy_config(model__width=128, model__mlp=width, model__time_embed_dim=64, model__num_steps=2)
+        shapes = split_model(abstract_model(config))[1]
+        flat = traverse_util.flatten_dict(shapes).items()
+        arrays = ((path, np.broadcast_to(np.ones((), leaf.dtype), leaf.shape)) for path, leaf in flat)
+        checkpoint.save_one_by_one(tmp_path / name, 1, shapes, arrays, checkpoint.About(config.to_dict(), "bytes"))
+    done = command("materialize_process", tmp_path / "small", tmp_path / "large")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 100e6 < 134e6 < max(leaf.size * 4 for _, leaf in flat)
 
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
@@ -84,6 +143,11 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
         patch.setattr(checkpoint.ocp.CheckpointManager, "save", fails)
         with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
             materialize(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredArray, "__getitem__", mock.Mock(side_effect=UserError("can't be read")))
+        with pytest.raises(UserError, match="^can't be read$"):
+            materialize(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
     folder = materialize(tmp_path / "run")  # the same folder, which isn't occupied
     assert folder == tmp_path / "run" / "materialized-6-bfloat16"
     opened = checkpoint.load(folder)

@@ -1,17 +1,25 @@
 """A model's weights at the times of one grid, as a model without a hypernetwork."""
 
 import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.depth.weights import in_type
+from diffeqformer.depth.weights import DepthWeights, in_type, weight_axes
+from diffeqformer.fields.layers import Linear, Norm
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS, Transformer, split_model
+from diffeqformer.stored_arrays import BYTES_AT_ONCE, StoredArray
+from diffeqformer.transformer import MODELS, Transformer, abstract_model, parameter_metadata, split_model
+
+Path = tuple[str, ...]
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:
@@ -32,13 +40,18 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
 def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype: jnp.dtype, solver: str) -> dict:
     """The parameters of the model of `discretize`, from those of a model that is split."""
     model = nnx.merge(graph, params)
-    layers = model.depth(Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes))
+    grid = Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes)
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_type(merge(layers), dtype)},
+        "depth": {"layers": stored_layers(model.depth, grid, dtype)},
     }
+
+
+def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype) -> dict:
+    """The weights of every layer at the times of a grid, as a discretized model stores them."""
+    return in_type(merge(depth(grid)), dtype)
 
 
 def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
@@ -52,3 +65,112 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
     target = discretized_config(config, num_steps, dtype).model
     params = discretized_params(*split_model(model), num_steps, jnp.dtype(dtype), target.solver)
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Transformer(target, nnx.Rngs(0)))), params)
+
+
+def discretized_arrays(
+    config: ConfigDict,
+    stored: dict[Path, StoredArray],
+    num_steps: int,
+    dtype: str,
+    progress: Callable[[int, int], None],
+    bytes_at_once: int = BYTES_AT_ONCE,
+) -> tuple[dict, Iterator[tuple[Path, np.ndarray]]]:
+    """The parameters of `discretize`, one layer after the other, from arrays on disk.
+
+    In memory are, at a time, the weights of one layer at all times, a block of its parameters, and those of its
+    parameters that are no larger than a block.
+
+    Args:
+        config: the model's.
+        stored: its parameters.
+        progress: called with the number of finished blocks, and of all.
+        bytes_at_once: limit of a block, see `StoredArray.blocks`.
+
+    Returns:
+        The tree of their shapes and types, and an iterator that makes them, with their paths.
+
+    Raises:
+        UserError: if the model can't take that number of steps.
+    """
+    model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
+    shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
+    leaves = traverse_util.flatten_dict(shapes)
+    layers = [_layer(model, name, stored, leaves, bytes_at_once) for name in model.field.layers()]
+    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
+    others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
+    return shapes, itertools.chain(
+        ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
+        _arrays_of_layers(layers, times, jnp.dtype(dtype), progress, bytes_at_once),
+    )
+
+
+class _Layer(NamedTuple):
+    """One layer of a model on disk.
+
+    layer: its shape.
+    graph: the structure of depth weights that have this layer alone, under the name "layer".
+    arrays, axes: their parameters on disk, and the logical axes of each, by path.
+    blocks: what the layer is made from at a time, each a part of the kernel's axes.
+    weights: shapes and types of what is made, by path in the discretized model.
+    """
+
+    layer: Linear | Norm
+    graph: nnx.GraphDef
+    arrays: dict[Path, StoredArray]
+    axes: dict[Path, tuple[str | None, ...]]
+    blocks: list[dict[str, slice]]
+    weights: dict[Path, jax.ShapeDtypeStruct]
+
+
+def _layer(
+    model: Transformer,
+    name: str,
+    stored: dict[Path, StoredArray],
+    leaves: dict[Path, jax.ShapeDtypeStruct],
+    bytes_at_once: int,
+) -> _Layer:
+    layer, depth = model.field.layers()[name], nnx.merge(*nnx.split(model.depth))
+    depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
+    axes = traverse_util.flatten_dict(parameter_metadata(depth, "axes"))
+    arrays = {path: stored["depth", *(name if key == "layer" else key for key in path)] for path in axes}
+    cut = layer.axes if isinstance(layer, Linear) else ()
+    largest = max((path for path in axes if {*cut} <= {*axes[path]}), key=lambda path: arrays[path].nbytes)
+    places = tuple(axes[largest].index(axis) for axis in cut)
+    blocks = [
+        {axis: block[place] for axis, place in zip(cut, places)}
+        for block in arrays[largest].blocks(bytes_at_once, places)
+    ]
+    weights = {path: leaf for path, leaf in leaves.items() if path[:3] == ("depth", "layers", name)}
+    return _Layer(layer, split_model(depth)[0], arrays, axes, blocks, weights)
+
+
+def _arrays_of_layers(
+    layers: list[_Layer], times: dict, dtype: jnp.dtype, progress: Callable[[int, int], None], bytes_at_once: int
+) -> Iterator[tuple[Path, np.ndarray]]:
+    done, total = 0, sum(len(layer.blocks) for layer in layers)
+    for layer in layers:
+        kept = {path: array[...] for path, array in layer.arrays.items() if array.nbytes <= bytes_at_once}
+        arrays = {**layer.arrays, **kept}
+        weights = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in layer.weights.items()}
+        for block in layer.blocks:
+            params = {path: array[_index(layer.axes[path], block)] for path, array in arrays.items()}
+            made = _weights_of_layer(layer.graph, traverse_util.unflatten_dict(params), dtype=dtype, **times)
+            for path, array in weights.items():
+                array[..., *_index(weight_axes(layer.layer, path[-1]), block)] = made[path[-1]]
+            del params, made, array  # not kept while the next are read
+            done += 1
+            progress(done, total)
+        while weights:
+            yield weights.popitem()  # what has been taken isn't kept
+
+
+def _index(axes: tuple[str | None, ...], block: dict[str, slice]) -> tuple[slice, ...]:
+    return tuple(block.get(axis, slice(None)) for axis in axes)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype"))
+def _weights_of_layer(
+    graph: nnx.GraphDef, params: dict, ends: tuple[float, ...], nodes: tuple[float, ...], dtype: jnp.dtype
+) -> dict:
+    """`stored_layers` for depth weights that have only one layer."""
+    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype)["layer"]

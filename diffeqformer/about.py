@@ -1,0 +1,51 @@
+"""What a checkpoint says of itself."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """The metadata stored in a checkpoint.
+
+    Args:
+        config: the run's config as a plain dictionary.
+        tokenizer: name of the tokenizer.
+        tokenizer_data: the result of `Tokenizer.save`; empty if the name is enough.
+        base: the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run; None: random.
+        data_sha256: hash of the training split's ids.
+        validation_due: whether this state has not been validated yet. If so, the next process does this first.
+        materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
+        time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
+    """
+
+    config: dict
+    tokenizer: str
+    tokenizer_data: str = ""
+    base: dict | None = None
+    data_sha256: str = ""
+    validation_due: bool = False
+    materialized_from: dict | None = None
+    time_spent: dict | None = None
+
+    def to_json(self) -> dict:
+        """The fields that have a value."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, saved: dict) -> "About":
+        """The reverse. Fields that an earlier version didn't write get their defaults.
+
+        Raises:
+            ValueError: if config or tokenizer is missing, or a field has another type.
+        """
+        types = {"config": dict, "base": dict, "materialized_from": dict, "validation_due": bool, "time_spent": dict}
+        fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
+        for name in ("config", "tokenizer", *fields):
+            expected, found = types.get(name, str), type(fields.get(name))
+            if not issubclass(found, expected):
+                raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
+        numbers = fields.get("time_spent", {}).values()
+        if not all(isinstance(number, int | float) and 0 <= number < 1e15 for number in numbers):
+            raise ValueError("'time_spent' in its 'about' must hold nothing but numbers of at least 0")
+        return cls(**fields)

@@ -1,0 +1,140 @@
+"""Arrays of a checkpoint on disk: read block by block, and written one by one.
+
+For arrays that don't fit into memory, or of which little is needed at a time. Orbax stores an array in chunks, and a
+chunk is read and decompressed as a whole. So blocks consist of whole chunks.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+CHUNK_BYTES = 2**26
+"""Limit of a chunk, before compression. Orbax's own is up to 2 GiB, all of which would be read for any part of it.
+
+64 MiB: a few chunks fit into any memory. On a mesh, Orbax cuts a shard along the axis that is sharded already. With
+smaller chunks, those of the last axis would become slivers, which are slow to copy.
+"""
+
+BYTES_AT_ONCE = 2**28
+"""How much of an array is read at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array on disk. Indexing reads a part of it.
+
+    Args:
+        store: the open array.
+        reading: the context in which it is read, which may translate errors.
+    """
+
+    store: ts.TensorStore
+    reading: Callable[[], AbstractContextManager]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.store.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.size * self.store.dtype.numpy_dtype.itemsize
+
+    def __getitem__(self, index) -> np.ndarray:
+        with self.reading():
+            return self.store[index].read().result()
+
+    def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:
+        """The indices of blocks that make up the array.
+
+        Args:
+            bytes_at_once: limit of a block's size, unless a single chunk, over the whole of the other axes, is larger.
+            axes: the axes that may be cut; None: all.
+
+        Returns:
+            For each block, a slice for each axis, or `slice(None)` for those that aren't cut.
+        """
+        axes = tuple(range(len(self.shape))) if axes is None else axes
+        chunk = self.store.chunk_layout.read_chunk.shape
+        sizes = [chunk[axis] if axis in axes else size for axis, size in enumerate(self.shape)]
+        for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
+            size = math.prod(sizes) * self.store.dtype.numpy_dtype.itemsize
+            sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
+        cuts = [
+            [slice(start, min(start + sizes[axis], size)) for start in range(0, size, sizes[axis])]
+            if axis in axes
+            else [slice(None)]
+            for axis, size in enumerate(self.shape)
+        ]
+        return list(itertools.product(*cuts))
+
+
+def open_arrays(saved: dict[Any, Any], reading: Callable[[], AbstractContextManager]) -> dict[Any, StoredArray]:
+    """Open the arrays of a checkpoint. Only their metadata is read.
+
+    Args:
+        saved: what Orbax says of each array.
+        reading: see `StoredArray`.
+    """
+    context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
+    with reading():
+        opening = {key: ts.open(_spec(array.directory, array.name), context=context) for key, array in saved.items()}
+        return {key: StoredArray(array.result(), reading) for key, array in opening.items()}
+
+
+def _spec(folder: epath.Path, name: str) -> dict:
+    """TensorStore's description of an array in a folder that Orbax wrote."""
+    base = f"{folder}/" if "://" in str(folder) else {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#index"}
+    return {"driver": "zarr", "kvstore": kvstore, "open": True, "fill_missing_data_reads": False}
+
+
+def _save_args(tree: Any) -> Any:
+    return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+
+
+def standard_save(tree: Any) -> ocp.args.StandardSave:
+    """Orbax's arguments for saving a tree of arrays, in chunks of at most `CHUNK_BYTES`."""
+    return ocp.args.StandardSave(tree, save_args=_save_args(tree))
+
+
+def shapes_save(shapes: Any) -> ocp.args.PyTreeSave:
+    """The same for the handler of `one_by_one`."""
+    return ocp.args.PyTreeSave(shapes, save_args=_save_args(shapes))
+
+
+def one_by_one(arrays: Iterator[tuple[tuple[str, ...], np.ndarray]]) -> ocp.PyTreeCheckpointHandler:
+    """A handler that saves a tree of shapes, taking each array and its path from an iterator.
+
+    An array is written before the next one is taken, so only one need be in memory. Works without background saves.
+    """
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.ShapeDtypeStruct, _OneByOne(arrays)),
+        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),  # Orbax warns if there is none
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    def __init__(self, arrays):
+        super().__init__(deepcopy_host_arrays=False)
+        self._arrays = arrays
+
+    async def serialize(self, values, infos, args=None):
+        places = {info.name: (shape, info, arg) for shape, info, arg in zip(values, infos, args)}
+        for path, array in self._arrays:
+            shape, info, arg = places.pop(".".join(path))
+            assert (array.shape, array.dtype) == (shape.shape, shape.dtype), path
+            for write in await super().serialize([array], [info], [arg]):
+                write.result()
+            del array, write  # not kept while the next one is made
+        assert not places, list(places)
+        return []

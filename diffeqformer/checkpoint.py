@@ -4,8 +4,8 @@
     <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
-`about` (`diffeqformer.about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
-on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
+`about` (`diffeqformer.about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint
+can be opened on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import contextlib

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import in_type
+from diffeqformer.fields.layers import multiplying
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, Transformer, split_model
 
@@ -23,6 +24,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights.generated:
         config.model.update(kind="discretized", training_times="fixed", training_depths="", step_features=0)
+        config.model.generator_precision = "default"
         if config.model.solver not in MODELS["discretized"].solvers():
             config.model.solver = "euler"
     return config
@@ -34,10 +36,12 @@ def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype:
     model = nnx.merge(graph, params)
     layers = model.depth(Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes))
     others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
+    with multiplying(model.precision):
+        layers = merge(layers)
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": in_type(merge(layers), dtype)},
+        "depth": {"layers": in_type(layers, dtype)},
     }
 
 

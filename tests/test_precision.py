@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer.config import check_config, saved_config
-from diffeqformer.errors import UserError
+from diffeqformer.config import check_config
 from diffeqformer.fields import attention
 from diffeqformer.inference import calibration
-from diffeqformer.inference.discretize import discretized_params
+from diffeqformer.inference.discretize import discretized_config, discretized_params
 from diffeqformer.inference.sampling import Choice, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import score
 from diffeqformer.inference.speculation import Depths, Writing, write_round
@@ -117,7 +116,7 @@ def of_inference(config) -> list[Product]:
 def test_to_compute_in_float32_is_to_multiply_in_float32(kind, field, mesh, attend, changes):
     config = toy_config(kind, field, **SHAPES, **changes)
     for found in (of_training(config, mesh, attend), of_inference(config)):
-        assert len(found) > 40
+        assert len(found) >= 29
         assert not [product.arrays for product in found if not product.highest]
 
 
@@ -125,23 +124,17 @@ def test_to_compute_in_float32_is_to_multiply_in_float32(kind, field, mesh, atte
 def test_in_bfloat16_the_generator_alone_has_a_precision(kernels):
     """Forward, backward and in the update. What comes before h(t), and biases and norms, are fp32 in any case."""
     config = toy_config(**SHAPES, kernels=kernels, model__dtype="bfloat16")
-    usual = of_training(config) + of_inference(config)
-    config.model.generator_precision = "highest"
-    found = of_training(config) + of_inference(config)
+    programs = [of_training] if kernels == "pallas" else [of_training, of_inference]
+    usual, found = [], []
+    for precision, into in (("default", usual), ("highest", found)):
+        config.model.generator_precision = precision
+        into += [product for program in programs for product in program(config)]
     assert [product.arrays for product in found] == [product.arrays for product in usual]
     assert [product.highest for product in found] == [each.highest or each.of_generator for each in usual]
-    changed = sum(new.highest and not old.highest for new, old in zip(found, usual))
-    print(len(usual), changed, [p.arrays for p in usual if p.of_generator and not p.highest])
+    assert sum(new.highest and not old.highest for new, old in zip(found, usual)) >= 32
 
 
-def test_a_precision_that_would_do_nothing_is_refused():
-    base = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
-    check_config(base, 1)
-    for kind, dtype, says in (
-        ("diffeqformer", "float32", "must be default for model.dtype float32"),
-        ("gpt", "bfloat16", "must be default for model.kind gpt"),
-        ("looped", "bfloat16", "must be default for model.kind looped"),
-    ):
-        config = toy_config(kind, model__dtype=dtype, model__generator_precision="highest")
-        with pytest.raises(UserError, match=f"^config.model.generator_precision: {says}"):
-            check_config(config, 1)
+def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
+    config = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
+    check_config(config, 1)
+    check_config(discretized_config(config, 3, "bfloat16"), 1)

@@ -129,6 +129,7 @@ def test_in_bfloat16_the_generator_alone_has_a_precision(kernels):
     for precision, into in (("default", usual), ("highest", found)):
         config.model.generator_precision = precision
         into += [product for program in programs for product in program(config)]
+    assert sum(each.highest and not each.of_generator for each in usual) == 2  # QK and OV of the dynamics
     assert [product.arrays for product in found] == [product.arrays for product in usual]
     assert [product.highest for product in found] == [each.highest or each.of_generator for each in usual]
     assert sum(new.highest and not old.highest for new, old in zip(found, usual)) >= 32
@@ -138,3 +139,11 @@ def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
     config = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
     check_config(config, 1)
     check_config(discretized_config(config, 3, "bfloat16"), 1)
+
+
+def test_surrounding_code_can_ask_for_more():
+    """As `analyze` and `ode` do of models that were trained in bfloat16."""
+    graph, params = split_model(abstract_model(toy_config(model__dtype="bfloat16")))
+    with jax.default_matmul_precision("highest"):
+        found = products(lambda params: weights_of(graph, params, None), params)
+    assert len(found) > 4 and all(product.highest for product in found)

@@ -179,8 +179,7 @@ class GeneratedWeights(DepthWeights):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
         width, start = config.time_embed_dim, GENERATOR_STARTS[config.generator_start]
         self.step_features = config.step_features
-        computes_in_fp32 = precision_in(config.dtype) == "highest"
-        self.precision = "highest" if computes_in_fp32 else config.generator_precision
+        self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
         number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start.mlp, rngs)

@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.fields import attention
 
-
 PRECISIONS = ("default", "highest")
 """The precision of products of fp32 matrices, by JAX's names.
 

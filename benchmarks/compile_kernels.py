@@ -6,7 +6,8 @@
 Prints what the device gives to blocks. Then it prints a line for each kernel and layer: the layers of GPT-large, whole
 and cut over devices, and one with the most times and the widest E that fit. A line has the program's temporary memory,
 how often it copies an array of P's size, which it should never do, and what it reads and writes, in sizes of P.
---dump=folder keeps all that the compiler writes, with the kernels' instructions (`*final_bundles.txt`).
+--precision=highest compiles them for fp32 products (config.model.generator_precision). --dump=folder keeps all that the
+compiler writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 
 import functools
@@ -25,12 +26,14 @@ import jax.numpy as jnp  # noqa: E402
 from absl import app, flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
+from diffeqformer.fields.layers import PRECISIONS  # noqa: E402
 from diffeqformer.kernels import blocks  # noqa: E402
 from diffeqformer.kernels.forward import generate  # noqa: E402
 from diffeqformer.kernels.statistics import statistics  # noqa: E402
 from diffeqformer.kernels.update import update  # noqa: E402
 
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "Kind and shape of a slice. One of its devices is used.")
+PRECISION = flags.DEFINE_enum("precision", "default", PRECISIONS, "That of the products.")
 flags.DEFINE_string("dump", None, "Folder for what the compiler writes.")
 
 WHOLE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
@@ -48,6 +51,7 @@ ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 def main(_) -> None:
+    jax.config.update("jax_default_matmul_precision", PRECISION.value)
     topology = topologies.get_topology_desc(topology_name=TOPOLOGY.value, platform="tpu")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     chip = blocks.chip_of(topology.devices[0])

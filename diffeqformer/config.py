@@ -57,12 +57,16 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # The weights depend on the length of their step, too, down to 1 / step_features; 0: on the time alone.
     config.model.step_features = 0
     config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
+    # Products with a hypernetwork's P when the compute type is bfloat16: default (the device's: bf16 on TPUs, TF32 on
+    # GPUs), or highest: fp32. In float32 all products of the model are fp32.
+    config.model.generator_precision = "default"
     config.model.lora_rank = 0  # rank of adapters to frozen weights per layer; 0: no adapters, everything is trained
     config.model.lora_alpha = 8.0  # adapters are scaled by alpha / rank
     config.model.lora_layers = ".*"  # a regular expression: the linear layers that get adapters
     config.model.lora_start = "zero"  # initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)
     config.model.dropout = 0.1  # on the embedding and on each branch's output
-    config.model.dtype = "bfloat16"  # type of matrix products; parameters and times are float32
+    # Type of matrix products; parameters and times are float32. float32 means fp32 on every device.
+    config.model.dtype = "bfloat16"
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
     # The type in which gradients of all steps' weights are summed: float32 or bfloat16. If it is the shorter one, it is
     # that of the weights, too; otherwise that is dtype.

@@ -14,6 +14,7 @@ from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, trained_depths
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS
+from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.transformer import MODELS
@@ -159,6 +160,17 @@ RULES = [
         "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
         lambda v: v in ("float32", "bfloat16"),
         "must be float32 or bfloat16",
+    ),
+    _one_of("model.generator_precision", PRECISIONS),
+    Rule(
+        "model.generator_precision",
+        lambda v, c: v == "default" or MODELS[c.model.kind].weights.generates_kernels,
+        "must be default for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
+    ),
+    Rule(
+        "model.generator_precision",
+        lambda v, c: v == "default" or c.model.dtype == "bfloat16",
+        "must be default for model.dtype {c.model.dtype}, in which all products are at the highest",
     ),
     _one_of("model.remat", REMAT),
     Rule(

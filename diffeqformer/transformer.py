@@ -19,7 +19,15 @@ from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, we
 from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
-from diffeqformer.fields.layers import Context, Linear, dropout, parameter, rows_from
+from diffeqformer.fields.layers import (
+    Context,
+    Linear,
+    at_its_precision,
+    dropout,
+    parameter,
+    precision_in,
+    rows_from,
+)
 from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, divide_generator, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
@@ -96,6 +104,11 @@ class Transformer(nnx.Module):
         self.has_adapters = config.lora_rank > 0
         self.trained_beside_adapters = paths_with(self, "always_trains")
 
+    @property
+    def precision(self) -> str:
+        """The precision of all products but those with a generator's P, which has its own (`depth.precision`)."""
+        return precision_in(self.dtype)
+
     def replace(self, **changes) -> "Transformer":
         """A copy with other attributes, such as `solver` or `dtype`. It shares the parameters."""
         copy = nnx.merge(*nnx.split(self))
@@ -124,6 +137,7 @@ class Transformer(nnx.Module):
         ends = np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
         return Grid.of(ends, self.solver.nodes)
 
+    @at_its_precision
     def weights(self, grid: Grid | None = None) -> StackedWeights:
         """First phase: the weights at the times of a grid (`self.grid`), by default the grid of training.
 
@@ -154,6 +168,7 @@ class Transformer(nnx.Module):
         """
         return self.head(self.last_state(tokens, weights, Context(dropout_keys, self.dropout)))
 
+    @at_its_precision
     def last_state(self, tokens: Int[Array, "B S"], weights: StackedWeights, context: Context) -> Float[Array, "B S D"]:
         """x(1), the state that `head` reads.
 
@@ -164,6 +179,7 @@ class Transformer(nnx.Module):
         x = self.embed(tokens, context).astype(self.state_dtype)
         return walk(self.solver, self.field, weights, x, context, remat=self.remat)
 
+    @at_its_precision
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
         """The states at time 0 and after every step, T + 1 in all, without dropout.
 
@@ -179,6 +195,7 @@ class Transformer(nnx.Module):
         if tokens.shape[1] > self.max_length:
             raise UserError(f"tokens: {tokens.shape[1]} positions, but this model has {self.max_length}")
 
+    @at_its_precision
     def extend(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B S D"], KeyValueCache]:
@@ -200,6 +217,7 @@ class Transformer(nnx.Module):
             x = x + rows_from(self.position_embedding[...], context.position, tokens.shape[1])
         return dropout(x, context.at_step(0), site=0)
 
+    @at_its_precision
     def head(self, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Logits of the final state: norm, then the transposed token embedding or a separate matrix.
 

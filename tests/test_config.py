@@ -80,6 +80,7 @@ WRONG = {
     "model.sinusoidal_dim": -3,
     "model.time_frequency": 0.0,
     "model.generator_start": "best",
+    "model.generator_precision": "float16",
     "model.training_times": "random",
     "model.training_depths": "2,2",
     "model.step_features": 1,
@@ -166,6 +167,16 @@ def test_a_wrong_value_is_refused_by_name(field):
             "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",
         ),
         (
+            ("looped", "gpt"),
+            {"model__dtype": "bfloat16", "model__generator_precision": "highest"},
+            "model.generator_precision: must be default for model.kind looped, .*, but it is 'highest'",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__generator_precision": "highest"},
+            "model.generator_precision: must be default for model.dtype float32, .*, but it is 'highest'",
+        ),
+        (
             ("diffeqformer", "gpt"),
             {"model__training_times": "mixed", "model__step_features": 8},
             "model.training_times: must be fixed, since all trained steps are longer than 1 / 8 .*, but it is 'mixed'",
@@ -218,6 +229,7 @@ def test_a_config_saved_before_a_field_existed_has_its_default():
     fields = toy_config("gpt").to_dict()
     del fields["model"]["field"], fields["model"]["vocab_multiple"], fields["microbatches"], fields["data"]["tokenizer"]
     del fields["mesh"], fields["model"]["state_dtype"], fields["optimizer"]["moment_dtype"]
+    del fields["model"]["generator_precision"]
     fields["model"]["remat"] = False
     config = saved_config(fields)
     check_config(config, num_devices=8)

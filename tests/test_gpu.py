@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 GPU, CPU = jax.devices()[0], jax.devices("cpu")[-1]
 AMPERE = float(getattr(GPU, "compute_capability", 0)) >= 8  # or later
 CUDNN = "cuDNN" if AMPERE else attention.fastest(GPU, "bfloat16", 128, 64)[1]  # what a run in bfloat16 should take
-exactly = functools.partial(jax.default_matmul_precision, "highest")  # fp32, and not TF32
 
 
 def distance(found, expected) -> float:
@@ -54,7 +53,7 @@ def test_attention_by_cudnn_is_plain_attention(width, length):
     assert said == "cuDNN"
     random = np.random.RandomState(0)
     arrays = [jnp.asarray(normal(random, (2, length, 3, width)), jnp.bfloat16) for _ in range(4)]
-    with exactly():
+    with jax.default_matmul_precision("highest"):  # fp32, and not TF32
         expected = with_gradients(attention.plain, *(array.astype(jnp.float32) for array in arrays))
     found = with_gradients(attend, *arrays)
     assert all(array.dtype == jnp.bfloat16 for array in found)
@@ -85,9 +84,8 @@ def assert_close(found: tuple[dict, dict], expected: tuple[dict, dict], bound: f
 @pytest.mark.parametrize("kind", ["diffeqformer", "gpt"])
 def test_a_step_is_that_of_a_cpu_and_one_in_bfloat16_is_near(kind):
     """Loss, gradient norm, learning rate, and the gradient of every array."""
-    with exactly():
-        expected = first_step(program_on(CPU, kind))
-        assert_close(first_step(program_on(GPU, kind)), expected, 1e-4)  # with TF32 some are 3e-4 apart
+    expected = first_step(program_on(CPU, kind))
+    assert_close(first_step(program_on(GPU, kind)), expected, 1e-4)  # with TF32 some are 3e-4 apart
     rounded = program_on(GPU, kind, "bfloat16")
     assert rounded.attention == CUDNN
     assert_close(first_step(rounded), expected, 2**-5)
@@ -97,17 +95,16 @@ def test_a_step_is_that_of_a_cpu_and_one_in_bfloat16_is_near(kind):
 def test_a_checkpoint_is_restored_on_another_device(there, here, tmp_path):
     """Bit for bit, and training goes on from it."""
     programs = [program_on(device, "diffeqformer") for device in (there, here)]
-    with exactly():
-        state, _ = programs[0].train_step(first_state(programs[0]), tokens_of(0, programs[0].config))
-        about = checkpoint.About(programs[0].config.to_dict(), "bytes")
-        with checkpoint.open_to_write(tmp_path, 1) as manager:
-            checkpoint.save(manager, 1, state, about)
-        with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
-            restored = checkpoint.restore_state(manager, step, programs[1].state_shapes)
-        assert {device for leaf in jax.tree.leaves(restored) for device in leaf.devices()} == {here}
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
-        tokens = tokens_of(1, programs[0].config)
-        found, expected = (program.train_step(s, tokens)[1] for program, s in zip(programs, (state, restored)))
+    state, _ = programs[0].train_step(first_state(programs[0]), tokens_of(0, programs[0].config))
+    about = checkpoint.About(programs[0].config.to_dict(), "bytes")
+    with checkpoint.open_to_write(tmp_path, 1) as manager:
+        checkpoint.save(manager, 1, state, about)
+    with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
+        restored = checkpoint.restore_state(manager, step, programs[1].state_shapes)
+    assert {device for leaf in jax.tree.leaves(restored) for device in leaf.devices()} == {here}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    tokens = tokens_of(1, programs[0].config)
+    found, expected = (program.train_step(s, tokens)[1] for program, s in zip(programs, (state, restored)))
     for name, value in expected.items():
         assert float(found[name]) == pytest.approx(float(value), rel=1e-4)
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.projection import project
 from diffeqformer.depth.weights import DepthWeights
-from diffeqformer.fields.layers import Linear, Norm, parameter
+from diffeqformer.fields.layers import Linear, Norm, at_its_precision, parameter, precision_in
 
 
 def time_features(
@@ -166,7 +166,7 @@ class GeneratedWeights(DepthWeights):
 
     Args:
         config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c),
-            `step_features`, and `generator_start`, a key of `GENERATOR_STARTS`.
+            `step_features`, `generator_start`, a key of `GENERATOR_STARTS`, `dtype` and `generator_precision`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
@@ -179,6 +179,7 @@ class GeneratedWeights(DepthWeights):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
         width, start = config.time_embed_dim, GENERATOR_STARTS[config.generator_start]
         self.step_features = config.step_features
+        self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
         number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start.mlp, rngs)
@@ -212,6 +213,7 @@ class GeneratedWeights(DepthWeights):
         sizes = of.maximum(of.broadcast_to(step_sizes, times.shape), 1 / self.step_features)
         return of.concatenate([of_times, step_features(sizes)], axis=1)
 
+    @at_its_precision
     def from_features(
         self, features: Float[Array | np.ndarray, "T features"], projects: dict[str, Callable] | None = None
     ) -> dict:

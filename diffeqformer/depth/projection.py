@@ -30,8 +30,9 @@ def project(
 ) -> Float[Array, KERNEL]:
     """kernel(t) = h(t) P + B for all times at once, in fp32: P is read once forward, once backward.
 
-    Operands stay fp32, at the backend's default precision: TPUs and GPUs convert to bf16 or TF32 as they read. The
-    gradient of P is accumulated in fp32, which an explicit cast of the operands would prevent.
+    Operands stay fp32. At the default precision TPUs and GPUs round them to bf16 or TF32 as they read, and add up in
+    fp32. An explicit cast would also add up the gradient of P in bf16. Here and in the derivatives, the precision is
+    that of the context (`fields.layers.multiplying`).
 
     All three products are matrix products batched over `inputs`, the order in which P is stored. The derivative is
     written by hand because the automatic one transposes P's gradient at the end.

@@ -24,12 +24,14 @@ class DepthWeights(nnx.Module):
     generates_kernels: their kernels are products with a projection P (`diffeqformer.depth.projection`).
     constant: one set is used at all times, and there is no axis T.
     fixed_depth: there is one set for each step, and the number of steps is fixed.
+    precision: that of the products with P (`diffeqformer.fields.layers.PRECISIONS`).
     """
 
     generated: ClassVar[bool] = False
     generates_kernels: ClassVar[bool] = False
     constant: ClassVar[bool] = False
     fixed_depth: ClassVar[bool] = False
+    precision: str = "default"
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,7 @@ Kernels are two-dimensional, with all heads flattened into one axis: a TPU's 8 x
 a head's width to twice its size.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -24,6 +25,38 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.fields import attention
+
+PRECISIONS = ("default", "highest")
+"""The precision of products of fp32 matrices, by JAX's names.
+
+default: what surrounding code sets, or else the backend's: TPUs round operands to bf16, GPUs to TF32.
+highest: fp32.
+"""
+
+
+def precision_in(dtype: DTypeLike) -> str:
+    """The precision of products that are computed in a type: computing in fp32 means fp32 on every backend."""
+    return "highest" if jnp.dtype(dtype) == jnp.float32 else "default"
+
+
+def multiplying(precision: str) -> contextlib.AbstractContextManager:
+    """A context for tracing products at one of `PRECISIONS`.
+
+    Automatic derivatives keep the precision of what they differentiate. Derivatives that are written by hand have that
+    of the context in which they are pulled back.
+    """
+    return contextlib.nullcontext() if precision == "default" else jax.default_matmul_precision(precision)
+
+
+def at_its_precision(method: Callable) -> Callable:
+    """A method that multiplies at its object's `precision`."""
+
+    @functools.wraps(method)
+    def multiply(self, *arguments, **options):
+        with multiplying(self.precision):
+            return method(self, *arguments, **options)
+
+    return multiply
 
 
 @dataclasses.dataclass(frozen=True)

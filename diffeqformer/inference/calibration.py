@@ -19,7 +19,7 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import in_type
 from diffeqformer.errors import UserError
-from diffeqformer.fields.layers import Context
+from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.solvers.heun import HEUN
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
@@ -51,8 +51,9 @@ def _try(graph, params, features, dt, x):
     model = nnx.merge(graph, params)
     layers = in_type(model.depth.from_features(features), model.dtype)
     start, end = (jax.tree.map(lambda leaf, node=node: leaf[node], layers) for node in (0, 1))
-    following = HEUN.step(model.field, [start, end], x, dt, Context())
-    embedded = x + dt * model.field(start, x, Context())  # also Heun's first evaluation: the compiler computes it once
+    with multiplying(model.precision):
+        following = HEUN.step(model.field, [start, end], x, dt, Context())
+        embedded = x + dt * model.field(start, x, Context())  # also Heun's first evaluation, which is computed once
     return following, jnp.sqrt(jnp.mean((following - embedded) ** 2))
 
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import DepthWeights, in_type, weight_axes
-from diffeqformer.fields.layers import Linear, Norm
+from diffeqformer.fields.layers import Linear, Norm, multiplying
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.stored_arrays import BYTES_AT_ONCE, StoredArray
 from diffeqformer.transformer import MODELS, Transformer, abstract_model, parameter_metadata, split_model
@@ -31,6 +31,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights.generated:
         config.model.update(kind="discretized", training_times="fixed", training_depths="", step_features=0)
+        config.model.generator_precision = "default"
         if config.model.solver not in MODELS["discretized"].solvers():
             config.model.solver = "euler"
     return config
@@ -45,13 +46,19 @@ def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype:
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": stored_layers(model.depth, grid, dtype)},
+        "depth": {"layers": stored_layers(model.depth, grid, dtype, model.precision)},
     }
 
 
-def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype) -> dict:
-    """The weights of every layer at the times of a grid, as a discretized model stores them."""
-    return in_type(merge(depth(grid)), dtype)
+def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype, precision: str) -> dict:
+    """The weights of every layer at the times of a grid, as a discretized model stores them.
+
+    Args:
+        precision: that of a model's products, with which adapters are merged.
+    """
+    layers = depth(grid)
+    with multiplying(precision):
+        return in_type(merge(layers), dtype)
 
 
 def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
@@ -96,7 +103,7 @@ def discretized_arrays(
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     leaves = traverse_util.flatten_dict(shapes)
     layers = [_layer(model, name, stored, leaves, bytes_at_once) for name in model.field.layers()]
-    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
+    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes, "precision": model.precision}
     others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
     return shapes, itertools.chain(
         ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
@@ -168,9 +175,14 @@ def _index(axes: tuple[str | None, ...], block: dict[str, slice]) -> tuple[slice
     return tuple(block.get(axis, slice(None)) for axis in axes)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype"))
+@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype", "precision"))
 def _weights_of_layer(
-    graph: nnx.GraphDef, params: dict, ends: tuple[float, ...], nodes: tuple[float, ...], dtype: jnp.dtype
+    graph: nnx.GraphDef,
+    params: dict,
+    ends: tuple[float, ...],
+    nodes: tuple[float, ...],
+    dtype: jnp.dtype,
+    precision: str,
 ) -> dict:
     """`stored_layers` for depth weights that have only one layer."""
-    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype)["layer"]
+    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype, precision)["layer"]

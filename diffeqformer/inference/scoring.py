@@ -15,7 +15,7 @@ from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
-from diffeqformer.fields.layers import Context
+from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import by_device, make_mesh, partition, sharding
@@ -93,9 +93,10 @@ def score(
     def on_device(params, weights, tokens, targets):
         model = nnx.merge(graph, params)
         x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
-        scores = log_probabilities(
-            x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size
-        )
+        with multiplying(model.precision):
+            scores = log_probabilities(
+                x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size
+            )
         return tuple(part.reshape(targets.shape) for part in scores)
 
     by_example, copies = partition(("batch", None)), PartitionSpec()

@@ -5,7 +5,7 @@ The compiler states the cycles that it expects of each instruction, but not for 
 - A kernel that states the bytes that it moves takes these at the memory's rate.
 - Splash attention reaches `ATTENTION` of the chip's peak on the products that its kernels compute for causal attention,
   with heads filled up to 128 entries. Its instructions take that long, within a tenth, for GPT-large on v5e and
-  Llama-1B on v5p.
+  Llama-1B on v5p. In fp32 they take about `IN_FLOAT32` times as long, by those for GPT-small on v5e.
 - A collective takes its bytes at the rate of one link, as if its devices stood in a line. Work between its start and
   its end hides it.
 
@@ -20,6 +20,7 @@ from diffeqformer.planning.chips import Chip
 from diffeqformer.planning.hlo import Program, bytes_of, name_of
 
 ATTENTION = 0.45
+IN_FLOAT32 = 4
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of a splash kernel, by its name
 ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler says nothing
 CAUSES = {  # by the innermost function of ours, or by its file
@@ -80,9 +81,13 @@ def expected_seconds(line: str, chip: Chip) -> float:
 
 
 def attention_flops(line: str, products: int) -> int:
-    """The FLOPs of a splash kernel over causal pairs of positions, with heads of multiples of 128 entries."""
-    query = re.search(r"\b(?:bf16|f32)\[([\d,]+)\]", line.partition("operand_layout_constraints")[2])
-    *copies, rows, columns = map(int, query[1].split(","))  # a batch of one has no axis of its own
+    """The FLOPs of a splash kernel over causal pairs of positions, with heads of multiples of 128 entries.
+
+    In fp32 it is the number that bf16 could do in the same time.
+    """
+    query = re.search(r"\b(bf16|f32)\[([\d,]+)\]", line.partition("operand_layout_constraints")[2])
+    products *= IN_FLOAT32 if query[1] == "f32" else 1
+    *copies, rows, columns = map(int, query[2].split(","))  # a batch of one has no axis of its own
     width, length = sorted((rows, columns))
     return products * math.prod(copies) * length**2 * -(-width // 128) * 128
 

@@ -28,7 +28,7 @@ from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
-from diffeqformer.fields.layers import Context, as_it_is
+from diffeqformer.fields.layers import Context, as_it_is, at_its_precision, multiplying
 from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, scatter, sum_copies
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, layer_specs, merge_trees, partition_specs, select
@@ -54,7 +54,7 @@ class ShardedLoss:
         abstract = jax.eval_shape(lambda: params)
         model = nnx.merge(graph, abstract)
         self.graph, self.abstract, self.mesh, self.attend = graph, abstract, mesh, attend
-        self.trains = model.trains
+        self.trains, self.precision = model.trains, model.precision
         self.param_specs = partition_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.made_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
@@ -70,6 +70,7 @@ class ShardedLoss:
         """The trained and the frozen part of a tree that is shaped like the parameters."""
         return select(tree, self.trains), select(tree, lambda path: not self.trains(path))
 
+    @at_its_precision
     def mean_and_gradient(
         self,
         params: dict,
@@ -118,7 +119,8 @@ class ShardedLoss:
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
         loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, tokens, keys)
-        d_depth, d_factors = pull_back({"depth": gradient["depth"]})
+        with multiplying(model.depth.precision):
+            d_depth, d_factors = pull_back({"depth": gradient["depth"]})
         d_projections = {"layers": {name: {"projection": d_factor} for name, d_factor in d_factors.items()}}
         return loss, gradient | {"depth": merge_trees(d_depth, d_projections) if d_factors else d_depth}
 
@@ -181,6 +183,7 @@ class ShardedLoss:
         x = model.normalize(x).reshape(-1, x.shape[-1])
         return cross_entropy(x, model.head_matrix(), targets.reshape(-1), scored.reshape(-1), model.vocab_size)
 
+    @at_its_precision
     def sum_and_count(
         self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:

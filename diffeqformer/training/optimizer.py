@@ -7,6 +7,7 @@ from flax import traverse_util
 from jaxtyping import Array, Float
 
 from diffeqformer.depth.projection import Factors
+from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, merge_trees, parameter_metadata, select
 
@@ -69,6 +70,7 @@ class Optimizer:
 
     def __init__(self, config, decays: dict, projections: Projections | None):
         self.config, self.projections = config.optimizer, projections
+        self.precision = projections.precision if projections else "default"
         self.schedule = learning_rate_schedule(config.optimizer, config.steps)
         fused = projections.fused if projections else ()
         self.fused = {("depth", "layers", name, "projection"): name for name in fused}
@@ -79,6 +81,7 @@ class Optimizer:
         """The part of a tree of parameters that optax updates. The kernels update the others."""
         return select(tree, lambda path: path not in self.fused)
 
+    @at_its_precision
     def update(self, gradient: dict, state: optax.OptState, params: dict) -> tuple[dict, optax.OptState, Array]:
         """The new parameters and state, and the gradient's global norm."""
         norm, limit = global_norm(gradient), self.config.clip_norm

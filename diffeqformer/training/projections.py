@@ -33,6 +33,7 @@ class Projections:
 
     fused: the names of the layers that use the kernels.
     how: what every kernel is told: the chip, and whether it is interpreted.
+    precision: that of the products (`diffeqformer.fields.layers.PRECISIONS`).
     said: what is used, and why it isn't the kernels, for the log.
 
     Args:
@@ -49,7 +50,7 @@ class Projections:
     def __init__(self, model: Transformer, specs: dict, made_specs: dict, mesh: Mesh, wanted: str):
         layers = nnx.to_pure_dict(nnx.state(model.depth))["layers"]
         self.shapes = {name: layer["projection"].shape for name, layer in layers.items() if "projection" in layer}
-        self.specs, self.made_specs, self.mesh = specs, made_specs, mesh
+        self.specs, self.made_specs, self.mesh, self.precision = specs, made_specs, mesh, model.depth.precision
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = set(), {}, "XLA"

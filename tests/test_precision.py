@@ -1,0 +1,149 @@
+"""Products of fp32 matrices are traced at the precision that a config asks for, in every program of a model."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer.config import check_config
+from diffeqformer.fields import attention
+from diffeqformer.inference import calibration
+from diffeqformer.inference.discretize import discretized_config, discretized_params
+from diffeqformer.inference.sampling import Choice, padded_prompt, read_prompt, read_token
+from diffeqformer.inference.scoring import score
+from diffeqformer.inference.speculation import Depths, Writing, write_round
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.training.dynamics import Recorder
+from diffeqformer.training.step import Program
+from diffeqformer.transformer import abstract_model, split_model, weights_of
+from helpers import ONE_DEVICE, toy_config
+
+E = 24  # no other axis is as long
+SHAPES = {
+    "batch_size": 4, "sequence_length": 128, "model__max_length": 128, "model__width": 128, "model__heads": 2,
+    "model__mlp": 256, "model__time_embed_dim": E, "model__num_steps": 4, "model__vocab_multiple": 16,
+}  # fmt: skip
+
+
+class Product(NamedTuple):
+    """A product in a program: the types and shapes of its operands and its result, and whether it is fp32 at any cost.
+
+    of_generator: one of them has the axis E.
+    """
+
+    arrays: str
+    highest: bool
+    of_generator: bool
+
+
+def equations(jaxpr) -> Iterator:
+    """All equations, with those of loops, calls and kernels."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def products(function, *arguments) -> list[Product]:
+    """The products of a function in which an operand is fp32."""
+    found = []
+    for equation in equations(jax.make_jaxpr(function)(*arguments)):
+        arrays = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+        if equation.primitive.name == "dot_general" and any(array.dtype == jnp.float32 for array in arrays[:2]):
+            highest = equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+            shapes = ", ".join(array.str_short() for array in arrays)
+            found.append(Product(shapes, highest, any(E in array.shape for array in arrays)))
+    return found
+
+
+def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
+    """Those of a train step, of evaluation and of the records of the dynamics."""
+    program = Program(config, make_mesh(mesh, jax.devices()[: np.prod(mesh)]), attend)
+    tokens = np.zeros((config.batch_size, config.sequence_length), np.int32)
+
+    def train_and_evaluate(state):
+        weights = program.weights(state["params"], None)
+        return (
+            program.evaluate(state["params"], weights, tokens, np.ones((len(tokens), 1), bool)),
+            Recorder(program, tokens).measure(state["params"], weights, tokens),
+            program.train_step(state, tokens),
+        )
+
+    return products(train_and_evaluate, program.state_shapes)
+
+
+def of_inference(config) -> list[Product]:
+    """Those of scoring, writing with and without drafts, calibration and conversion."""
+    model, tokens, prompt = abstract_model(config), np.zeros((2, 32), np.int32), padded_prompt([1], 64)
+    graph, params = split_model(model)
+
+    def score_and_write(params):
+        weights = weights_of(graph, params, None)
+        _, cache = read_prompt(graph, params, weights, prompt, 1)
+        made = [score(graph, params, weights, tokens, tokens, ONE_DEVICE, attention.plain)]
+        made += [discretized_params(graph, params, config.model.num_steps, np.dtype("float32"), "euler")]
+        if model.depth.generated:
+            caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)
+            text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
+            choice = Choice(), config.model.vocab_size
+            made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), *choice)]
+            features, x = model.depth.features(model.grid(2)), jnp.zeros((*tokens.shape, config.model.width))
+            made += [calibration._try(graph, params, features, jnp.float32(0.5), x)]
+        return made, read_token(graph, params, weights, cache, tokens[:1, 0], 1)
+
+    return products(score_and_write, params)
+
+
+@pytest.mark.parametrize(
+    "kind, field, mesh, attend, changes",
+    [
+        (
+            "diffeqformer",
+            "gpt",
+            (1, 1, 1),
+            (attention.splash, "splash"),
+            {"kernels": "pallas", "model__dropout": 0.1},
+        ),
+        ("diffeqformer", "llama", (1, 2, 2), None, {"microbatches": 2, "model__remat": "products"}),
+        ("discretized", "gpt", (1, 2, 1), None, {"base": "base", "model__lora_rank": 2}),
+    ],
+    ids=["gpt", "llama", "adapters"],
+)
+def test_to_compute_in_float32_is_to_multiply_in_float32(kind, field, mesh, attend, changes):
+    config = toy_config(kind, field, **SHAPES, **changes)
+    for found in (of_training(config, mesh, attend), of_inference(config)):
+        assert len(found) >= 29
+        assert not [product.arrays for product in found if not product.highest]
+
+
+@pytest.mark.parametrize("kernels", ["xla", "pallas"])
+def test_in_bfloat16_the_generator_alone_has_a_precision(kernels):
+    """Forward, backward and in the update. What comes before h(t), and biases and norms, are fp32 in any case."""
+    config = toy_config(**SHAPES, kernels=kernels, model__dtype="bfloat16")
+    programs = [of_training] if kernels == "pallas" else [of_training, of_inference]
+    usual, found = [], []
+    for precision, into in (("default", usual), ("highest", found)):
+        config.model.generator_precision = precision
+        into += [product for program in programs for product in program(config)]
+    assert sum(each.highest and not each.of_generator for each in usual) == 2  # QK and OV of the dynamics
+    assert [product.arrays for product in found] == [product.arrays for product in usual]
+    assert [product.highest for product in found] == [each.highest or each.of_generator for each in usual]
+    assert sum(new.highest and not old.highest for new, old in zip(found, usual)) >= 32
+
+
+def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
+    config = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
+    check_config(config, 1)
+    check_config(discretized_config(config, 3, "bfloat16"), 1)
+
+
+def test_surrounding_code_can_ask_for_more():
+    """As `analyze` and `ode` do of models that were trained in bfloat16."""
+    graph, params = split_model(abstract_model(toy_config(model__dtype="bfloat16")))
+    with jax.default_matmul_precision("highest"):
+        found = products(lambda params: weights_of(graph, params, None), params)
+    assert len(found) > 4 and all(product.highest for product in found)

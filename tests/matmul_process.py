@@ -5,13 +5,14 @@
 
 import json
 
-import diffeqformer.plan  # noqa: F401  it sets what the TPU compiler needs
 import jax
+
+import diffeqformer.plan  # noqa: F401  it sets what the TPU compiler needs
 from diffeqformer.planning.chips import CHIPS
 from diffeqformer.planning.compiler import compile_for_tpu, tpu_devices
 from diffeqformer.planning.times import seconds_by_cause
 
-TOKENS, WIDTH, MLP = 32_768, 1280, 5120  # of GPT-large
+TOKENS, WIDTH, MLP = 16_384, 2048, 8192  # of Llama-1B
 
 
 def share_of_peak(kind: str) -> float:

@@ -208,12 +208,10 @@ def test_a_search_finds_the_fastest_setting_that_fits(own, most, settings):
 
 def test_a_search_prints_commands_with_all_that_was_given():
     config = load_config("large", "gpt")
-    arguments = (
-        "--config=configs/large.py:gpt --config.seed 3 --topology=v5e:8x8 --config.mesh.fsdp=4 --search=9".split()
-    )
+    arguments = "--config=configs/large.py:gpt --config.seed 3 --topology=v5e:8x8 --config.mesh.fsdp=4 --search=9"
     config.seed, config.mesh.fsdp = 3, 4
     begin = "python -m diffeqformer.main --config=configs/large.py:gpt --config.seed 3 "
-    assert search.command_of(arguments, config, Setting("products", 1, 4)) == begin + "--config.mesh.fsdp=4"
-    assert search.command_of(arguments, config, Setting("step", 1, 8)) == (
+    assert search.command_of(arguments.split(), config, Setting("products", 1, 4)) == begin + "--config.mesh.fsdp=4"
+    assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
         begin + "--config.model.remat=step --config.mesh.fsdp=8"
     )

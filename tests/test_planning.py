@@ -2,15 +2,19 @@
 
 import math
 
+import jax
 import pytest
 
+from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.planning import search
-from diffeqformer.planning.chips import CHIPS
+from diffeqformer.planning.chips import CHIPS, GPUS
 from diffeqformer.planning.hlo import Program
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.search import Setting
+from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
-from helpers import load_config
+from diffeqformer.training import step
+from helpers import change, load_config, toy_config
 
 TEXT = """HloModule jit__train_step
 
@@ -215,3 +219,27 @@ def test_a_search_prints_commands_with_all_that_was_given():
     assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
         begin + "--config.model.remat=step --config.mesh.fsdp=8"
     )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
+    """The state between steps; or beside it qkv, attention, a number for each of its rows, and hidden units."""
+    config = toy_config(model__num_steps=3, model__dtype="bfloat16", model__vocab_multiple=2, microbatches=microbatches)
+    width, mlp, heads = config.model.width, config.model.mlp, config.model.heads
+    config.batch_size, mesh = 8 * microbatches, make_mesh((4, 2, 1))  # a device has one example at a time
+    for remat, of_token in (("step", 4 * width), ("products", 4 * width + 2 * (4 * width + mlp) + 4 * heads)):
+        program = step.Program(change(config, model__remat=remat), mesh, (flash, ""))
+        loops = bytes_of_loops(program, 3)
+        assert loops.stored == 3 * 16 * of_token
+        kernels = 4 * width * width + 2 * width * mlp
+        vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
+        assert loops.gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows
+        assert 0 <= loops.weights - loops.gradient < 100  # and the steps' numbers and sizes
+
+
+def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
+    config = toy_config("gpt", sequence_length=64, model__max_length=64, model__dtype="bfloat16")
+    fast, plain = (plan_on_gpus(config, jax.devices()[:1], GPUS["h100"], plain) for plain in (False, True))
+    assert (fast["attention"], plain["attention"]) == ("cuDNN", "plain") and fast["fits"]
+    scores = config.batch_size * config.model.heads * 64 * 64
+    assert fast["memory"]["to_spare"] - plain["memory"]["to_spare"] > 4 * scores

@@ -9,7 +9,7 @@ def summary(config: ConfigDict, plan: dict) -> str:
     spare = memory["to_spare"]
     lines = [
         f"It {'fits' if plan['fits'] else 'does not fit'}: {memory['largest_program']} needs "
-        f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each chip, "
+        f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each device, "
         f"{gib(abs(spare))} {'to spare' if spare >= 0 else 'too much'}.",
     ]
     if "of_train_step_by_cause" in memory:
@@ -32,6 +32,12 @@ def summary(config: ConfigDict, plan: dict) -> str:
             f"Training: {most['tokens_per_second']:,.0f} to {least['tokens_per_second']:,.0f} tokens/s, "
             f"{of_peak}{least['hours']:,.1f} to {most['hours']:,.1f} hours to step {config.steps:,}{cost}; validation, "
             "saves and compilation come on top"
+        )
+    if plan.get("from_shapes"):
+        lines.append(
+            "This is the memory of the train step by its shapes, since nothing compiles for GPUs without one: what XLA "
+            "needs for itself isn't in it, and times aren't modelled. The memory of a device is what JAX takes of it "
+            "by default, three quarters (XLA_PYTHON_CLIENT_MEM_FRACTION)."
         )
     return "\n".join(lines)
 

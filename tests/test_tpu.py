@@ -66,7 +66,7 @@ def check_whole(plan: dict, steps: int, tokens: int) -> None:
         seconds = sum(times[bound] for times in plan["milliseconds"].values()) / 1e3 / len(plan["milliseconds"])
         assert training[bound]["hours"] == pytest.approx(steps * seconds / 3600)
         assert training[bound]["tokens_per_second"] == pytest.approx(tokens / seconds)
-        assert 0.1 < training[bound]["utilisation"] < 0.9
+        assert 0 < training[bound]["utilisation"] < 1
 
 
 def test_a_published_run_is_planned_whole(tmp_path):
@@ -76,8 +76,9 @@ def test_a_published_run_is_planned_whole(tmp_path):
 
 
 SHORT = [  # a small run whose arrays are whole tiles
-    "--config=configs/small.py", "--topology=v5e:2x2", "--config.batch_size=32", "--config.model.num_steps=8",
-    "--config.model.width=512", "--config.model.heads=8", "--config.model.mlp=2048",
+    "--config=configs/tiny.py", "--topology=v5e:2x2", "--config.batch_size=32", "--config.sequence_length=512",
+    "--config.model.num_steps=8", "--config.model.max_length=512", "--config.model.width=256",
+    "--config.model.mlp=1024", "--config.model.vocab_multiple=128", "--config.model.dtype=bfloat16",
 ]  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def milliseconds(plan: dict, depth: int) -> dict[str, float]:
 def test_a_run_of_drawn_depths_is_planned_whole(drawn):
     """By the compiler's cycles, a step's time is linear in its steps of depth."""
     assert list(drawn["memory"]["by_program"]) == ["initial state", *of_depth(8, 4, 12), *PROGRAMS]
-    check_whole(drawn, steps=20_000, tokens=32 * 1024)
+    check_whole(drawn, steps=5000, tokens=32 * 512)
     few, some, many = (milliseconds(drawn, depth) for depth in (4, 8, 12))
     for what in ("cycles_alone", "attention"):
         assert many[what] == pytest.approx(2 * some[what] - few[what], rel=0.02)

@@ -60,6 +60,8 @@ DUMP = flags.DEFINE_string("dump", None, "A folder for what the compiler writes 
 def main() -> None:
     config, gpus = CONFIG.value, gpus_of(TOPOLOGY.value)
     check_fields(config)
+    if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
+        jax.config.update("jax_num_cpu_devices", gpus[1])
     config = finetune.inherit(config, f"runs/{config.name}")
     plan = planned_on_gpus(config, *gpus) if gpus else planned_on_tpus(config)
     if JSON.value:
@@ -93,7 +95,6 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
     if SLICES.value > 1:
         raise UserError(f"--slices: are of TPUs; give the number of all GPUs, such as {TOPOLOGY.value}")
     check_config(config, number, "gpu")
-    jax.config.update("jax_num_cpu_devices", number)
     plan = plan_on_gpus(config, jax.devices(), gpu, PLAIN.value)
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     print(

@@ -1,6 +1,9 @@
 """Plans are read from what the TPU compiler dumps, counting every time that an instruction runs."""
 
+import json
 import math
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -14,7 +17,7 @@ from diffeqformer.planning.search import Setting
 from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.training import step
-from helpers import change, load_config, toy_config
+from helpers import ROOT, change, load_config, toy_config
 
 TEXT = """HloModule jit__train_step
 
@@ -243,3 +246,18 @@ def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
     assert (fast["attention"], plain["attention"]) == ("cuDNN", "plain") and fast["fits"]
     scores = config.batch_size * config.model.heads * 64 * 64
     assert fast["memory"]["to_spare"] - plain["memory"]["to_spare"] > 4 * scores
+
+
+def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
+    """By the command, which opens the base before it traces the run on as many devices."""
+    options = [
+        "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=h100:2",
+        "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
+        "--config.sample.length=64", "--config.model.lora_rank=4",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "diffeqformer.plan", *options, f"--json={tmp_path}/plan.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["devices"], plan["fits"], plan["from_shapes"]) == (2, True, True)
+    assert "times aren't modelled" in done.stdout

@@ -75,6 +75,18 @@ def test_a_published_run_is_planned_whole(tmp_path):
     check_whole(plan, steps=10_001, tokens=256 * 1024)
 
 
+def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
+    """The weights of its base come before its initial state."""
+    options = [
+        "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=v5e:2x2",
+        "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
+        "--config.sample.length=64", "--config.model.lora_rank=4", "--config.model.num_steps=6",
+    ]  # fmt: skip
+    plan = planned(tmp_path, *options, programs="all")
+    assert list(plan["memory"]["by_program"]) == ["weights of the base", "initial state", *of_depth(6), *PROGRAMS]
+    assert plan["fits"] and plan["attention"].startswith("plain") and plan["training"]["cycles_alone"]["hours"] > 0
+
+
 SHORT = [  # a small run whose arrays are whole tiles
     "--config=configs/tiny.py", "--topology=v5e:2x2", "--config.batch_size=32", "--config.sequence_length=512",
     "--config.model.num_steps=8", "--config.model.max_length=512", "--config.model.width=256",

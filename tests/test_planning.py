@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -17,7 +15,8 @@ from diffeqformer.planning.search import Setting
 from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.training import step
-from helpers import ROOT, change, load_config, toy_config
+from helpers import change, load_config, toy_config
+from runs import command
 
 TEXT = """HloModule jit__train_step
 
@@ -255,8 +254,7 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
         "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
         "--config.sample.length=64", "--config.model.lora_rank=4",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "diffeqformer.plan", *options, f"--json={tmp_path}/plan.json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["fits"], plan["from_shapes"]) == (2, True, True)

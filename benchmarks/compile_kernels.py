@@ -16,6 +16,7 @@ import sys
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the compiler uses no TPU that another process could have
 for argument in sys.argv:
     if argument.startswith("--dump="):  # the compiler reads it when it is loaded
         folder = argument.partition("=")[2]

@@ -1,37 +1,56 @@
-"""Plan a run on TPUs: `python -m diffeqformer.plan --config=configs/large.py --topology=v5e:8x8`.
+"""Plan a run: `python -m diffeqformer.plan --config=configs/large.py --topology=v5e:8x8`.
 
 Compiles every program of the run with the TPU compiler, which needs no TPU, and prints whether they fit, what takes
-memory and time, and how long the run takes. Nothing is run. docs/scaling.md says what is modelled and what is known.
+memory and time, and how long the run takes. --search=12 compiles the train step with other settings instead, and prints
+which of them to choose from. For GPUs, such as h100:8, it prints the memory of the train step alone, by its shapes.
+Nothing is run. docs/scaling.md says what is modelled and what is known.
 """
 
 import os
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")  # for libtpu
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the compiler uses no TPU that another process could have
 
 import json  # noqa: E402
 import pathlib  # noqa: E402
+import sys  # noqa: E402
 import time  # noqa: E402
 
+import jax  # noqa: E402
 from absl import flags  # noqa: E402
+from ml_collections import ConfigDict  # noqa: E402
 
 from diffeqformer.config import check_config, check_fields, check_overrides  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_text  # noqa: E402
+from diffeqformer.console.terminal import duration  # noqa: E402
+from diffeqformer.depth.grid import trained_depths  # noqa: E402
+from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
 from diffeqformer.parallel.sharding import make_mesh, mesh_shape  # noqa: E402
-from diffeqformer.planning.chips import chip_of  # noqa: E402
+from diffeqformer.planning import search  # noqa: E402
+from diffeqformer.planning.chips import Chip, Gpu, chip_of, gpus_of  # noqa: E402
 from diffeqformer.planning.compiler import tpu_devices  # noqa: E402
 from diffeqformer.planning.estimate import plan_of  # noqa: E402
 from diffeqformer.planning.programs import Planned, programs_of_run, train_steps  # noqa: E402
-from diffeqformer.planning.report import summary  # noqa: E402
+from diffeqformer.planning.report import front_summary, rates, summary  # noqa: E402
+from diffeqformer.planning.shapes import plan_on_gpus  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
 
 CONFIG = command_line.define_config()
-TOPOLOGY = flags.DEFINE_string("topology", None, "Kind and shape of a slice of TPUs, such as v5e:8x8.", required=True)
+TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "A slice of TPUs, such as v5e:8x8, or a number of GPUs, such as h100:8.", required=True
+)
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape, joined by the data centre's network.", lower_bound=1)
 PROGRAMS = flags.DEFINE_enum("programs", "all", ["all", "train"], "All programs of the run, or its train steps alone.")
+SEARCH = flags.DEFINE_integer(
+    "search",
+    None,
+    "Try other values of model.remat, microbatches and mesh.fsdp, with at most so many compilations.",
+    lower_bound=1,
+)
 PRICE = flags.DEFINE_float("price_per_chip_hour", None, "To print what training costs.", lower_bound=0)
 JSON = flags.DEFINE_string("json", None, "A file for the plan.")
 PLAIN = flags.DEFINE_bool("plain_attention", False, "Plan with XLA's own attention, for comparison.")
@@ -39,27 +58,96 @@ DUMP = flags.DEFINE_string("dump", None, "A folder for what the compiler writes 
 
 
 def main() -> None:
-    config, chip, start = CONFIG.value, chip_of(TOPOLOGY.value), time.monotonic()
+    config, gpus = CONFIG.value, gpus_of(TOPOLOGY.value)
     check_fields(config)
+    if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
+        jax.config.update("jax_num_cpu_devices", gpus[1])
     config = finetune.inherit(config, f"runs/{config.name}")
-    devices = tpu_devices(TOPOLOGY.value, SLICES.value)
-    check_config(config, len(devices), "tpu")
-    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
-    program = Program(config, mesh, (attention.plain, "plain") if PLAIN.value else None)
-    where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
-    print(f"{config.name} on {where}, {len(devices)} x {devices[0].device_kind}\n{program.said()}", flush=True)
-    if PROGRAMS.value == "all":
-        compiling = programs_of_run(config, program)
-    else:
-        compiling = train_steps(config, program, DUMP.value)
-    programs: list[Planned] = []
-    for planned in compiling:
-        programs.append(planned)
-        print(f"  {planned.name:<36} {planned.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
-    plan = plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
-    print(summary(config, plan))
+    plan = planned_on_gpus(config, *gpus) if gpus else planned_on_tpus(config)
     if JSON.value:
         write_text(pathlib.Path(JSON.value), json.dumps(plan, indent=1) + "\n")
+
+
+def planned_on_tpus(config: ConfigDict) -> dict:
+    """Print and return the plan or the search, by the TPU compiler."""
+    chip = chip_of(TOPOLOGY.value)
+    if SEARCH.value and DUMP.value:
+        raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
+    devices = tpu_devices(TOPOLOGY.value, SLICES.value)
+    check_config(config, len(devices), "tpu")
+    program = program_of(config, devices)
+    where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
+    print(f"{config.name} on {where}, {len(devices)} x {devices[0].device_kind}\n{program.said()}", flush=True)
+    if SEARCH.value:
+        plan = searched(config, devices, chip)
+        print(front_summary([row for row in plan["tried"] if row["on_front"]]))
+    else:
+        plan = planned(config, program, chip)
+        print(summary(config, plan))
+    return plan
+
+
+def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
+    """Print and return the plan by shapes."""
+    for option, wanted in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
+        if wanted is not None:
+            raise UserError(f"--{option}: needs a compiler, and nothing compiles for GPUs without one; leave it out")
+    if SLICES.value > 1:
+        raise UserError(f"--slices: are of TPUs; give the number of all GPUs, such as {TOPOLOGY.value}")
+    check_config(config, number, "gpu")
+    plan = plan_on_gpus(config, jax.devices(), gpu, PLAIN.value)
+    mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    print(
+        f"{config.name} on {number} x {gpu.name}\nmesh: {mesh}; attention: {plan['attention']}\n{summary(config, plan)}"
+    )
+    return plan
+
+
+def program_of(config: ConfigDict, devices: list) -> Program:
+    """What a run compiles."""
+    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
+    return Program(config, mesh, (attention.plain, "plain") if PLAIN.value else None)
+
+
+def planned(config: ConfigDict, program: Program, chip: Chip) -> dict:
+    """The plan of one run, with a line for each program that was compiled."""
+    start, programs = time.monotonic(), []
+    compiling = programs_of_run if PROGRAMS.value == "all" else train_steps
+    for found in compiling(config, program, DUMP.value):
+        programs.append(found)
+        print(f"  {found.name:<36} {found.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
+    return plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
+
+
+def searched(config: ConfigDict, devices: list, chip: Chip) -> dict:
+    """Plans of the train step with several settings, the fastest of the front first, with a line for each try."""
+    start, tried = time.monotonic(), []
+    own, settings = search.own_setting(config, len(devices)), search.settings_of(config, len(devices))
+    most = min(max(1, SEARCH.value // len(trained_depths(config.model))), len(settings))
+    while len(tried) < most and (setting := search.next_setting(own, settings, tried)):
+        changed = search.with_setting(config, setting)
+        try:
+            program = program_of(changed, devices)
+        except UserError:  # of the mesh over several slices, or of a divided generator
+            settings.remove(setting)
+            continue
+        programs: list[Planned] = list(train_steps(changed, program))
+        tried.append(search.Tried(setting, plan_of(changed, program, programs, chip, SLICES.value, PRICE.value)))
+        seconds = time.monotonic() - start
+        said = " ".join(f"{name}={value}" for name, value in zip(search.FIELDS, setting))
+        left = duration(seconds / len(tried) * (most - len(tried)))
+        print(f"  {len(tried)}/{most}  {said}: {rates(tried[-1].plan)}  {left} left", flush=True)
+    front = search.front(tried)
+    rows = [
+        {
+            **found.setting._asdict(),
+            "command": search.command_of(sys.argv[1:], config, found.setting),
+            "on_front": found in front,
+            **found.plan,
+        }
+        for found in [*front, *(found for found in tried if found not in front)]
+    ]
+    return {"config": config.name, "devices": len(devices), "kind": devices[0].device_kind, "tried": rows}
 
 
 if __name__ == "__main__":

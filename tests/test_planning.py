@@ -1,11 +1,22 @@
 """Plans are read from what the TPU compiler dumps, counting every time that an instruction runs."""
 
+import json
+import math
+
+import jax
 import pytest
 
-from diffeqformer.planning.chips import CHIPS
+from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.planning import search
+from diffeqformer.planning.chips import CHIPS, GPUS
 from diffeqformer.planning.hlo import Program
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
+from diffeqformer.planning.search import Setting
+from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
+from diffeqformer.training import step
+from helpers import change, load_config, toy_config
+from runs import command
 
 TEXT = """HloModule jit__train_step
 
@@ -156,3 +167,95 @@ allocation 10: size 700000, color 1, preallocated-temp:
     assert size_of_temporaries(buffers) == 500_000
     found = temporaries_by_cause(Program(TEXT), buffers, ranges)
     assert found == {"others": 80_000, "states and activations": 300_000}
+
+
+CAPACITY = 1600
+
+
+def imagined(setting: Setting) -> search.Tried:
+    """A plan of a run that stores much, and whose collectives and microbatches cost time."""
+    states = {"step": 800, "products": 2400, "none": 8000}[setting.remat] / setting.microbatches
+    needed = round(2400 / setting.fsdp + states)
+    hours = {"step": 1.3, "products": 1.0, "none": 1.1}[setting.remat] + 0.1 * setting.microbatches + setting.fsdp / 50
+    plan = {"fits": needed <= CAPACITY, "memory": {"capacity": CAPACITY, "to_spare": CAPACITY - needed}}
+    if needed < 4 * CAPACITY:  # what is larger isn't compiled
+        plan["training"] = {"with_account": {"hours": hours}}
+    return search.Tried(setting, plan)
+
+
+@pytest.fixture(scope="module")
+def settings():
+    """Those of GPT-large on 64 chips."""
+    found = search.settings_of(load_config("large"), 64)
+    assert {setting.fsdp for setting in found} == {1, 2, 4, 8, 16}  # whole tiles of its 1,280 rows
+    assert max(setting.microbatches for setting in found) == 256 // 64
+    return found
+
+
+@pytest.mark.parametrize(
+    "own, most", [(Setting("products", 1, 8), 8), (Setting("none", 1, 1), 12), (Setting("step", 4, 16), 12)], ids=str
+)
+def test_a_search_finds_the_fastest_setting_that_fits(own, most, settings):
+    """Within a few of some 70 tries, the config's own first, and nothing that can't fit either."""
+    tried = []
+    for _ in range(most):
+        setting = search.next_setting(own, settings, tried)
+        assert not any(setting.needs_no_less(found.setting) for found in tried if not found.plan["fits"])
+        tried.append(imagined(setting))
+    assert tried[0].setting == own and len({found.setting for found in tried}) == most
+    fastest = min((imagined(setting) for setting in settings), key=lambda one: (not one.plan["fits"], one.hours))
+    assert fastest in tried
+    front = search.front(tried)
+    assert fastest in front
+    for one in tried:
+        beaten = any(other.hours <= one.hours and other.needed < one.needed for other in tried)
+        assert not (beaten and one in front) and (one in front or beaten or one.hours == math.inf)
+
+
+def test_a_search_prints_commands_with_all_that_was_given():
+    config = load_config("large", "gpt")
+    arguments = "--config=configs/large.py:gpt --config.seed 3 --topology=v5e:8x8 --config.mesh.fsdp=4 --search=9"
+    config.seed, config.mesh.fsdp = 3, 4
+    begin = "python -m diffeqformer.main --config=configs/large.py:gpt --config.seed 3 "
+    assert search.command_of(arguments.split(), config, Setting("products", 1, 4)) == begin + "--config.mesh.fsdp=4"
+    assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
+        begin + "--config.model.remat=step --config.mesh.fsdp=8"
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
+    """The state between steps; or beside it qkv, attention, a number for each of its rows, and hidden units."""
+    config = toy_config(model__num_steps=3, model__dtype="bfloat16", model__vocab_multiple=2, microbatches=microbatches)
+    width, mlp, heads = config.model.width, config.model.mlp, config.model.heads
+    config.batch_size, mesh = 8 * microbatches, make_mesh((4, 2, 1))  # a device has one example at a time
+    for remat, of_token in (("step", 4 * width), ("products", 4 * width + 2 * (4 * width + mlp) + 4 * heads)):
+        program = step.Program(change(config, model__remat=remat), mesh, (flash, ""))
+        loops = bytes_of_loops(program, 3)
+        assert loops.stored == 3 * 16 * of_token
+        kernels = 4 * width * width + 2 * width * mlp
+        vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
+        assert loops.gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows
+        assert 0 <= loops.weights - loops.gradient < 100  # and the steps' numbers and sizes
+
+
+def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
+    config = toy_config("gpt", sequence_length=64, model__max_length=64, model__dtype="bfloat16")
+    fast, plain = (plan_on_gpus(config, jax.devices()[:1], GPUS["h100"], plain) for plain in (False, True))
+    assert (fast["attention"], plain["attention"]) == ("cuDNN", "plain") and fast["fits"]
+    scores = config.batch_size * config.model.heads * 64 * 64
+    assert fast["memory"]["to_spare"] - plain["memory"]["to_spare"] > 4 * scores
+
+
+def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
+    """By the command, which opens the base before it traces the run on as many devices."""
+    options = [
+        "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=h100:2",
+        "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
+        "--config.sample.length=64", "--config.model.lora_rank=4",
+    ]  # fmt: skip
+    done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["devices"], plan["fits"], plan["from_shapes"]) == (2, True, True)
+    assert "times aren't modelled" in done.stdout

@@ -39,6 +39,110 @@ def step_of(plan: dict) -> tuple[float, float]:
     return step["arrays"] / GIB, step["temporaries"] / GIB
 
 
+PROGRAMS = ["weights for the sample", "reading the prompt", "writing a token"]
+
+
+def of_depth(*depths: int) -> list[str]:
+    """The names of the programs that a run has for each of its depths, the first of which is the config's own."""
+    steps = [f"train step, {depth} steps of depth" for depth in sorted(depths, reverse=True)]
+    return steps + [f"{what}, {depth} steps of depth" for depth in depths for what in ("weights", "evaluation")]
+
+
+def check_whole(plan: dict, steps: int, tokens: int) -> None:
+    """Its figures agree with one another.
+
+    Args:
+        tokens: of a step.
+    """
+    memory, training = plan["memory"], plan["training"]
+    largest = memory["by_program"][memory["largest_program"]]
+    assert largest["needed"] == sum(largest[part] for part in ("arrays", "temporaries", "results"))
+    assert plan["fits"] and memory["to_spare"] == memory["capacity"] - largest["needed"] > 0
+    deepest = next(found for name, found in memory["by_program"].items() if name.startswith("train step"))
+    causes = memory["of_train_step_by_cause"]
+    assert sum(causes.values()) == deepest["needed"] and causes["gaps"] < 0.1 * deepest["needed"]
+    assert all(times["cycles_alone"] < times["with_account"] for times in plan["milliseconds"].values())
+    for bound in ("cycles_alone", "with_account"):
+        seconds = sum(times[bound] for times in plan["milliseconds"].values()) / 1e3 / len(plan["milliseconds"])
+        assert training[bound]["hours"] == pytest.approx(steps * seconds / 3600)
+        assert training[bound]["tokens_per_second"] == pytest.approx(tokens / seconds)
+        assert 0 < training[bound]["utilisation"] < 1
+
+
+def test_a_published_run_is_planned_whole(tmp_path):
+    plan = planned(tmp_path, "--config=configs/wikitext103_small.py", "--topology=v5e:2x4", programs="all")
+    assert list(plan["memory"]["by_program"]) == ["initial state", *of_depth(12), *PROGRAMS]
+    check_whole(plan, steps=10_001, tokens=256 * 1024)
+
+
+def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
+    """The weights of its base come before its initial state."""
+    options = [
+        "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=v5e:2x2",
+        "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
+        "--config.sample.length=64", "--config.model.lora_rank=4", "--config.model.num_steps=6",
+    ]  # fmt: skip
+    plan = planned(tmp_path, *options, programs="all")
+    assert list(plan["memory"]["by_program"]) == ["weights of the base", "initial state", *of_depth(6), *PROGRAMS]
+    assert plan["fits"] and plan["attention"].startswith("plain") and plan["training"]["cycles_alone"]["hours"] > 0
+
+
+SHORT = [  # a small run whose arrays are whole tiles
+    "--config=configs/tiny.py", "--topology=v5e:2x2", "--config.batch_size=32", "--config.sequence_length=512",
+    "--config.model.num_steps=8", "--config.model.max_length=512", "--config.model.width=256",
+    "--config.model.mlp=1024", "--config.model.vocab_multiple=128", "--config.model.dtype=bfloat16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """The plan of a run that draws its depths."""
+    folder = tmp_path_factory.mktemp("plan")
+    return planned(folder, *SHORT, "--config.model.training_depths=4,8,12", programs="all")
+
+
+def milliseconds(plan: dict, depth: int) -> dict[str, float]:
+    """Those of a train step by cause, with the sum of the compiler's cycles."""
+    times = plan["milliseconds"][f"train step, {depth} steps of depth"]
+    return {**times["by_cause"], "cycles_alone": times["cycles_alone"]}
+
+
+def test_a_run_of_drawn_depths_is_planned_whole(drawn):
+    """By the compiler's cycles, a step's time is linear in its steps of depth."""
+    assert list(drawn["memory"]["by_program"]) == ["initial state", *of_depth(8, 4, 12), *PROGRAMS]
+    check_whole(drawn, steps=5000, tokens=32 * 512)
+    few, some, many = (milliseconds(drawn, depth) for depth in (4, 8, 12))
+    for what in ("cycles_alone", "attention"):
+        assert many[what] == pytest.approx(2 * some[what] - few[what], rel=0.02)
+    assert some["cycles_alone"] > 1.3 * few["cycles_alone"]
+
+
+def test_twice_the_batch_takes_twice_as_long_but_for_the_parameters(drawn, tmp_path):
+    once = milliseconds(drawn, 8)
+    twice = milliseconds(planned(tmp_path, *SHORT, "--config.batch_size=64"), 8)
+    of_parameters = ("generator", "update")
+    for what in ("attention", "loss", "depth forward, products", "depth backward, products"):
+        assert twice[what] == pytest.approx(2 * once[what], rel=0.1)
+    assert all(twice[what] == pytest.approx(once[what], rel=0.05) for what in of_parameters)
+
+
+def test_a_search_gives_commands_to_choose_from(drawn, tmp_path):
+    """It begins with the config's own setting, whose plan is that of the run without depths to draw."""
+    tried = planned(tmp_path, *SHORT, "--search=2")["tried"]
+    assert len(tried) == 2 and all(row["fits"] for row in tried) and any(row["on_front"] for row in tried)
+    begin = " ".join(["python -m diffeqformer.main", *(option for option in SHORT if option.startswith("--config"))])
+    [own] = (row for row in tried if row["command"] == begin)
+    assert (own["remat"], own["microbatches"], own["fsdp"]) == ("step", 1, 1)
+    name = "train step, 8 steps of depth"
+    assert own["milliseconds"][name] == drawn["milliseconds"][name]
+    assert all(row["command"].startswith(begin) for row in tried)
+
+
+def test_a_large_product_takes_little_longer_than_at_peak():
+    shares = json.loads(said_by("tests/matmul_process.py"))
+    assert shares == pytest.approx({"v5e": 0.98, "v5p": 0.98, "v6e": 0.89}, abs=0.02)
+
+
 @pytest.mark.parametrize(
     "options, state",
     [
@@ -53,10 +157,18 @@ def step_of(plan: dict) -> tuple[float, float]:
     ),
 )
 def test_a_step_fits(options, state, tmp_path):
-    """`state`: GiB per chip of the state and a batch."""
+    """The account for GPUs, whose attention stores as much, finds what the compiler lays out.
+
+    Args:
+        state: GiB per chip of the state and a batch.
+    """
     plan = planned(tmp_path, *options)
     assert plan["fits"] and plan["attention"] == "splash"
     assert step_of(plan)[0] == pytest.approx(state, abs=0.006)
+    of_config = [option for option in options if option.startswith("--config")]
+    by_shapes = planned(tmp_path, *of_config, f"--topology=h100:{plan['devices']}")
+    needed, counted = (found["memory"]["capacity"] - found["memory"]["to_spare"] for found in (plan, by_shapes))
+    assert counted == pytest.approx(needed, rel=0.12)
 
 
 def compiled(folder: pathlib.Path) -> tuple[dict[str, list[str]], list[str]]:

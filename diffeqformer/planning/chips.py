@@ -1,4 +1,4 @@
-"""What TPU chips can do, by their data sheets."""
+"""What chips can do, by their data sheets."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from diffeqformer.errors import UserError
 
 
 class Chip(NamedTuple):
-    """A kind of chip.
+    """A kind of TPU.
 
     clock: cycles in a second. They make the largest matrix products that the compiler expects reach `peak`.
     peak: dense bfloat16 FLOP/s.
@@ -31,13 +31,55 @@ CHIPS = {
 }
 
 
+class Gpu(NamedTuple):
+    """A kind of GPU.
+
+    name: the beginning of JAX's `device_kind`.
+    capability: its compute capability.
+    memory: bytes, as its driver states them.
+    """
+
+    name: str
+    capability: str
+    memory: int
+
+    @property
+    def capacity(self) -> int:
+        """The bytes of it that JAX takes by default; XLA_PYTHON_CLIENT_MEM_FRACTION can be another share."""
+        return 3 * self.memory // 4
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100", "8.0", 81_920 * 2**20),
+    "h100": Gpu("NVIDIA H100", "9.0", 81_559 * 2**20),
+    "h200": Gpu("NVIDIA H200", "9.0", 143_771 * 2**20),
+}
+
+
 def chip_of(topology: str) -> Chip:
-    """The kind of chip of a topology such as v5e:8x8.
+    """The kind of TPU of a topology such as v5e:8x8.
 
     Raises:
         UserError: if it isn't known.
     """
     kind = topology.partition(":")[0]
     if kind not in CHIPS:
-        raise UserError(f"--topology: must begin with {', '.join(CHIPS)}, such as v5e:8x8, but it is {topology!r}")
+        raise UserError(
+            f"--topology: must be a slice of {', '.join(CHIPS)}, such as v5e:8x8, or a number of {', '.join(GPUS)}, "
+            f"such as h100:8, but it is {topology!r}"
+        )
     return CHIPS[kind]
+
+
+def gpus_of(topology: str) -> tuple[Gpu, int] | None:
+    """The kind and the number of GPUs of a topology such as h100:8; None for other kinds of chips.
+
+    Raises:
+        UserError: if the number is none.
+    """
+    kind, _, number = topology.partition(":")
+    if kind not in GPUS:
+        return None
+    if not number.isdecimal() or not int(number):
+        raise UserError(f"--topology: must give a number of GPUs, such as {kind}:8, but it is {topology!r}")
+    return GPUS[kind], int(number)

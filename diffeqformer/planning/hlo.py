@@ -16,16 +16,20 @@ class Program:
     """A dumped program.
 
     bodies: the instructions of every computation by its name, a line each; where the program begins is called ENTRY
-    places: for every stack frame the innermost function of ours in it, as file:function
+    callers: for every stack frame the functions of ours in it, as file:function, the innermost first
     """
 
     def __init__(self, text: str):
-        self.bodies, self.places = computations(text), origins(text)
+        self.bodies, self.callers = computations(text), origins(text)
+
+    def places(self, line: str) -> tuple[str, ...]:
+        """The functions of ours that an instruction comes from, as file:function, the innermost first."""
+        frame = re.search(r"stack_frame_id=(\d+)", line)
+        return self.callers.get(int(frame[1]), ()) if frame else ()
 
     def place(self, line: str) -> str:
-        """The innermost function of ours that an instruction comes from, as file:function; empty if there is none."""
-        frame = re.search(r"stack_frame_id=(\d+)", line)
-        return self.places.get(int(frame[1]), "") if frame else ""
+        """The innermost of them; empty if there is none."""
+        return next(iter(self.places(line)), "")
 
     def inside(self, line: str) -> list[str]:
         """The instructions of the computation that an instruction calls."""
@@ -76,16 +80,16 @@ def computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def origins(text: str) -> dict[int, str]:
-    """For every stack frame the innermost function of ours in it, as file:function."""
+def origins(text: str) -> dict[int, tuple[str, ...]]:
+    """For every stack frame the functions of ours in it, as file:function, the innermost first."""
     files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
-    locations, found = _table(text, "FileLocations"), {}
+    locations, found = _table(text, "FileLocations"), dict[int, tuple[str, ...]]()
     for number, row in _table(text, "StackFrames").items():
         location, parent = map(int, re.findall(r"=(\d+)", row))
         file, function = map(int, re.findall(r"=(\d+)", locations[location])[:2])
         path, name = files[file].strip('"'), functions[function].strip('"').partition(".<locals>")[0]
         ours = "/diffeqformer/" in path.rpartition("/site-packages")[2]
-        found[number] = f"{pathlib.PurePath(path).name}:{name}" if ours else found.get(parent - 1, "")
+        found[number] = ((f"{pathlib.PurePath(path).name}:{name}",) if ours else ()) + found.get(parent - 1, ())
     return found
 
 

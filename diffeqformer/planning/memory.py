@@ -38,11 +38,23 @@ def memory_cause(program: Program, line: str) -> str:
     """What a value is for."""
     if "splash_mha" in line or program.place(line).startswith("attention.py"):
         return "attention"
-    if any(re.search(COLLECTIVE, inner) for inner in (line, *program.inside(line))):
-        return "collectives"
+    for inner in (line, *program.inside(line)):
+        if re.search(COLLECTIVE, inner):
+            return moved_cause(program.places(inner))
     if not program.place(line):
         return "others"
     return CAUSES.get(cause_of(program, line), "states and activations")
+
+
+def moved_cause(places: tuple[str, ...]) -> str:
+    """What the result of a collective is for, by the functions of ours that it comes from, the innermost first."""
+    if any(place.startswith("walk.py:") for place in places):
+        return "gathered weights"
+    if "loss.py:ShardedLoss.device_sum" in places:
+        return "gathered embeddings"
+    if "loss.py:ShardedLoss.mean_and_gradient" in places:
+        return "gathered weights" if places[0] == "sharding.py:gather" else "summed gradients"
+    return "collectives"
 
 
 def values(buffers: str) -> dict[str, tuple[int, int]]:

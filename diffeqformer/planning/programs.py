@@ -56,16 +56,19 @@ def planned(
     return Planned(name, arrays, arrays + compiled.temporaries + compiled.results, compiled, num_steps)
 
 
-def programs_of_run(config: ConfigDict, program: Program) -> Iterator[Planned]:
+def programs_of_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
     """Compile the programs of a run, one after the other: its start, train steps, evaluation and sample.
 
     What needs the result of a program that doesn't fit is left out.
+
+    Args:
+        dump: a folder for what the compiler writes of train steps.
     """
     if config.base:
         yield from start_from_base(config, program)
     else:
         yield planned("initial state", program.init.lower(), 0)
-    yield from train_steps(config, program)
+    yield from train_steps(config, program, dump)
     params, state = program.state_shapes["params"], size_of(program.state_shapes)
     rows = {
         width: jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)

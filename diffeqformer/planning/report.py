@@ -9,7 +9,7 @@ def summary(config: ConfigDict, plan: dict) -> str:
     spare = memory["to_spare"]
     lines = [
         f"It {'fits' if plan['fits'] else 'does not fit'}: {memory['largest_program']} needs "
-        f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each chip, "
+        f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each device, "
         f"{gib(abs(spare))} {'to spare' if spare >= 0 else 'too much'}.",
     ]
     if "of_train_step_by_cause" in memory:
@@ -33,7 +33,34 @@ def summary(config: ConfigDict, plan: dict) -> str:
             f"{of_peak}{least['hours']:,.1f} to {most['hours']:,.1f} hours to step {config.steps:,}{cost}; validation, "
             "saves and compilation come on top"
         )
+    if plan.get("from_shapes"):
+        lines.append(
+            "This is the memory of the train step by its shapes, since nothing compiles for GPUs without one: what XLA "
+            "needs for itself isn't in it, and times aren't modelled. The memory of a device is what JAX takes of it "
+            "by default, three quarters (XLA_PYTHON_CLIENT_MEM_FRACTION)."
+        )
     return "\n".join(lines)
+
+
+def rates(plan: dict) -> str:
+    """The time and the utilisation of one setting of a search, with its memory."""
+    memory = plan["memory"]
+    needed = f"{gib(memory['capacity'] - memory['to_spare'])} of {gib(memory['capacity'])} GiB"
+    if "training" not in plan:
+        return f"{needed}, too much to be compiled"
+    least, most = plan["training"]["cycles_alone"], plan["training"]["with_account"]
+    of_peak = (
+        "" if most["utilisation"] is None else f"{most['utilisation']:.1%} to {least['utilisation']:.1%} of peak, "
+    )
+    cost = f"for {least['cost']:,.0f} to {most['cost']:,.0f}, " if "cost" in most else ""
+    return f"{least['hours']:,.2f} to {most['hours']:,.2f} hours, {cost}{of_peak}{needed}"
+
+
+def front_summary(rows: list[dict]) -> str:
+    """The rows of a search (`plan.searched`) that are on its front, the fastest first, each with its command."""
+    lines = [f"{'fits  ' if row['fits'] else 'too large'}  {rates(row)}\n    {row['command']}" for row in rows]
+    told = "Those of them than which none is faster (attention and collectives included) without more memory:"
+    return "\n".join([told, *lines])
 
 
 def gib(size: float) -> str:

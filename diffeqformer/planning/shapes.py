@@ -1,0 +1,162 @@
+"""The memory of a train step from shapes alone, for devices whose compiler isn't at hand.
+
+The state's shapes are exact, and so is what the loops over depth read and write: the step is traced. The rest follows
+the order of its work (`diffeqformer.training.loss`):
+
+    loss      W, what was stored, the gathered head, the embeddings' gradient, a chunk of logits
+    backward  W and its gradient, what was stored, the embeddings' gradient, a step of depth computed again
+    update    the gradients of W and of the embeddings as they are summed, and a P's gradient
+
+A step that is computed again holds what it would store with `model.remat=none`, at most. What XLA needs for itself, its
+workspaces and fragments, isn't in the account.
+"""
+
+import math
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+from ml_collections import ConfigDict
+
+from diffeqformer.fields import FIELDS, attention
+from diffeqformer.parallel.sharding import BATCH, make_mesh, mesh_shape
+from diffeqformer.planning.chips import Gpu
+from diffeqformer.planning.programs import size_of
+from diffeqformer.training.cross_entropy import CHUNK
+from diffeqformer.training.step import Program
+from diffeqformer.transformer import padded_vocabulary
+
+
+@jax.custom_vjp
+def flash(query, key, value):
+    """Stands for attention that stores its result and a number for each row of scores, as cuDNN's does.
+
+    cuDNN's own can't be traced without a GPU.
+    """
+    return query
+
+
+def _flash_forward(query, key, value):
+    result, rows = (checkpoint_name(x, "attention") for x in (query + value, query[..., 0].astype(jnp.float32)))
+    return result, (query, key, value, result, rows)
+
+
+def _flash_backward(stored, gradient):
+    query, key, value, result, rows = stored
+    return gradient * result, gradient * key, gradient * value * rows[..., None].astype(value.dtype)
+
+
+flash.defvjp(_flash_forward, _flash_backward)
+
+
+def plan_on_gpus(config: ConfigDict, devices: list, gpu: Gpu, plain_attention: bool = False) -> dict:
+    """The plan of a run on GPUs, like `estimate.plan_of`: the memory of its train step, by shapes.
+
+    Args:
+        config: a checked config.
+        devices: as many devices of any kind. Nothing is put on them.
+    """
+    stand_in = types.SimpleNamespace(platform="gpu", compute_capability=gpu.capability)
+    head_width = config.model.width // config.model.heads
+    attend, said = attention.fastest(stand_in, config.model.dtype, config.sequence_length, head_width)
+    if plain_attention:
+        attend, said = attention.plain, "plain"
+    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
+    program = Program(config, mesh, (flash if attend is attention.cudnn else attend, said))
+    deepest = max(program.depths)
+    causes, name = bytes_from_shapes(config, program, deepest), f"train step, {deepest} steps of depth"
+    needed = sum(causes.values())
+    memory = {"capacity": gpu.capacity, "to_spare": gpu.capacity - needed, "largest_program": name}
+    memory |= {"by_program": {name: {"needed": needed}}, "of_train_step_by_cause": causes}
+    return {
+        "config": config.name,
+        "devices": len(devices),
+        "kind": gpu.name,
+        "mesh": dict(program.mesh.shape),
+        "attention": said,
+        "fits": needed <= gpu.capacity,
+        "from_shapes": True,
+        "memory": memory,
+    }
+
+
+class Loops(NamedTuple):
+    """The bytes on a device that the loops over depth read and write."""
+
+    weights: int
+    stored: int
+    gradient: int
+
+
+def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> dict[str, int]:
+    """The bytes of a device at the moment of a train step that needs most, by cause.
+
+    Args:
+        program: a program of the config. Its devices may be other ones than those that are planned for.
+        num_steps: steps of depth.
+    """
+    stores_all = config.copy_and_resolve_references()
+    stores_all.model.remat = "none"
+    loops = bytes_of_loops(program, num_steps)
+    again = bytes_of_loops(Program(stores_all, program.mesh, (program.loss.attend, "")), num_steps).stored
+    model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
+    vocabulary = padded_vocabulary(model)
+    matrix = vocabulary * model.width
+    gradient = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    if config.microbatches > 1:  # what is added up, in fp32
+        gradient["sums over microbatches"] = 4 * loops.gradient // compute + gradient["embeddings' gradient"]
+    examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
+    logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
+    forward = {"weights": loops.weights, "states": loops.stored, **gradient}
+    moments = [
+        forward | {"head and logits": compute * matrix + logits},
+        forward | {"weights' gradient": loops.gradient, "a step computed again": again // num_steps},
+        {"weights' gradient": 4 * loops.gradient // compute, **gradient, "a P's gradient": largest_gradient(program)},
+    ]
+    state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
+    return state | max(moments, key=lambda parts: sum(parts.values()))
+
+
+STATE = {"parameters": "params", "moments": "optimizer"}
+
+
+def largest_gradient(program: Program) -> int:
+    """The bytes of the largest gradient of a P that XLA stores on a device; kernels form theirs tile by tile."""
+    if not program.loss.projections:
+        return 0
+    layers = program.state_shapes["params"]["depth"]["layers"]
+    names = [name for name in program.loss.projections.shapes if name not in program.loss.projections.fused]
+    return max((size_of(layers[name]["projection"]) for name in names), default=0)
+
+
+def bytes_of_loops(program: Program, num_steps: int) -> Loops:
+    """What the train step's loops over depth read and write."""
+    config = program.config
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
+    traced = program.train_step.trace(program.state_shapes, tokens, num_steps).jaxpr.jaxpr
+    found = [scan for scan in scans(traced) if scan.params["length"] == num_steps]
+    written = {scan: size(scan.outvars[scan.params["num_carry"] :]) for scan in found}
+    # Parts of the loss can be as many as steps, but write less.
+    forward, backward = (
+        max((scan for scan in found if scan.params["reverse"] == reverse), key=written.get) for reverse in (False, True)
+    )
+    read = size(forward.invars[forward.params["num_consts"] + forward.params["num_carry"] :])
+    return Loops(read, written[forward], written[backward])
+
+
+def size(variables: list) -> int:
+    """The bytes of traced arrays."""
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
+
+
+def scans(jaxpr) -> Iterator:
+    """All scans of a traced program, in the order in which they run."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from scans(inner)

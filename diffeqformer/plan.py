@@ -33,7 +33,7 @@ from diffeqformer.planning import search  # noqa: E402
 from diffeqformer.planning.chips import Chip, Gpu, chip_of, gpus_of  # noqa: E402
 from diffeqformer.planning.compiler import tpu_devices  # noqa: E402
 from diffeqformer.planning.estimate import plan_of  # noqa: E402
-from diffeqformer.planning.programs import Planned, programs_of_run, train_steps  # noqa: E402
+from diffeqformer.planning.programs import Planned, programs_of_run, scoring, train_steps  # noqa: E402
 from diffeqformer.planning.report import front_summary, rates, summary  # noqa: E402
 from diffeqformer.planning.shapes import plan_on_gpus  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
@@ -44,7 +44,12 @@ TOPOLOGY = flags.DEFINE_string(
     "topology", None, "A slice of TPUs, such as v5e:8x8, or a number of GPUs, such as h100:8.", required=True
 )
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape, joined by the data centre's network.", lower_bound=1)
-PROGRAMS = flags.DEFINE_enum("programs", "all", ["all", "train"], "All programs of the run, or its train steps alone.")
+PROGRAMS = flags.DEFINE_enum(
+    "programs",
+    "all",
+    ["all", "train", "score"],
+    "All programs of the run, its train steps alone, or what scores it afterwards (evaluate, downstream).",
+)
 SEARCH = flags.DEFINE_integer(
     "search",
     None,
@@ -112,8 +117,11 @@ def program_of(config: ConfigDict, devices: list) -> Program:
 def planned(config: ConfigDict, program: Program, chip: Chip) -> dict:
     """The plan of one run, with a line for each program that was compiled."""
     start, programs = time.monotonic(), []
-    compiling = programs_of_run if PROGRAMS.value == "all" else train_steps
-    for found in compiling(config, program, DUMP.value):
+    if PROGRAMS.value == "score":
+        compiling = scoring(config, list(program.mesh.devices.flat))
+    else:
+        compiling = (programs_of_run if PROGRAMS.value == "all" else train_steps)(config, program, DUMP.value)
+    for found in compiling:
         programs.append(found)
         print(f"  {found.name:<36} {found.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
     return plan_of(config, program, programs, chip, SLICES.value, PRICE.value)

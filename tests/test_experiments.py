@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from diffeqformer.training.cross_entropy import CHUNK
+from diffeqformer.cross_entropy import CHUNK
 from runs import command
 
 

@@ -35,7 +35,7 @@ def test_smooth_weights_and_unrelated_weights_are_told_apart():
 
 @pytest.mark.long
 def test_convergence_is_seen_where_weights_are_smooth_and_only_there():
-    tokens = jnp.arange(12).reshape(2, 6)
+    tokens = np.arange(12).reshape(2, 6)
     found = ode.convergence(model_of(5.0, num_steps=4), tokens, refinements=3)
     assert found["num_steps"] == [4, 8, 16, 32]
     for method, order in found["orders"].items():

@@ -75,6 +75,14 @@ def test_a_published_run_is_planned_whole(tmp_path):
     check_whole(plan, steps=10_001, tokens=256 * 1024)
 
 
+def test_llama_1b_is_scored_on_a_small_slice(tmp_path):
+    """Whose hypernetwork takes 24.7 GiB. Each of the eight chips holds a part of it until the weights are copied."""
+    options = ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=any", "--topology=v5e:2x4"]
+    plan = planned(tmp_path, *options, programs="score")
+    made, copied, scored = (found["needed"] / 2**30 for found in plan["memory"]["by_program"].values())
+    assert plan["fits"] and made < 4 and copied < 8.5 and scored < 3
+
+
 def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
     """The weights of its base come before its initial state."""
     options = [

@@ -28,8 +28,8 @@ def memory_of(programs: list[Planned], program: Program, chip: Chip) -> dict:
         "largest_program": largest.name,
         "by_program": {planned.name: planned.bytes() for planned in programs},
     }
-    step = next(planned for planned in programs if planned.num_steps)
-    if step.compiled:
+    step = next((planned for planned in programs if planned.num_steps), None)
+    if step and step.compiled:
         state = program.state_shapes
         causes = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
         causes |= dict(sorted(step.compiled.by_cause.items(), key=lambda item: -item[1]))
@@ -88,7 +88,7 @@ def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip:
         "fits": all(planned.needed <= chip.memory for planned in programs),
         "memory": memory_of(programs, program, chip),
     }
-    if all(planned.compiled for planned in steps.values()):
+    if steps and all(planned.compiled for planned in steps.values()):
         slice_size = program.mesh.size // slices
         times = {depth: milliseconds_of(planned, chip, slice_size) for depth, planned in steps.items()}
         found["milliseconds"] = {steps[depth].name: time for depth, time in times.items()}

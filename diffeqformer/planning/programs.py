@@ -7,18 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.fields import attention
+from diffeqformer.fields.layers import as_it_is
 from diffeqformer.inference.discretize import discretized_params
+from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
-from diffeqformer.parallel.sharding import divide_generator
+from diffeqformer.inference.scoring import score
+from diffeqformer.parallel.sharding import divide_generator, make_mesh, sharding
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.training.dynamics import WINDOWS, Recorder
 from diffeqformer.training.memory import bytes_on_device
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import abstract_model, partition_specs, split_model, weights_of
+from diffeqformer.transformer import abstract_model, divide_copies, places, split_model, weights_of
 
 
 class Planned(NamedTuple):
@@ -100,10 +104,9 @@ def train_steps(config: ConfigDict, program: Program, dump: str | None = None) -
 def start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a fine-tuning run: the base's weights at the times of its grid, then its first state."""
     base = checkpoint.load_config(config.base)
-    graph, shapes = split_model(abstract_model(base))
-    mesh = divide_generator(program.mesh, 1)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(nnx.merge(graph, shapes)))
-    shapes = placed(shapes, places)
+    model = abstract_model(base)
+    graph, shapes = split_model(model)
+    shapes = placed(shapes, places(model, divide_copies(model, program.mesh)))
     arguments = graph, shapes, config.model.num_steps, jnp.dtype("float32"), config.model.solver
     found = planned("weights of the base", discretized_params.lower(*arguments), size_of(shapes))
     yield found
@@ -138,6 +141,33 @@ def sample(program: Program, params: dict, state: int) -> Iterator[Planned]:
         cache = placed(cache, prompt.compiled.output_shardings[1])
         token = read_token.lower(graph, params, weights, cache, np.zeros(1, np.int32), 1)
         yield planned("writing a token", token, state + size_of(weights) + size_of(cache))
+
+
+def scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Planned]:
+    """Compile what scores texts with a trained model (`diffeqformer.inference.scoring`) on some devices.
+
+    Args:
+        windows: sequences scored at once, rounded up to a multiple of the number of devices.
+    """
+    model, mesh = abstract_model(config), make_mesh(devices=devices)
+    graph, shapes = split_model(model)
+    params = placed(shapes, places(model, divide_copies(model, mesh)))
+    made = planned("weights", weights_of.lower(graph, params, None), size_of(params))
+    yield made
+    if not made.compiled:
+        return
+    reader, others = split_model(without_depth(nnx.merge(graph, params)))
+    weights = placed(jax.eval_shape(weights_of, graph, params, None), made.compiled.output_shardings)
+    copies = NamedSharding(mesh, PartitionSpec())
+    copying = jax.jit(as_it_is, out_shardings=copies).lower((others, weights))
+    yield planned("copies of the weights", copying, size_of(params) + size_of(weights))
+    others, weights = jax.tree.map(lambda leaf: leaf.update(sharding=copies), (others, weights))
+    rows = -(-windows // len(devices)) * len(devices)
+    tokens = jax.ShapeDtypeStruct((rows, config.sequence_length), jnp.int32, sharding=sharding(mesh, "batch", None))
+    head_width = config.model.width // config.model.heads
+    attend, _ = attention.fastest(devices[0], config.model.dtype, config.sequence_length, head_width)
+    scores = score.lower(reader, others, weights, tokens, tokens, mesh, attend)
+    yield planned(f"scores of {rows} windows", scores, size_of((others, weights)))
 
 
 def placed(shapes, shardings):

@@ -22,11 +22,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 from ml_collections import ConfigDict
 
+from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.fields import FIELDS, attention
 from diffeqformer.parallel.sharding import BATCH, make_mesh, mesh_shape
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.programs import size_of
-from diffeqformer.training.cross_entropy import CHUNK
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import padded_vocabulary
 

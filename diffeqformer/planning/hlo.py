@@ -36,6 +36,26 @@ class Program:
         called = re.search(r"calls=(%[\w.-]+)", line)
         return self.bodies.get(called[1], []) if called else []
 
+    def uses(self, name: str, body: str) -> Iterator[str]:
+        """The instructions from functions of ours that use a value of a computation, through copies and loops."""
+        for line in self.bodies[body]:
+            kind, operands = operation(line)
+            if name not in operands:
+                continue
+            if self.places(line):
+                yield line
+            elif kind == "tuple":
+                for loop, part in self.parts(name_of(line), operands.index(name), body):
+                    yield from self.uses(part, loop)
+            else:
+                yield from self.uses(name_of(line), body)
+
+    def parts(self, name: str, index: int, body: str) -> list[tuple[str, str]]:
+        """The bodies of the loops that begin with a tuple, and the name of one of its parts there."""
+        loops = [self.loop(line)[0] for line in self.bodies[body] if operation(line) == ("while", [name])]
+        read = rf"get-tuple-element\(.*\), index={index}\b"
+        return [(loop, name_of(line)) for loop in loops for line in self.bodies[loop] if re.search(read, line)]
+
     def loop(self, line: str) -> tuple[str, int] | None:
         """The body of a loop and how often it runs, if the instruction is one."""
         loop = re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line)
@@ -56,6 +76,12 @@ class Program:
 def name_of(line: str) -> str:
     """The name of an instruction's result."""
     return re.match(r"\s*(?:ROOT )?(%[\w.-]+) =", line)[1]
+
+
+def operation(line: str) -> tuple[str, list[str]]:
+    """The operation of an instruction, and the names of its operands; empty if it has none."""
+    found = re.search(r" ([a-z][a-z-]*)\((%[^)]*)\)", line)
+    return (found[1], re.findall(r"%[\w.-]+", found[2])) if found else ("", [])
 
 
 def bytes_of(types: str) -> int:

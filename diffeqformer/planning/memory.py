@@ -7,7 +7,7 @@ The compiler dumps where in memory each value lies (`*buffer-assignment.txt`) an
 import collections
 import re
 
-from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.hlo import Program, name_of
 from diffeqformer.planning.times import COLLECTIVE, cause_of
 
 SMALL = 2**16  # bytes of values that don't matter
@@ -17,13 +17,13 @@ CAUSES = {"generator": "weights and their gradient", "loss": "logits and the los
 def temporaries_by_cause(program: Program, buffers: str, ranges: str) -> dict[str, int]:
     """The bytes of values by cause, at the moment when most memory is in use. Arguments aren't counted."""
     places, spans = values(buffers), live_spans(ranges)
-    lines = {line.split(" = ")[0].split()[-1]: line for body in program.bodies.values() for line in body}
+    lines = {name_of(line): (line, body) for body, inside in program.bodies.items() for line in inside}
     moments = {spans[name][0] for name in places if name in spans}
     used = (in_use(places, spans, moment) for moment in moments)
     largest = max(used, key=lambda parts: sum(size for _, size in parts), default={})
     found: dict[str, int] = collections.defaultdict(int)
     for place, names in largest.items():
-        causes = [memory_cause(program, lines.get("%" + name.partition("{")[0], "")) for name in names]
+        causes = [memory_cause(program, *lines.get("%" + name.partition("{")[0], ("", ""))) for name in names]
         known = [cause for cause in causes if cause != "others"]
         found[known[0] if known else "others"] += place[1]
     return found
@@ -34,15 +34,16 @@ def size_of_temporaries(buffers: str) -> int:
     return sum(map(int, re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", buffers, re.M)))
 
 
-def memory_cause(program: Program, line: str) -> str:
-    """What a value is for."""
+def memory_cause(program: Program, line: str, body: str) -> str:
+    """What a value of a computation is for; what the compiler allocates by itself is for what uses it first."""
     if "splash_mha" in line or program.place(line).startswith("attention.py"):
         return "attention"
     for inner in (line, *program.inside(line)):
         if re.search(COLLECTIVE, inner):
             return moved_cause(program.places(inner))
     if not program.place(line):
-        return "others"
+        uses = program.uses(name_of(line), body) if line else iter(())
+        return next((memory_cause(program, use, body) for use in uses), "others")
     return CAUSES.get(cause_of(program, line), "states and activations")
 
 

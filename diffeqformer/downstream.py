@@ -213,7 +213,8 @@ def run_all(options) -> None:
             model = HarnessModel(opened, num_steps, options.batch_size, options.window)
             if num_steps == steps[-1]:
                 del opened  # frees the memory of a hypernetwork
-            lead([model.scorer], lambda workdir=workdir, model=model: study.run(workdir, model))
+            lead([model.scorer], lambda: study.run(workdir, model))
+            del model
     if study:
         study.say()
 
@@ -231,7 +232,7 @@ class Study:
         self.own = {name: task.get_config("num_fewshot") for name, task in self.tasks["tasks"].items()}
         for name, task in self.tasks["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
-                hosts.check_one(f"--tasks: {name}, in which the model writes,")
+                hosts.check_one(f"--tasks: {name} is a task of generation, which")
         check_examples(self.tasks, self.own, shots)
         self.folder = results_folder(options.output, options.workdir[0], "downstream")
         self.report = {

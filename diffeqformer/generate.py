@@ -1,5 +1,6 @@
 """Generate text from a trained model: `python -m diffeqformer.generate --workdir=runs/tiny --prompt="def main("`."""
 
+import hashlib
 import os
 import pathlib
 import sys
@@ -42,7 +43,7 @@ def prompt_text(options) -> str:
     if options.prompt is not None:
         return options.prompt
     if options.prompt_file in (None, "-"):
-        hosts.check_one("--prompt: without it or the name of a --prompt_file, standard input is read, which")
+        hosts.check_one("--prompt: reading standard input, as without it and --prompt_file,")
     if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     try:
@@ -59,7 +60,10 @@ def prompt_text(options) -> str:
 def write(options) -> None:
     """Read the prompt, open the checkpoint, write: the first sample as it comes, the others after it."""
     started = time.monotonic()
-    prompt, count = prompt_text(options), options.samples
+    with hosts.all_succeed("the prompt"):
+        prompt, count = prompt_text(options), options.samples
+    digest = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
+    hosts.check_same("--prompt: the text", digest, "give all processes the same one")
     opened = checkpoint.load_on_all(options.workdir)
     model, tokenizer = opened.model, opened.tokenizer
     ids = encode_prompt(tokenizer, prompt)

@@ -18,6 +18,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
+from diffeqformer.parallel import hosts
 from diffeqformer.transformer import MODELS
 
 
@@ -107,6 +108,7 @@ def main() -> None:
     output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
 
     def command() -> None:
+        hosts.check_one("materialize: this command")
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
         print(f"{folder}: {size_of(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 

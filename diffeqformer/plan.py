@@ -78,6 +78,9 @@ def planned_on_tpus(config: ConfigDict) -> dict:
     chip = chip_of(TOPOLOGY.value)
     if SEARCH.value and DUMP.value:
         raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
+    for option, value in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
+        if PROGRAMS.value == "score" and value is not None:
+            raise UserError(f"--{option}: is for train steps, which --programs=score leaves out; leave one of them out")
     devices = tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
@@ -97,6 +100,8 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
     for option, wanted in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
         if wanted is not None:
             raise UserError(f"--{option}: needs a compiler, and nothing compiles for GPUs without one; leave it out")
+    if PROGRAMS.value == "score":
+        raise UserError("--programs: must not be score for GPUs, for which nothing compiles without one")
     if SLICES.value > 1:
         raise UserError(f"--slices: are of TPUs; give the number of all GPUs, such as {TOPOLOGY.value}")
     check_config(config, number, "gpu")

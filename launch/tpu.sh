@@ -22,6 +22,7 @@
 #   PROJECT  (gcloud's own)                           SPOT     1 for a spot slice, much cheaper but preemptible
 #   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
 #            is needed unless --workdir is on gs://
+#   EXTRAS   more extras of the package for setup to install, such as eval, which downstream needs
 #   PAUSE    seconds between two checks of the slice's state (30)
 
 set -euo pipefail
@@ -126,7 +127,7 @@ setup() {
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
 command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
-~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs]' -c constraints.txt
+~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs${EXTRAS:+,$EXTRAS}]' -c constraints.txt
 ${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common
 sudo mkdir -p /mnt/runs
 grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab
@@ -176,7 +177,7 @@ watch() { on "${WORKER:-0}" "tail -n 50 -F diffeqformer/run.log"; }
 do_command() {
   [[ ${1-} =~ ^[a-z]+$ ]] || fail "do: name a command, for example evaluate --workdir=gs://my-bucket/runs/large"
   local options
-  options=$(printf ' %q' "${@:2}")
+  options=$([[ $# == 1 ]] || printf ' %q' "${@:2}")
   on all "cd diffeqformer && $alive && if alive; then
 echo \"\$HOSTNAME: a run is in progress, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
 .venv/bin/python -m diffeqformer.$1$options"

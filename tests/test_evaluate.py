@@ -241,12 +241,12 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
     documents = [text for text in DOCUMENTS if text.strip()]
     store = tmp_path / "there" / "python_stdlib-bytes"
     about = make_store(store, {"train": [["other text"]], "validation": [documents[:1], documents[1:]]})
-    config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent", data__remote=f"file://{store.parent}")
+    config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent")
     sha256 = about["splits"]["train"]["sha256"]
     save_checkpoint(tmp_path / "run", lively_model("diffeqformer", vocab_size=257), config, sha256)
     done = command(
         "evaluate", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--window=8", "--stride=3",
-        "--batch_size=8",
+        "--batch_size=8", f"--remote=file://{store.parent}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"that of the token store file://{store.parent}/python_stdlib-bytes;" in done.stdout
@@ -261,16 +261,19 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     about = make_store(tmp_path / "python_stdlib-bytes", {"train": [["a"]], "validation": [["b"]]})
     model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
 
-    def found(task="python_stdlib", split="validation", sha256=sha256, **changes):
+    def found(task="python_stdlib", split="validation", sha256=sha256, remote=None, **changes):
         config = toy_config("gpt", data__dir=str(tmp_path), **changes)
         about = checkpoint.About({}, "bytes", data_sha256=sha256)
-        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split)
+        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split, remote)
 
     assert found().sha256 == about["splits"]["validation"]["sha256"]
     assert found("wikitext103") is found(split="test") is found(sha256="0" * 64) is found(sha256="") is None
     assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
-    assert found(data__dir="absent", data__remote="nowhere://bucket") is None
-    assert "config.data.remote: nowhere://bucket: " in capsys.readouterr().out
+    assert "token store " in capsys.readouterr().out
+    assert found(data__dir="absent", data__remote="nowhere://bucket") is None  # which a checkpoint can't choose
+    assert capsys.readouterr().out == "--remote=nowhere://bucket would take the text from the training's store\n"
+    with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: "):
+        found(data__dir="absent", remote="nowhere://bucket")
 
 
 @pytest.mark.long
@@ -322,7 +325,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
 
     def open_text(task, module):
-        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None)
+        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None, remote=None)
         evaluation_command.open_text(options, opened, task, None, 8, 8)
         return imported.pop()
 

@@ -131,11 +131,15 @@ def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_st
     workdir = f"--workdir={tmp_path / 'run'}"
     for module, option, sentence in (
         ("evaluate", "--files=absent.txt", "--files: no file matches 'absent.txt'"),
-        ("generate", "--prompt_file=-", "--prompt: without it or the name of a --prompt_file, standard input is read"),
+        (
+            "generate",
+            "--prompt_file=-",
+            "--prompt: reading standard input, as without it and --prompt_file, needs a single process",
+        ),
         (
             "downstream",
             "--include=tests/data/tasks",
-            "--tasks: sums, in which the model writes, needs a single process",
+            "--tasks: sums is a task of generation, which needs a single process",
         ),
     ):
         (_, first), (_, second) = finish(start_command(module, 2, 1, [[workdir, option]] * 2), 1)

@@ -126,8 +126,8 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
     Raises:
         UserError: if it can't be read, or a shard differs from what was written.
     """
-    system, there = open_remote(remote, name)
     try:
+        system, there = open_remote(remote, name)
         about = json.loads(system.cat_file(f"{there}/store.json"))
         shards_of(about, f"{remote}/{name}/store.json")
         entry, parts = about["splits"][split], []
@@ -141,7 +141,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
     except UserError:
         raise
     except Exception as error:  # each file system has exceptions of its own, and the file can hold anything
-        raise UserError(f"config.data.remote: {remote}/{name} can't be read: {_reason(error)}") from error
+        raise UserError(f"{remote}/{name}: this token store can't be read: {_reason(error)}") from error
 
 
 def each_shard(copy: Callable[[dict], int], shards: list[dict], what: str) -> None:

@@ -18,6 +18,7 @@ from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.sharding import make_mesh
 from diffeqformer.transformer import random_key
 
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -74,7 +75,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 values[name] = int(value)
             except ValueError:
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}") from None
-        return cls(checkpoint.load(str(workdir)), **values)
+        return cls(checkpoint.load(str(workdir), make_mesh()), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
@@ -175,7 +176,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             UserError: if a request has an unsupported option, or asks for more tokens than the window holds; or on
                 several hosts, as only one of them has the requests.
         """
-        hosts.check_one("generate_until: a task that lets the model write")
+        hosts.check_one("generate_until: generation")
         prepared = [self._generation(*request.args) for request in requests]
         results = []
         for number, (prompt, until, count, choice) in enumerate(_bar(prepared, "Writing", " texts", disable_tqdm)):

@@ -216,6 +216,7 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
         return _follow(scorers)
 
     def send(number: int, positions: int = 0) -> None:
+        hosts.wait("the next batch")
         hosts.from_first(np.array([number, positions], np.int32))
 
     def announce(number: int, ids: Int[np.ndarray, "B positions"]) -> None:
@@ -226,17 +227,16 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
         scorer.announce = functools.partial(announce, number)
     try:
         result = work()
-    except Exception as error:
+    except UserError as error:  # raised between batches; after another error the processes can't agree
         send(FAILED)
-        if isinstance(error, UserError):
-            raise UserErrorEverywhere(str(error)) from error
-        raise
+        raise UserErrorEverywhere(str(error)) from error
     send(DONE)
     return result
 
 
 def _follow(scorers: Sequence[Scorer]) -> None:
     while True:
+        hosts.wait("the next batch")
         number, positions = hosts.from_first(np.zeros(2, np.int32)).tolist()
         if number == FAILED:
             raise UserErrorEverywhere("process 0 failed; see its message")

@@ -21,6 +21,11 @@ def define_text_flags(folder: str) -> None:
         None,
         "Local files to use instead (.txt, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
     )
+    flags.DEFINE_string(
+        "remote",
+        None,
+        "URL of token stores, gs://bucket/stores, that have the text. It is never taken from the checkpoint.",
+    )
     flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
     flags.DEFINE_string("tfds_dir", None, "Download folder for corpora; by default as in training.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
@@ -68,7 +73,7 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
-    stored = None if files or options.files == "" else stored_text(opened, task, options.split)
+    stored = None if files or options.files == "" else stored_text(opened, task, options.split, options.remote)
     data = opened.config.data
     if stored:
         return Evaluation(task, options.split, opened.tokenizer, window, stride, stored=stored)
@@ -81,29 +86,31 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
 
 
-def stored_text(opened: Checkpoint, task: str, split: str) -> Split | None:
+def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -> Split | None:
     """The split as the training's token store has it, so that a corpus need not be downloaded to be scored.
 
-    The store is the one in `data.dir` or, without writing anything, at `data.remote`. It must have the very ids of the
-    training, by their SHA-256. None if this isn't so, or another text is meant.
+    It is looked for in the training's `data.dir` and, without writing anything, at `remote`. None if it isn't there,
+    if its record names other training ids than the checkpoint's, or if another text is meant.
 
     Raises:
-        UserError: if a store in `data.dir` is damaged.
+        UserError: if the store at `remote` can't be read.
     """
-    data, name = opened.config.data, opened.tokenizer.name
+    data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
     if (task, split, data.train_files) != (data.task, "validation", ""):
         return None
-    folder, ids = store_folder(data, opened.tokenizer), ""
-    if (folder / "store.json").exists():
-        splits, place = open_store(folder, name, 1, task=task), str(folder)
+    try:
+        splits, place = open_store(folder, opened.tokenizer.name, 1, task=task), str(folder)
         found, ids = splits["validation"], splits["train"].sha256
-    elif data.remote:
-        place = f"{data.remote}/{folder.name}"
-        try:
-            found, ids = read_split(data.remote, folder.name, "validation")
-        except UserError as error:
-            print(printable(f"{error}; so the corpus itself is scored"), flush=True)
-    if not ids or ids != opened.about.data_sha256:
+    except (UserError, OSError):  # there is none, it can't be read, or it has other text
+        if remote is None:
+            if data.remote:
+                print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
+            return None
+        place = f"{remote}/{folder.name}"
+        found, ids = read_split(remote, folder.name, "validation")
+    known = found.ids(0, found.size).max(initial=0) < opened.tokenizer.vocab_size
+    if ids != opened.about.data_sha256 or not known:
+        print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)
         return None
     print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)
     return found

@@ -153,6 +153,13 @@ def check_shared(workdir: epath.Path) -> None:
         )
 
 
+def wait(what: str) -> None:
+    """Wait, for hours if need be, until all processes have come here with the same words."""
+    if jax.process_count() > 1:
+        a_week = 7 * 24 * 3600 * 1000  # in ms; a wait on the devices would time out after minutes
+        get_barrier_sync_fn()(key=what, timeout_ms=a_week)
+
+
 @contextlib.contextmanager
 def all_succeed(what: str) -> Iterator[None]:
     """Wait at the end of the `with` block for all processes. The block can take hours, or fail on only one of them.
@@ -169,8 +176,7 @@ def all_succeed(what: str) -> Iterator[None]:
     except UserError as raised:
         error = UserErrorEverywhere(str(raised))
     if jax.process_count() > 1:
-        a_week = 7 * 24 * 3600 * 1000  # in ms; a wait on the devices would time out after minutes
-        get_barrier_sync_fn()(key=what, timeout_ms=a_week)
+        wait(what)
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
         if error is None and len(failed):
             error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed; see its message")

@@ -110,8 +110,12 @@ def on_every_device(tree, mesh: Mesh | None = None):
         return tree
     copies = NamedSharding(mesh, PartitionSpec())
     if jax.process_count() > 1:
-        return jax.jit(lambda leaves: leaves, out_shardings=copies)(tree)
+        return jax.jit(_unchanged, out_shardings=copies)(tree)
     return jax.device_put(tree, copies)
+
+
+def _unchanged(tree):
+    return tree
 
 
 def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:

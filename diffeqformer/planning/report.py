@@ -59,7 +59,7 @@ def rates(plan: dict) -> str:
 def front_summary(rows: list[dict]) -> str:
     """The rows of a search (`plan.searched`) that are on its front, the fastest first, each with its command."""
     lines = [f"{'fits  ' if row['fits'] else 'too large'}  {rates(row)}\n    {row['command']}" for row in rows]
-    told = "Those of them than which none is faster (attention and collectives included) without more memory:"
+    told = "The best trade-offs; no other try is both faster (attention and collectives included) and smaller:"
     return "\n".join([told, *lines])
 
 

@@ -126,7 +126,7 @@ def _order_below(one: Setting, smallest: Setting) -> tuple:
 
 
 def front(tried: list[Tried]) -> list[Tried]:
-    """Those than which none is better, the fastest first. What has no time isn't among them, unless nothing has one."""
+    """Those that no other one beats, the fastest first. What has no time isn't among them, unless nothing has one."""
     timed = [found for found in tried if found.hours < math.inf] or tried
     best = [found for found in timed if not any(other.better_than(found) for other in timed)]
     return sorted(best, key=lambda found: found.hours)

@@ -62,10 +62,15 @@ class Trace(contextlib.AbstractContextManager):
         jax.block_until_ready(state)
         self.clock.lap("steps")
         # JAX would name the folder by the second, and reach gs:// by another client than everything else here.
-        self.first, self.local = step, tempfile.TemporaryDirectory()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of a Python function would slow the host down and fill the trace
-        jax.profiler.start_trace(self.local.name, profiler_options=options)
+        try:
+            self.local = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(self.local.name, profiler_options=options)
+            self.first = step
+        except Exception as error:  # from the profiler or the file system
+            self.steps = range(0)
+            print(f"config.profile_steps: the trace can't begin: {reason_of(error)}; the run continues", flush=True)
         return self.clock.lap("profiling")
 
     def after(self, step: int, state: dict, stopping: bool) -> float:
@@ -96,5 +101,6 @@ class Trace(contextlib.AbstractContextManager):
                     (folder / file.name).write_bytes(file.read_bytes())
 
     def __exit__(self, *_) -> None:
-        if self.first is not None:  # the run has failed
-            self._end(None)
+        if self.first is not None:  # the run has failed, with an error that matters more
+            with contextlib.suppress(Exception):
+                self._end(None)

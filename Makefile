@@ -4,7 +4,7 @@
 # make test-shuffled  the test suite in random order; it prints its seed, PYTEST='--randomly-seed=N' repeats it
 # make test-slow  tests that take half a minute or more: several processes, full disks, a kill in the middle of a save
 # make test-kill  ten minutes of kills at random moments, each of which a run must survive
-# make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour)
+# make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
 # make format     format Python and Markdown

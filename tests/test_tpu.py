@@ -165,7 +165,7 @@ def test_a_large_product_takes_little_longer_than_at_peak():
     ),
 )
 def test_a_step_fits(options, state, tmp_path):
-    """The account for GPUs, whose attention stores as much, finds what the compiler lays out.
+    """The account for GPUs, whose attention stores as much, finds what the compiler lays out for these.
 
     Args:
         state: GiB per chip of the state and a batch.

@@ -116,6 +116,11 @@ def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) ->
 
 
 @functools.partial(jax.jit, static_argnames=("graph",))
+def _first_state(graph, params, tokens):
+    return nnx.merge(graph, params).embed(tokens, Context()).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
 def _advance(graph, params, features, sizes, x):
     model = nnx.merge(graph, params)
     layers = in_type(model.depth.from_features(features), jnp.float32)
@@ -142,7 +147,7 @@ def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements:
     fp32.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
-    x = model.embed(tokens, Context()).astype(jnp.float32)
+    x = _first_state(*split_model(model), tokens)
     numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
     exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
     found = {"num_steps": numbers, "errors": {}, "orders": {}}

@@ -262,7 +262,7 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
 
     def found(task="python_stdlib", split="validation", sha256=sha256, remote=None, **changes):
-        config = toy_config("gpt", data__dir=str(tmp_path), **changes)
+        config = toy_config("gpt", **{"data__dir": str(tmp_path), **changes})
         about = checkpoint.About({}, "bytes", data_sha256=sha256)
         return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split, remote)
 

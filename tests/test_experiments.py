@@ -104,7 +104,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert run("times")[0].returncode == 0
     done, trained = run("final")
     assert done.returncode == 0, done.stderr
-    assert len(trained) == 2 * (4 + 2 * 4 + 4 + 2) and all("--config.seed=0" not in line for line in trained)
+    assert len(trained) == 2 * (4 + 2 * 4 + 3 + 2) and all("--config.seed=0" not in line for line in trained)
     for pattern, rate in (
         ("tiny.py:gpt ", 0.003),
         ("tiny.py:elastic --config.steps=", 0.003),
@@ -116,7 +116,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
     assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 2
     assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=24074 " in line for line in trained) == 2
-    assert sum("step_features=8 " in line and "--config.steps=27083 " in line for line in trained) == 4
+    assert sum("tiny.py:looped" in line and "--config.steps=27083 " in line for line in trained) == 2
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
     assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
     assert results.with_suffix(".png").stat().st_size > 10_000

@@ -149,10 +149,10 @@ def test_a_uniform_model_scores_log_v(field):
 
 
 def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_eval():
-    model = harness_model()
+    project, model = small_model(), harness_model()
     for text, total in zip(TEXTS, rolling(model)):
         stretches = list(scoring.sliding_windows(BYTES.encode(text), WINDOW, WINDOW, BYTES.end_of_text))
-        parts = scoring.Scorer(model.opened.model, batch_size=3, mesh=ONE_DEVICE)(stretches)
+        parts = scoring.Scorer(project, batch_size=3, mesh=ONE_DEVICE)(stretches)
         assert total == pytest.approx(sum(part.log_probs.sum() for part in parts), rel=1e-6, abs=0)
         theirs = map(make_disjoint_window, get_rolling_token_windows(BYTES.encode(text), 256, WINDOW, 1))
         assert [(list(s.ids[: s.first]), list(s.ids[s.first :])) for s in stretches] == list(theirs)

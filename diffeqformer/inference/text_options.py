@@ -1,5 +1,7 @@
 """The options that choose a text and its windows, for all commands that score one."""
 
+import os
+
 from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
@@ -89,8 +91,8 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
 def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -> Split | None:
     """The split as the training's token store has it, so that a corpus need not be downloaded to be scored.
 
-    It is looked for in the training's `data.dir` and, without writing anything, at `remote`. None if it isn't there,
-    if its record names other training ids than the checkpoint's, or if another text is meant.
+    The store is the one at `remote`, of which nothing is written here, or else the one in the training's `data.dir`.
+    None if there is none, if its record names other training ids than the checkpoint's, or if another text is meant.
 
     Raises:
         UserError: if the store at `remote` can't be read.
@@ -98,16 +100,21 @@ def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -
     data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
     if (task, split, data.train_files) != (data.task, "validation", ""):
         return None
-    try:
-        splits, place = open_store(folder, opened.tokenizer.name, 1, task=task), str(folder)
-        found, ids = splits["validation"], splits["train"].sha256
-    except (UserError, OSError):  # there is none, it can't be read, or it has other text
-        if remote is None:
-            if data.remote:
-                print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
-            return None
+    if remote is not None:
         place = f"{remote}/{folder.name}"
         found, ids = read_split(remote, folder.name, "validation")
+    elif os.path.isdir(folder):
+        place = str(folder)
+        try:
+            splits = open_store(folder, opened.tokenizer.name, 1, task=task)
+        except (UserError, OSError):  # it can't be read, or has other text
+            print(printable(f"The token store {place} can't be used"), flush=True)
+            return None
+        found, ids = splits["validation"], splits["train"].sha256
+    else:
+        if data.remote:
+            print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
+        return None
     known = found.ids(0, found.size).max(initial=0) < opened.tokenizer.vocab_size
     if ids != opened.about.data_sha256 or not known:
         print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)

@@ -273,7 +273,7 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     assert found(data__dir="absent", data__remote="nowhere://bucket") is None  # which a checkpoint can't choose
     assert capsys.readouterr().out == "--remote=nowhere://bucket would take the text from the training's store\n"
     with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: "):
-        found(data__dir="absent", remote="nowhere://bucket")
+        found(remote="nowhere://bucket")  # asked before the local one
 
 
 @pytest.mark.long

@@ -116,6 +116,10 @@ def evaluate(options) -> dict | None:
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
+    text = None  # of process 0, which alone reads it
+    with hosts.all_succeed("the text"):
+        if hosts.is_first():
+            text = text_of(options, opened)
     scorers = make_scorers(opened, options, window)  # invalid options fail here, before any text is read
     results = {
         **header(options.workdir, opened),
@@ -128,19 +132,26 @@ def evaluate(options) -> dict | None:
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
-    return lead([scorer for _, scorer in scorers], lambda: score_text(opened, options, results, scorers))
+    return lead([scorer for _, scorer in scorers], lambda: score_text(opened, options, *text, results, scorers))
 
 
-def score_text(opened: checkpoint.Checkpoint, options, results: dict, scorers: list[tuple[dict, Scorer]]) -> dict:
-    """Score the text that the options name with every scorer, then write and print the results.
+def score_text(
+    opened: checkpoint.Checkpoint,
+    options,
+    task: str,
+    files: list[str] | None,
+    results: dict,
+    scorers: list[tuple[dict, Scorer]],
+) -> dict:
+    """Score a text with every scorer, then write and print the results.
 
     Args:
+        task, files: from `text_of`.
         results: those known so far.
 
     Raises:
         UserError: if there is no such text, or less than a window, or the results can't be written.
     """
-    task, files = text_of(options, opened)
     evaluation = open_text(options, opened, task, files, results["window"], results["stride"])
     folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
     results = {**results, "task": task, "files": files, "split": options.split, "rows": []}

@@ -199,7 +199,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
-    options = dict.fromkeys(("task", "files", "module", "tfds_dir", "window", "stride", "output"))
+    options = dict.fromkeys(("task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     options |= {"tolerance": [], "calibration_files": None}
     with pytest.raises(UserError, match=f"^{sentence}"):
@@ -305,12 +305,15 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
 
     def text_of(**options):
-        defaults = {"task": None, "files": None, "split": "validation"}
+        defaults = {"task": None, "files": None, "split": "validation", "remote": None}
         return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
 
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
     assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]
     assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
+    for options in ({}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):  # {}: own files
+        with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
+            text_of(remote="gs://bucket/stores", **options)
 
 
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):

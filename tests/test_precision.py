@@ -84,7 +84,7 @@ def of_inference(config) -> list[Product]:
     def score_and_write(params):
         weights = weights_of(graph, params, None)
         _, cache = read_prompt(graph, params, weights, prompt, 1)
-        made = [score(graph, params, weights, tokens, tokens, ONE_DEVICE, attention.plain)]
+        made = [score(graph, params, weights, tokens, tokens, ONE_DEVICE)]
         made += [discretized_params(graph, params, config.model.num_steps, np.dtype("float32"), "euler")]
         if model.depth.generated:
             caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)

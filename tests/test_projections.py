@@ -92,8 +92,8 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
 def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch):
     """By XLA, by XLA as on accelerators (where the norm comes from Gram matrices), and by the kernels.
 
-    Only one step where weights are bfloat16: the next one's may be rounded up instead of down. Where moments are, a rate
-    of 1e-4 keeps what one rounding moves below 1e-6.
+    Only one step where weights are bfloat16: the next one's may be rounded up instead of down. In three steps with
+    moments in bfloat16, a rate of 1e-4 keeps what one rounding moves below 1e-6.
     """
     config = toy_config(kind, field, **{**SIZES, **changes})
     mesh = make_mesh(shape, jax.devices()[: np.prod(shape)]) if shape else ONE_DEVICE

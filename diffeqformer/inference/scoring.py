@@ -73,7 +73,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
         done = end
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "attend"))
+@functools.partial(jax.jit, static_argnames=("graph", "mesh"))
 def score(
     graph: nnx.GraphDef,
     params: dict,
@@ -81,17 +81,17 @@ def score(
     tokens: Int[Array, "B S"],
     targets: Int[Array, "B S"],
     mesh: Mesh,
-    attend: Callable,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
     Args:
         params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
-        attend: causal attention (`diffeqformer.fields.attention`).
     """
 
     def on_device(params, weights, tokens, targets):
         model = nnx.merge(graph, params)
+        head_width = model.field.width // model.field.heads
+        attend, _ = attention.fastest(mesh.devices.flat[0], str(model.dtype), tokens.shape[1], head_width)
         x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
         with multiplying(model.precision):
             scores = log_probabilities(
@@ -102,6 +102,11 @@ def score(
     by_example, copies = partition(("batch", None)), PartitionSpec()
     on_devices = by_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
     return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
+
+
+def full_batch(batch_size: int, mesh: Mesh) -> int:
+    """A number of sequences, rounded up to a multiple of the number of devices."""
+    return -(-batch_size // mesh.size) * mesh.size
 
 
 class Scorer:
@@ -131,8 +136,8 @@ class Scorer:
         self.mesh = make_mesh() if mesh is None else mesh
         self.graph, self.params, self.weights = split_reader(model, num_steps, self.mesh)
         self.by_example = sharding(self.mesh, "batch", None)
-        self.max_length, self.dtype, self.field = model.max_length, str(model.dtype), model.field
-        self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
+        self.max_length = model.max_length
+        self.batch_size = full_batch(batch_size, self.mesh)
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] = lambda ids: None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
@@ -191,9 +196,7 @@ class Scorer:
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        width = self.field.width // self.field.heads
-        attend, _ = attention.fastest(self.mesh.devices.flat[0], self.dtype, tokens.shape[1], width)
-        return score(self.graph, self.params, self.weights, tokens, targets, self.mesh, attend)
+        return score(self.graph, self.params, self.weights, tokens, targets, self.mesh)
 
 
 DONE, FAILED = -1, -2

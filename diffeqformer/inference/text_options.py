@@ -41,7 +41,7 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
     """The corpus, and the local files to use instead of it; both are by default as in training.
 
     Raises:
-        UserError: if no file matches.
+        UserError: if no file matches, or if `--remote` can't have the text.
     """
     data = opened.config.data
     task = options.task or data.task
@@ -51,7 +51,17 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
             data[f"{options.split}_files"],
             f"--files: the default, config.data.{options.split}_files of the training",
         )
+    if options.remote is not None and (patterns or options.files == "" or not _stored(data, task, options.split)):
+        raise UserError(
+            "--remote: must go without --files and with the corpus of the training and its validation split, which are "
+            f"all that its store has, but the text is {options.files or task!r}, {options.split}"
+        )
     return task, matching_files(patterns, name) if patterns else None
+
+
+def _stored(data, task: str, split: str) -> bool:
+    """Whether a split of a corpus is in the token store that the training's `config.data` describes."""
+    return (task, split, data.train_files) == (data.task, "validation", "")
 
 
 def window_of(options, opened: Checkpoint) -> int:
@@ -98,7 +108,7 @@ def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -
         UserError: if the store at `remote` can't be read.
     """
     data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
-    if (task, split, data.train_files) != (data.task, "validation", ""):
+    if not _stored(data, task, split):
         return None
     if remote is not None:
         place = f"{remote}/{folder.name}"

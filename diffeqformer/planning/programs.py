@@ -11,12 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.fields import attention
 from diffeqformer.fields.layers import as_it_is
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
-from diffeqformer.inference.scoring import score
+from diffeqformer.inference.scoring import full_batch, score
 from diffeqformer.parallel.sharding import divide_generator, make_mesh, sharding
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.training.dynamics import WINDOWS, Recorder
@@ -162,11 +161,9 @@ def scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Pl
     copying = jax.jit(as_it_is, out_shardings=copies).lower((others, weights))
     yield planned("copies of the weights", copying, size_of(params) + size_of(weights))
     others, weights = jax.tree.map(lambda leaf: leaf.update(sharding=copies), (others, weights))
-    rows = -(-windows // len(devices)) * len(devices)
+    rows = full_batch(windows, mesh)
     tokens = jax.ShapeDtypeStruct((rows, config.sequence_length), jnp.int32, sharding=sharding(mesh, "batch", None))
-    head_width = config.model.width // config.model.heads
-    attend, _ = attention.fastest(devices[0], config.model.dtype, config.sequence_length, head_width)
-    scores = score.lower(reader, others, weights, tokens, tokens, mesh, attend)
+    scores = score.lower(reader, others, weights, tokens, tokens, mesh)
     yield planned(f"scores of {rows} windows", scores, size_of((others, weights)))
 
 

@@ -77,7 +77,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 6e-4  # peak rate, after the warm-up
-    config.optimizer.weight_decay = 0.1  # decoupled; see diffeqformer.training.optimizer.decay_mask
+    config.optimizer.weight_decay = 0.1  # decoupled
+    # What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).
+    config.optimizer.decay = "as_published"
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.999
     config.optimizer.epsilon = 1e-8

@@ -28,7 +28,7 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
     config.name = first
     config.steps, config.batch_size = 10_001, 256
-    config.optimizer.learning_rate = 3e-4
+    config.optimizer.update(learning_rate=3e-4, decay="everything")
     config.mesh.fsdp = 8
     config.model.num_steps = 24 if model else 18
     if stage == "pretrain":
@@ -36,5 +36,6 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
         config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
     else:
         config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"
-        config.model.lora_rank = 200 if stage == "lora" else 0
+        if stage == "lora":
+            config.model.update(lora_rank=200, lora_start="published")
     return config

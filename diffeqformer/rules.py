@@ -173,6 +173,7 @@ RULES = [
         "must be default for model.dtype {c.model.dtype}, in which all products are at the highest",
     ),
     _one_of("model.remat", REMAT),
+    _one_of("optimizer.decay", ("as_published", "everything", "matrices")),
     Rule(
         "data.task",
         lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,

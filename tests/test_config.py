@@ -101,6 +101,7 @@ WRONG = {
     "kernels": "triton",
     "optimizer.learning_rate": -1e-3,
     "optimizer.weight_decay": float("nan"),
+    "optimizer.decay": "kernels",
     "optimizer.beta1": 1.0,
     "optimizer.beta2": -0.1,
     "optimizer.epsilon": 0.0,

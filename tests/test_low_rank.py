@@ -8,6 +8,7 @@ from flax import nnx
 
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
+from diffeqformer.fields.layers import heads, heads_by_position
 from diffeqformer.inference.discretize import discretize
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import select, split_model
@@ -73,6 +74,15 @@ def test_the_gradient_of_adapters_is_that_of_their_kernels():
         d_kernel, factors = 2.0 * whole["depth"]["layers"][name]["kernel"], params["depth"]["layers"][name]
         close(found["a"], d_kernel @ factors["b"].swapaxes(1, 2))
         close(found["b"], factors["a"].swapaxes(1, 2) @ d_kernel)
+
+
+@pytest.mark.parametrize("apply", [heads, heads_by_position])
+def test_a_change_below_the_last_bit_of_a_kernel_counts(apply):
+    """Merged in bfloat16, the change would be lost: 1 + 0.001 is 1."""
+    weights = {"kernel": jnp.ones((2, 1)), "a": jnp.array([[0.001], [0.0]]), "b": jnp.ones((1, 1))}
+    weights = {name: value.astype("bfloat16") for name, value in weights.items()}
+    [y] = apply(weights, jnp.array([[[1.0, -1.0]]]), 1)
+    assert float(y.squeeze()) == pytest.approx(0.001, rel=2**-8)
 
 
 def test_training_changes_adapters_and_embeddings_alone():

@@ -29,7 +29,7 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     """The state after some steps, with dP itself and optax alone, and the norms of the gradients."""
     program = Program(config, mesh)
     loss = ShardedLoss(program.graph, program.state_shapes["params"], program.mesh)
-    optimizer = make_optimizer(config, program.trained(decay_mask(abstract_model(config))))
+    optimizer = make_optimizer(config, program.trained(decay_mask(abstract_model(config), config.optimizer.decay)))
 
     @jax.jit
     def train_step(params, moments, tokens, step):

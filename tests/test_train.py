@@ -75,10 +75,10 @@ def test_the_state_is_donated():
     assert all(leaf.is_deleted() for leaf in before)
 
 
-def test_decay_follows_the_published_masks():
-    def decaying(kind, field="gpt"):
-        config = toy_config(kind, field)
-        mask = jax.tree_util.tree_leaves_with_path(optimizer.decay_mask(abstract_model(config)))
+def test_decay_follows_the_published_masks_or_takes_everything_or_matrices():
+    def decaying(kind, field="gpt", decay="as_published"):
+        model = abstract_model(toy_config(kind, field))
+        mask = jax.tree_util.tree_leaves_with_path(optimizer.decay_mask(model, decay))
         return {jax.tree_util.keystr(path, simple=True, separator="/") for path, decays in mask if decays}, len(mask)
 
     embeddings = {"token_embedding", "position_embedding"}
@@ -92,6 +92,14 @@ def test_decay_follows_the_published_masks():
     for kind in ("diffeqformer", "alternative", "looped"):
         every, count = decaying(kind, "llama")
         assert len(every) == count
+    for kind in ("diffeqformer", "discretized"):
+        every, count = decaying(kind, decay="everything")
+        assert len(every) == count
+    assert decaying("gpt", decay="matrices")[0] == decaying("shared", decay="matrices")[0] == embeddings | kernels
+    spared = {name for name in every if name.endswith(("bias", "scale", "shift"))}
+    assert len(spared) == 10 and decaying("discretized", decay="matrices")[0] == every - spared
+    every, matrices = (decaying("diffeqformer", decay=decay)[0] for decay in ("everything", "matrices"))
+    assert {name.rpartition("/")[2] for name in every - matrices} == {"lin1_bias", "lin2_bias", "scale", "shift"}
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():

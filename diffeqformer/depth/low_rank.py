@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA). Each step's kernel is a frozen base plus two trained factors: base + (alpha / rank) a b.
 
-A layer's adapter is stored beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs]. In training it is
-merged inside the solver's step, so that no second copy of all kernels is made. Elsewhere, weights are merged once.
+A layer's adapter is stored beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs]. Training multiplies
+by them one after the other, as published: a small change isn't rounded away in a kernel of a shorter type, and the
+gradient of a frozen kernel is never made. Elsewhere, weights are merged once.
 
 @inproceedings{hu2022lora,
   title={{LoRA}: Low-Rank Adaptation of Large Language Models},
@@ -12,13 +13,12 @@ merged inside the solver's step, so that no second copy of all kernels is made. 
 """
 
 import re
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
 
 from diffeqformer.errors import UserError
-from diffeqformer.fields.layers import Linear, Norm, as_it_is, parameter
+from diffeqformer.fields.layers import Linear, Norm, parameter
 
 FACTORS = ("a", "b")
 ADAPTER_STARTS = ("zero", "published")
@@ -70,24 +70,32 @@ def add_adapters(
             stack[name][factor] = parameter(rngs, *how, decays=True, always_trains=True)
 
 
-def merge(layers: dict, gather: Callable[[dict], dict] = as_it_is) -> dict:
+def of_adapters_type(layers: dict) -> dict:
+    """The same layers with kernels in the type of the factors, in which they are gathered and multiplied.
+
+    Args:
+        layers: the layers of one step, or stacked. Without adapters nothing changes.
+    """
+    dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
+    if not dtypes:
+        return layers
+    return {
+        name: {**weights, "kernel": weights["kernel"].astype(dtypes[0])} if "kernel" in weights else weights
+        for name, weights in layers.items()
+    }
+
+
+def merge(layers: dict) -> dict:
     """Equivalent layers without adapters: kernel + a b. Kernels are returned in the type of the factors.
 
     Args:
-        layers: the layers of one step, or stacked. Layers without adapters don't change.
-        gather: gathers sharded layers. At that point, kernels are already in the factors' type.
+        layers: the layers of one step, or stacked. Without adapters nothing changes.
     """
-    dtypes = [weights["a"].dtype for weights in layers.values() if "a" in weights]
-    if dtypes:
-        layers = {
-            name: {**weights, "kernel": weights["kernel"].astype(dtypes[0])} if "kernel" in weights else weights
-            for name, weights in layers.items()
-        }
-    layers = gather(layers)
-    return {name: _merged(weights) if "a" in weights else weights for name, weights in layers.items()}
+    typed = of_adapters_type(layers)
+    return {name: _merged(weights) if "a" in weights else typed[name] for name, weights in layers.items()}
 
 
 def _merged(weights: dict) -> dict:
     product = jnp.matmul(weights["a"], weights["b"], preferred_element_type=jnp.float32)
-    kernel = (weights["kernel"] + product).astype(weights["kernel"].dtype)
+    kernel = (weights["kernel"] + product).astype(weights["a"].dtype)
     return {**{name: value for name, value in weights.items() if name not in FACTORS}, "kernel": kernel}

@@ -4,7 +4,8 @@ A vector field lists its layers once, as `Linear` and `Norm` entries. Each kind 
 turns this list into its own parameters.
 A layer's weights at one time are a plain dictionary:
 
-    Linear: kernel [inputs, outputs], bias [outputs] (if it has one)
+    Linear: kernel [inputs, outputs], bias [outputs] (if it has one); while an adapter trains, also its factors
+            a [inputs, rank] and b [rank, outputs]
     Norm:   scale [D], shift [D] (if it has one)
 
 Kernels are two-dimensional, with all heads flattened into one axis: a TPU's 8 x 128 tiles would pad a trailing axis of
@@ -108,8 +109,13 @@ def as_it_is(x):
 
 
 def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_is) -> Float[Array, "*B outputs"]:
-    """Apply a linear layer in the type of its kernel; `total` sums the products of devices that split the inputs."""
-    y = total(x.astype(weights["kernel"].dtype) @ weights["kernel"])
+    """Apply a linear layer in the type of its kernel, with its adapter if it has one.
+
+    `total` sums the products of devices that split the inputs.
+    """
+    x = x.astype(weights["kernel"].dtype)
+    y = x @ weights["kernel"]
+    y = total(y + x @ weights["a"] @ weights["b"] if "a" in weights else y)
     return y + weights["bias"] if "bias" in weights else y
 
 
@@ -131,8 +137,10 @@ def heads_by_position(weights: dict, x: Float[Array, "B S inputs"], head_width: 
 
     The product and its gradient have that order. Reverse mode alone is supported.
     """
-    kernel = weights["kernel"]
-    y = jnp.einsum("bsi,io->bos", x.astype(kernel.dtype), kernel)
+    x = x.astype(weights["kernel"].dtype)
+    y = jnp.einsum("bsi,io->bos", x, weights["kernel"])
+    if "a" in weights:
+        y = y + jnp.einsum("bsr,ro->bos", x @ weights["a"], weights["b"])
     return _take_apart(y, weights.get("bias"), parts, head_width)
 
 

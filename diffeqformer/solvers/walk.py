@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context, as_it_is
@@ -18,7 +18,7 @@ from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 def _of_examples(_, *operands, **__) -> bool:
     """Whether a value is computed from examples, whose states have three axes, and not from weights alone.
 
-    If gathered or merged weights were stored in every step, all weights would end up in memory.
+    If gathered weights were stored in every step, all weights would end up in memory.
     """
     return any(operand.ndim > 2 for operand in operands)
 
@@ -43,7 +43,7 @@ REMAT = {
     ),
 }
 """What is stored for the backward pass: everything; the state between steps; or the state between steps, products with
-weights, and attention. Gathered and merged weights are never stored.
+weights, and attention. Gathered weights, and kernels in another type, are never stored.
 """
 
 
@@ -113,7 +113,7 @@ def walk(
         if cache is not None:
             attention = CachedAttention(cache, (index - 1) * solver.evaluations, context.position)
             here = here._replace(attend=attention)
-        at_nodes = whole or [merge(layers_at_node, weights.gather) for layers_at_node in layers]
+        at_nodes = whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
         x = solver.step(field, at_nodes, x, dt, here).astype(x.dtype)
         return (x, None if cache is None else attention.cache), x if trajectory else None
 
@@ -122,7 +122,7 @@ def walk(
         # In a scan, common expressions of different steps can't be merged anyway.
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
     if weights.constant:
-        whole, layers = nodes * [merge(weights.layers, weights.gather)], None
+        whole, layers = nodes * [weights.gather(weights.layers)], None
     else:
         whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
     indices = jnp.arange(1, steps + 1)  # 0 is the embedding

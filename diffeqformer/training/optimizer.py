@@ -27,13 +27,23 @@ def learning_rate_schedule(config, steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(model: Transformer) -> dict:
-    """Which parameters get weight decay, as in the authors' runs: a tree like the parameters.
+def decay_mask(model: Transformer, decay: str) -> dict:
+    """Which parameters get weight decay: a tree like the parameters.
 
-    Embeddings decay, and so do the kernels of per-layer weights, shared weights and adapters. A generator's parameters
-    don't. In a DiffEqFormer with the block of a Llama, all parameters decay.
+    Args:
+        decay: one of these, `config.optimizer.decay`.
+            as_published: as in the authors' pretraining. Embeddings decay, and so do the kernels of per-layer weights,
+            shared weights and adapters. A generator's parameters don't. In a DiffEqFormer with the block of a Llama,
+            all parameters decay.
+            everything: all of them, as in the authors' fine-tuning and the pretraining for it.
+            matrices: those that are matrices, or one for each time, also a generator's; biases and norms don't.
     """
-    everything = model.depth.generated and model.field.generator_decays
+    if decay == "matrices":
+        axes = parameter_metadata(model, "axes")
+        return jax.tree.map(
+            lambda axes: sum(axis != "time" for axis in axes) > 1, axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+        )
+    everything = decay == "everything" or (model.depth.generated and model.field.generator_decays)
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 

@@ -83,7 +83,8 @@ class Program:
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
         )
         self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
-        self.optimizer = Optimizer(config, self.trained(decay_mask(model)), self.loss.projections)
+        decays = self.trained(decay_mask(model, config.optimizer.decay))
+        self.optimizer = Optimizer(config, decays, self.loss.projections)
         self.batch_sharding = sharding(self.mesh, "batch", None)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)

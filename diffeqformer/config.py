@@ -11,7 +11,7 @@ from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
-from diffeqformer.rules import RULES
+from diffeqformer.rules import IGNORED, RULES
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -230,6 +230,23 @@ def check_overrides(arguments: list[str]) -> None:
             parsers[kind](text)
         except ValueError:
             raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
+
+
+def check_used(arguments: list[str], config: ConfigDict) -> None:
+    """Check that no `--config.FIELD=VALUE` among the command's arguments sets a field which the run would ignore.
+
+    Args:
+        arguments: those that `check_overrides` has checked.
+        config: the config that they make.
+
+    Raises:
+        UserError: for the first such field.
+    """
+    given = {argument.lstrip("-").removeprefix("no").partition("=")[0] for argument in arguments}
+    for fields, condition, why in IGNORED:
+        for field in fields.split():
+            if f"config.{field}" in given and condition(config):
+                raise UserError(f"config.{field}: must be left out, because {why.format(c=config)}")
 
 
 CHANGEABLE = tuple(

@@ -1,12 +1,13 @@
 """Train a model: `python -m diffeqformer.main --config=configs/tiny.py [--workdir=runs/mine]`."""
 
+import sys
 import time
 
 START = time.monotonic()  # before the heavy imports, so that the time to the first step includes them
 
 from absl import flags, logging  # noqa: E402
 
-from diffeqformer.config import check_overrides  # noqa: E402
+from diffeqformer.config import check_overrides, check_used  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.parallel import hosts  # noqa: E402
 from diffeqformer.training.loop import train  # noqa: E402
@@ -17,6 +18,7 @@ if __name__ == "__main__":
     hosts.define_flags()
 
     def command() -> None:
+        check_used(sys.argv, config.value)
         with hosts.joined(flags.FLAGS):
             train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
 

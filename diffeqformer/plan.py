@@ -21,7 +21,7 @@ import jax  # noqa: E402
 from absl import flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
-from diffeqformer.config import check_config, check_fields, check_overrides  # noqa: E402
+from diffeqformer.config import check_config, check_fields, check_overrides, check_used  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_text  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
@@ -65,6 +65,7 @@ DUMP = flags.DEFINE_string("dump", None, "A folder for what the compiler writes 
 def main() -> None:
     config, gpus = CONFIG.value, gpus_of(TOPOLOGY.value)
     check_fields(config)
+    check_used(sys.argv, config)
     if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", gpus[1])
     config = finetune.inherit(config, f"runs/{config.name}")

@@ -17,7 +17,7 @@ from diffeqformer.fields import FIELDS
 from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.walk import REMAT
-from diffeqformer.transformer import MODELS
+from diffeqformer.transformer import MODELS, vector_field
 
 
 class Rule(NamedTuple):
@@ -211,3 +211,36 @@ RULES = [
     ),
 ]
 """Every requirement on a config, in the order in which they are checked."""
+
+
+class Ignored(NamedTuple):
+    """Fields that a run doesn't use if its config satisfies a condition.
+
+    `why` may hold {}-fields, filled from the config `c`.
+    """
+
+    fields: str
+    condition: Callable[[ConfigDict], bool]
+    why: str
+
+
+IGNORED = [
+    Ignored(
+        "model.time_embed_dim model.sinusoidal_dim model.time_frequency model.generator_start",
+        lambda c: not MODELS[c.model.kind].weights.generated,
+        "model.kind {c.model.kind} has no hypernetwork",
+    ),
+    Ignored(
+        "model.time_embed_dim model.sinusoidal_dim model.time_frequency model.generator_start",
+        lambda c: c.base,
+        "the run starts from the weights of config.base, {c.base}",
+    ),
+    Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
+    Ignored(
+        "model.norm_of_norm",
+        lambda c: MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm"),
+        "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
+    ),
+    Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
+]
+"""What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model."""

@@ -8,7 +8,6 @@ import pytest
 from diffeqformer.config import (
     base_config,
     check_config,
-    check_overrides,
     check_resumable,
     check_tokenizer,
     field_names,
@@ -22,7 +21,6 @@ from diffeqformer.rules import RULES
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model
 from helpers import CONFIGS, load_config, toy_config
-from runs import command
 
 
 def pairs() -> list:
@@ -297,24 +295,6 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
     )
 
 
-@pytest.mark.parametrize(
-    "argument, sentence",
-    [
-        ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
-        ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
-        ("--config.steps=1.5", r"config\.steps: must be of type int"),
-        ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
-        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=configs/tiny\.py:gpt"),
-        ("--config.model=gpt", r"config\.model: choose the model .*--config=configs/tiny\.py:gpt"),
-        ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
-        ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
-    ],
-)
-def test_a_wrong_override_is_refused_by_name(argument, sentence):
-    with pytest.raises(UserError, match=sentence):
-        check_overrides(["main.py", "--config=configs/tiny.py", argument])
-
-
 def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
     def refused(change, sentence):
         config = toy_config().unlock()
@@ -331,62 +311,6 @@ def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
         config.steps = "many"
     with pytest.raises(UserError, match=r"^config\.steps: must be of type int, but it is 'many'"):
         check_config(config, num_devices=8)
-
-
-def test_right_overrides_pass():
-    check_overrides(
-        [
-            "main.py",
-            "--config=a.py:gpt",
-            "--config.steps=3",
-            "--config.model.norm_of_norm=false",
-            "--config.data.dir=a=b",
-            "--config.steps",
-            "4",
-            "--config.model.norm_of_norm",
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (
-            ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, alternative, looped, discretized, shared, gpt, llama, "
-            "but it is 'bert'",
-        ),
-        (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
-        (
-            ["--config=configs/tiny.py", "--config.stepz=3"],
-            "config.stepz: there is no such field; did you mean config.steps?",
-        ),
-        (["--config=configs/tiny.py", "--verbos"], "verbos"),
-        (
-            ["--config=configs/tiny.py", "--config.data.task=pile"],
-            "config.data.task: must be one of python_stdlib, wiki",
-        ),
-        (
-            ["--config=configs/tiny.py", "--config.data.task=../up", "--config.data.module=mine"],
-            "config.data.task: must be a name of letters, digits, dots",
-        ),
-        (
-            ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=absent.model"],
-            "config.data.tokenizer_file: absent.model: No such file or directory",
-        ),
-        (
-            ["--config=configs/tiny.py", "--config.data.train_files=absent*", "--config.data.validation_files=absent*"],
-            "config.data.train_files: no file matches 'absent*'",
-        ),
-        ([], "--config: a config file is needed"),
-    ],
-)
-def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments, environment=devices)
-    assert done.returncode == 1 and done.stdout == ""
-    assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_resuming_with_another_config_is_refused_but_logging_may_change():

@@ -1,0 +1,104 @@
+"""What a command line may set in a config, and what stops it."""
+
+import pytest
+
+from diffeqformer.config import check_overrides, check_used
+from diffeqformer.errors import UserError
+from helpers import toy_config
+from runs import command
+
+
+@pytest.mark.parametrize(
+    "argument, sentence",
+    [
+        ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
+        ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
+        ("--config.steps=1.5", r"config\.steps: must be of type int"),
+        ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
+        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=configs/tiny\.py:gpt"),
+        ("--config.model=gpt", r"config\.model: choose the model .*--config=configs/tiny\.py:gpt"),
+        ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
+        ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_name(argument, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_overrides(["main.py", "--config=configs/tiny.py", argument])
+
+
+@pytest.mark.parametrize(
+    "model, argument, why",
+    [
+        ("gpt", "--config.model.generator_start=constant", "model.kind gpt has no hypernetwork"),
+        ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
+        ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
+        ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
+        ("llama", "--config.model.norm_of_norm=true", "model.kind llama with the block of model.field llama has no"),
+    ],
+)
+def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
+    field = argument.lstrip("-").partition("=")[0].removeprefix("no")
+    with pytest.raises(UserError, match=f"^{field}: must be left out, because {why}"):
+        check_used(["main.py", argument], toy_config(model))
+    check_used(["main.py", argument], toy_config("diffeqformer", "llama", model__lora_rank=1))
+
+
+def test_a_start_from_a_base_ignores_the_start_of_a_hypernetwork():
+    with pytest.raises(UserError, match="^config.model.generator_start: .* starts from the weights of config.base, b$"):
+        check_used(["main.py", "--config.model.generator_start", "constant"], toy_config(base="b"))
+
+
+def test_right_overrides_pass():
+    check_overrides(
+        [
+            "main.py",
+            "--config=a.py:gpt",
+            "--config.steps=3",
+            "--config.model.norm_of_norm=false",
+            "--config.data.dir=a=b",
+            "--config.steps",
+            "4",
+            "--config.model.norm_of_norm",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (
+            ["--config=configs/tiny.py:bert"],
+            "config.model.kind: must be one of diffeqformer, alternative, looped, discretized, shared, gpt, llama, "
+            "but it is 'bert'",
+        ),
+        (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
+        (
+            ["--config=configs/tiny.py", "--config.stepz=3"],
+            "config.stepz: there is no such field; did you mean config.steps?",
+        ),
+        (["--config=configs/tiny.py", "--verbos"], "verbos"),
+        (
+            ["--config=configs/tiny.py", "--config.data.task=pile"],
+            "config.data.task: must be one of python_stdlib, wiki",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.data.task=../up", "--config.data.module=mine"],
+            "config.data.task: must be a name of letters, digits, dots",
+        ),
+        (
+            ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=absent.model"],
+            "config.data.tokenizer_file: absent.model: No such file or directory",
+        ),
+        (
+            ["--config=configs/tiny.py", "--config.data.train_files=absent*", "--config.data.validation_files=absent*"],
+            "config.data.train_files: no file matches 'absent*'",
+        ),
+        ([], "--config: a config file is needed"),
+    ],
+)
+def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = command("main", f"--workdir={tmp_path / 'run'}", *arguments, environment=devices)
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -15,7 +15,6 @@ from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
 
 def test_the_standard_library_task_agrees_with_its_files():
     """SeqIO's ids are the bytes of the files without tests, split by path; a store has them all."""
-    tasks.add_task("python_stdlib", ByteTokenizer())
     task = seqio.get_mixture_or_task("python_stdlib_bytes")
     train, validation = (corpora.stdlib_files(split) for split in ("train", "validation"))
     assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
@@ -32,6 +31,16 @@ def test_the_standard_library_task_agrees_with_its_files():
 
 def test_the_names_of_corpora_are_known_without_tensorflow():
     assert tuple(corpora.CORPORA) == CORPUS_NAMES
+
+
+def test_the_import_registers_every_corpus_and_opens_nothing(monkeypatch):
+    registered = {"python_stdlib_bytes", "wikitext103_gpt2", "wikitext103_raw_gpt2", "openwebtext_gpt2"}
+    assert registered <= set(seqio.TaskRegistry.names())
+    opened, gpt2 = [], GPT2Tokenizer({bytes([b]): b for b in range(256)})
+    monkeypatch.setattr(tasks, "open_tokenizer", lambda kind: opened.append(kind) or gpt2)
+    vocabulary = tasks.TokenizerVocabulary("gpt2")
+    assert vocabulary == seqio.get_mixture_or_task("openwebtext_gpt2").output_features["targets"].vocabulary
+    assert not opened and vocabulary.encode("é") == [195, 169] and vocabulary.eos_id == 256 and opened == ["gpt2"]
 
 
 def test_a_tokenizer_is_a_vocabulary():

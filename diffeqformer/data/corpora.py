@@ -26,11 +26,13 @@ class Corpus(NamedTuple):
     source: SeqIO source of examples with the feature `text`.
     origin: its description for readers; written into the token store.
     cut: splits a local text file that replaces the corpus into documents.
+    tokenizer: the kind (`config.data.tokenizer`) with which `diffeqformer.data.tasks` registers it; gpt2 or bytes.
     """
 
     source: seqio.DataSource
     origin: str
     cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
+    tokenizer: str = "gpt2"
 
 
 CORPORA: dict[str, Corpus] = {}
@@ -77,6 +79,7 @@ add_corpus(
     "python_stdlib",
     seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")),
     f"standard library of Python {platform.python_version()}",
+    tokenizer="bytes",
 )
 add_corpus(
     "wikitext103",

@@ -2,12 +2,15 @@
 
     import seqio
     from diffeqformer.data import tasks
-    tasks.add_task("wikitext103", open_tokenizer("gpt2"))
-    seqio.get_mixture_or_task("wikitext103_gpt2")
+    seqio.get_mixture_or_task("wikitext103_gpt2").get_dataset(split="train", sequence_length={"targets": 1024})
+
+The import registers every corpus with its usual tokenizer: python_stdlib_bytes, wikitext103_gpt2, wikitext103_raw_gpt2
+and openwebtext_gpt2. Nothing is opened or downloaded before a task is used. `add_task` registers others.
 
 A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
 """
 
+import functools
 import importlib
 import itertools
 import re
@@ -21,18 +24,32 @@ from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.files import PLAIN, kind, read_texts
 from diffeqformer.data.store import Split
-from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError
 
 MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
-    """One of our tokenizers as a SeqIO vocabulary. End-of-text is the only special id."""
+    """One of our tokenizers as a SeqIO vocabulary. End-of-text is the only special id.
 
-    def __init__(self, tokenizer: Tokenizer):
+    Args:
+        tokenizer: the tokenizer; or gpt2 or bytes, which is opened when it is first needed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | str):
         super().__init__()
-        self.tokenizer = tokenizer
+        self._given = tokenizer
+        self.name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            UserError: if its files can't be read or downloaded.
+        """
+        return open_tokenizer(self._given) if isinstance(self._given, str) else self._given
 
     @property
     def eos_id(self):
@@ -66,7 +83,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
         return tf.numpy_function(lambda i: self.tokenizer.decode(i.tolist()), [ids], tf.string, stateful=False)
 
     def __eq__(self, other):
-        return isinstance(other, TokenizerVocabulary) and self.tokenizer.name == other.tokenizer.name
+        return isinstance(other, TokenizerVocabulary) and self.name == other.name
 
 
 class LocalFiles(seqio.DataSource):
@@ -172,7 +189,7 @@ def stored_documents(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
 
 def add_task(
     corpus: str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | str,
     files: dict[str, Sequence[str]] | None = None,
     suffix: str = "",
     *,
@@ -183,6 +200,7 @@ def add_task(
     """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, replacing any earlier one of that name.
 
     Args:
+        tokenizer: as for `TokenizerVocabulary`.
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
         stored: its validation split in a token store, which does the same.
         preprocessors: those that come after the tokenization.
@@ -195,8 +213,9 @@ def add_task(
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
     if not re.fullmatch(TASK_NAME, corpus):
         raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
-    source, _, cut = CORPORA.get(corpus, Corpus(None, ""))
-    name = f"{corpus}_{tokenizer.name}{suffix}".replace("-", "_")
+    source, _, cut, _ = CORPORA.get(corpus, Corpus(None, ""))
+    vocabulary = TokenizerVocabulary(tokenizer)
+    name = f"{corpus}_{vocabulary.name}{suffix}".replace("-", "_")
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)
     if stored:
@@ -208,6 +227,10 @@ def add_task(
         name,
         source=source,
         preprocessors=[*tokenize, *preprocessors],
-        output_features={"targets": seqio.Feature(TokenizerVocabulary(tokenizer), add_eos=True, dtype=tf.int32)},
+        output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
         **more,
     )
+
+
+for _name, _corpus in CORPORA.items():
+    add_task(_name, _corpus.tokenizer)

@@ -44,6 +44,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
     # The solver through depth: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
     config.model.solver = MODELS[model].solver if model in MODELS else "euler"
+    # Steps have the length 1, as in a gpt or llama, and not 1 / num_steps; for a shared model, both are possible.
+    config.model.unit_steps = MODELS[model].vanilla if model in MODELS else False
     config.model.vocab_size = 50_257  # at least the tokenizer's
     config.model.vocab_multiple = 1  # embeddings are padded to a multiple of this; padding gets probability 0
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions

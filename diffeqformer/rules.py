@@ -110,6 +110,16 @@ RULES = [
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
         f"({', '.join(MODELS['discretized'].solvers())})",
     ),
+    Rule(
+        "model.unit_steps",
+        lambda v, c: v or not MODELS[c.model.kind].vanilla,
+        "must be True for model.kind {c.model.kind}",
+    ),
+    Rule(
+        "model.unit_steps",
+        lambda v, c: not v or not MODELS[c.model.kind].weights.generated,
+        "must be False for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
+    ),
     _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
     Rule(
         "kernels",

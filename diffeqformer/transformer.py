@@ -39,7 +39,7 @@ class Kind:
 
     weights: the kind of depth weights.
     solver: the name of the default solver.
-    vanilla: a usual transformer: steps of length 1 instead of 1 / num_steps, and the norms of the usual block.
+    vanilla: a usual transformer: always with `model.unit_steps`, and the norms of the usual block.
     field: the only vector field that this kind can have; None: any.
     """
 
@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
-        self.num_steps, self.unit_steps = config.num_steps, kind.vanilla
+        self.num_steps, self.unit_steps = config.num_steps, config.unit_steps
         self.deepest = max(trained_depths(config))  # the highest number of steps in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat

@@ -83,6 +83,7 @@ WRONG = {
     "model.training_depths": "2,2",
     "model.step_features": 1,
     "model.solver": "rk3",
+    "model.unit_steps": True,
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,
     "model.lora_start": "one",

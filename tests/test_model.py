@@ -16,7 +16,7 @@ from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import abstract_model, split_model
-from helpers import FAMILY, NO_DROPOUT, build_model, load_config, normal
+from helpers import FAMILY, NO_DROPOUT, build_model, lively_model, load_config, normal
 
 
 def parameter_count(config) -> int:
@@ -282,3 +282,16 @@ def test_layer_norm_is_accurate_and_finite():
     constant = jnp.full((1, 1280), 300.3)  # the rounded variance may be negative
     for array in jax.value_and_grad(lambda x: layer_norm(weights, x, 1e-5, jnp.bfloat16).sum())(constant):
         assert np.isfinite(array).all()
+
+
+def test_a_shared_model_can_take_a_vanilla_ones_steps():
+    """With steps of length 1 and one branch after the other, it is a GPT whose layers are equal."""
+    tokens = jnp.asarray(np.random.RandomState(0).randint(64, size=(2, 16)))
+    shared = lively_model("shared", unit_steps=True, solver="lie_trotter")
+    params = split_model(shared)[1]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * shared.num_steps), params["depth"])
+    gpt = nnx.merge(split_model(build_model("gpt"))[0], {**params, "depth": stacked})
+    logits = gpt(tokens, gpt.weights())
+    np.testing.assert_allclose(shared(tokens, shared.weights()), logits, atol=1e-6 * float(jnp.abs(logits).max()))
+    as_it_is = lively_model("shared")
+    assert not np.allclose(as_it_is(tokens, as_it_is.weights()), logits, atol=1e-2)

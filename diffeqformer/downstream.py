@@ -1,6 +1,7 @@
 """Downstream tasks with lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
 
-By default: the eleven tasks of the paper's Tables 4 and 5, printed in the same layout beside the published figures.
+By default: the eleven tasks of the paper's Tables 4 and 5, printed in the same layout beside the published figures, and
+drawn like Figures 9 to 12. Further models are compared with the first one, document by document.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
+from diffeqformer.inference.bars import plot
+from diffeqformer.inference.paired import describe_differences, scores_of_documents
 from diffeqformer.inference.published import TASKS, describe
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.parallel import hosts
@@ -143,12 +146,12 @@ def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) ->
 
 
 def run_harness(model, tasks: dict, limit: int | None) -> dict:
-    """Run lm-eval on one model, without its printed output, and return the results."""
+    """Run lm-eval on one model, without its printed output, and return the results, with those of each document."""
     from lm_eval import evaluator
 
     with contextlib.redirect_stdout(io.StringIO()):
         return evaluator.evaluate(
-            lm=model, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False, verbosity="ERROR"
+            lm=model, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, verbosity="ERROR"
         )
 
 
@@ -174,9 +177,17 @@ def summary(results: dict, names: list[str]) -> dict[str, dict]:
 
 
 def write(folder: pathlib.Path, report: dict) -> None:
-    """Write results.json and results.md. This is done after each run, so that an interruption loses little."""
-    write_text(folder / "results.json", json.dumps(report, indent=1, default=str) + "\n")
-    write_text(folder / "results.md", describe(report["runs"]))
+    """Write all results. This is done after each run, so that an interruption loses little.
+
+    results.json has the metrics, documents.json the scores of each document; results.md and downstream.png show them.
+    """
+    runs = [{name: value for name, value in run.items() if name != "documents"} for run in report["runs"]]
+    write_text(folder / "results.json", json.dumps({**report, "runs": runs}, indent=1, default=str) + "\n")
+    documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
+    write_text(folder / "documents.json", json.dumps(documents) + "\n")
+    differences = describe_differences(report["runs"])
+    write_text(folder / "results.md", describe(report["runs"]) + (f"\n{differences}" if differences else ""))
+    plot(report["runs"], folder / "downstream.png")
 
 
 def write_curves(folder: pathlib.Path, run: dict) -> None:
@@ -253,6 +264,7 @@ class Study:
             set_shots(self.tasks, self.own, number)
             start = time.monotonic()
             results = run_harness(model, self.tasks, self.report["limit"])
+            rows = summary(results, self.names)
             run = {
                 "label": label,
                 **header(workdir, model.opened),
@@ -260,7 +272,8 @@ class Study:
                 "window": model.max_length,
                 "shots": number,
                 "seconds": round(time.monotonic() - start, 1),
-                "tasks": summary(results, self.names),
+                "tasks": rows,
+                "documents": scores_of_documents(results, rows),
             }
             self.report["runs"].append(run)
             write(self.folder, self.report)
@@ -268,11 +281,15 @@ class Study:
             print(f"done in {duration(run['seconds'])}", flush=True)
 
     def say(self) -> None:
-        """Print the table."""
-        print(
-            f"\n{describe(self.report['runs'])}\nValues in per cent (standard error); all metrics are in "
-            f"{self.folder}/results.json"
-        )
+        """Print the tables."""
+        runs = self.report["runs"]
+        print(f"\n{describe(runs)}\nValues in per cent (standard error).")
+        if differences := describe_differences(runs):
+            print(
+                f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "
+                "McNemar's exact test or a paired t-test, and not corrected for the number of tasks."
+            )
+        print(f"\nThese tables, all metrics, the scores of each document and downstream.png are in {self.folder}")
 
 
 def prepare_lm_eval() -> None:

@@ -8,13 +8,14 @@ import sys
 import types
 
 import lm_eval
+import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.inference import published
+from diffeqformer.inference import paired, published
 from diffeqformer.inference.harness import HarnessModel
 from helpers import ROOT, drawn, toy_config
 from runs import command
@@ -39,7 +40,8 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
-    assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"] and len(lines) == 7
+    assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"]
+    lines, differences = lines[:7], lines[7:]
     assert lines[2] == [
         "**Benchmark**", "**examples**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
         "**GPT-large (published)**", "**DiffEqFormer-large (published)**",
@@ -51,7 +53,7 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     assert rows["pages [bits_per_byte]"][-1].endswith(" [0 shots]") and rows["last_word"][3] == "–"
 
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (tmp_path / "out" / "results.md").read_text() in done.stdout
+    assert all(part in done.stdout for part in (tmp_path / "out" / "results.md").read_text().split("\n\n"))
     assert [(run["kind"], run["checkpoint_step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
         (kind, 12, 2, shots) for kind in ("diffeqformer", "gpt") for shots in (0, 2)
     ]
@@ -60,6 +62,50 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})"
     assert piqa["version"] == 1.0 and piqa["examples"] == 5
     assert rows["pages [bits_per_byte]"][1] == f"{report['runs'][0]['tasks']['pages']['bits_per_byte,none']:.2f}"
+
+    documents = json.loads((tmp_path / "out" / "documents.json").read_text())
+    assert [(run["label"], run["shots"]) for run in documents] == [
+        (run["label"], run["shots"]) for run in report["runs"]
+    ]
+    for scored, run in zip(documents, report["runs"]):
+        assert scored["documents"].keys() == {"piqa", "last_word", "sums"}  # a page has no score that is a number
+        for task, values in scored["documents"].items():
+            results = run["tasks"][task]
+            assert len(values) == results["examples"] and sum(values) / len(values) == pytest.approx(
+                results[published.shown_metric(results)]
+            )
+    assert differences[0] == [f"**less {runs[0]}, 2 steps**", *(f"**{runs[1]}, 2 steps, {n} shots**" for n in (0, 2))]
+    assert [line[0] for line in differences[2:]] == ["PIQA", "last_word", "sums"]
+    first, second = (100 * report["runs"][number]["tasks"]["piqa"]["acc,none"] for number in (0, 2))
+    assert differences[2][1].startswith(f"{second - first:+.2f} ± ") and ", p = " in differences[2][1]
+    assert (tmp_path / "out" / "downstream.png").stat().st_size > 10_000
+
+
+def test_the_same_documents_are_compared_in_pairs():
+    first = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    found = paired.difference(first, 7 * [1.0] + 3 * [0.0])  # 4 better and 1 worse
+    assert found.value == pytest.approx(0.3) and found.p == pytest.approx(2 * (1 + 5) / 2**5)
+    assert found.error == pytest.approx(np.std([4 * [1] + [-1] + 5 * [0]], ddof=1) / 10**0.5)
+    assert paired.difference(first, first) == (0, 0, 1)
+    values = [1.0, 2.5, 0.5, 4.0]
+    found = paired.difference(values, [1.1, 2.8, 0.7, 4.2])
+    assert found.value == pytest.approx(0.2) and found.value / found.error == pytest.approx(4.899, abs=1e-3)
+    assert found.p == pytest.approx(0.0163, abs=1e-4)  # of Student's t with 3 degrees of freedom
+    with pytest.raises(ValueError, match="^10 and 4 documents can't be paired$"):
+        paired.difference(first, values)
+
+
+def test_a_group_has_the_documents_of_its_tasks_in_their_order():
+    def samples(*numbers):
+        return [{"doc_id": number, "filter": "none", "acc": number % 2} for number in numbers]
+
+    results = {
+        "samples": {"a": samples(2, 1), "b": samples(0)},
+        "group_subtasks": {"all": ["b", "part"], "part": ["a"]},
+    }
+    results["samples"]["a"].append({"doc_id": 0, "filter": "other", "acc": 1})
+    rows = {"all": {"examples": 3, "shots": 0, "acc,none": 1 / 3}}
+    assert paired.scores_of_documents(results, rows) == {"all": [0, 1, 0]}
 
 
 @pytest.fixture

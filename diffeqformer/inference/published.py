@@ -90,6 +90,12 @@ PUBLISHED = {
 """Vector field -> the columns of the table that has models of this field: Table 4 (gpt) and Table 5 (llama)."""
 
 
+def in_order(tasks: Iterable[str]) -> list[str]:
+    """The paper's tasks in its order, then the others in theirs."""
+    given = list(tasks)
+    return [task for task in TASKS if task in given] + [task for task in given if task not in TASKS]
+
+
 def shown_metric(results: dict) -> str:
     """The key of the metric to show among a task's results; lm-eval's keys are "acc,none", "acc_stderr,none", ..."""
     keys = [key for key, value in results.items() if "," in key and "_stderr," not in key and is_number(value)]
@@ -117,30 +123,39 @@ def describe(runs: list[dict]) -> str:
     Args:
         runs: as `diffeqformer.downstream` keeps them; label, field, shots and tasks are used.
     """
+    rows = runs[0]["tasks"]
+    metrics = {task: shown_metric(results).partition(",")[0] for task, results in rows.items()}
+    examples = {task: results["examples"] for task, results in rows.items()}
+    return table(columns_of(runs), published_columns(runs), metrics, examples)
+
+
+def columns_of(runs: list[dict]) -> list[Column]:
+    """Our columns, in the order of the runs."""
     columns = {}
     for run in runs:
         column = columns.setdefault(run["label"], Column(run["label"], {}))
         column.values[run["shots"]] = {
             task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()
         }
-    rows = runs[0]["tasks"]
-    metrics = {task: shown_metric(results).partition(",")[0] for task, results in rows.items()}
-    examples = {task: results["examples"] for task, results in rows.items()}
-    return table(list(columns.values()), [run["field"] for run in runs], metrics, examples)
+    return list(columns.values())
 
 
-def table(columns: list[Column], fields: Iterable[str], metrics: dict[str, str], examples: dict[str, int]) -> str:
+def published_columns(runs: list[dict]) -> list[Column]:
+    """The published columns of models with the same vector fields."""
+    return [column for field in sorted({run["field"] for run in runs}) for column in PUBLISHED[field]]
+
+
+def table(columns: list[Column], published: list[Column], metrics: dict[str, str], examples: dict[str, int]) -> str:
     """Our columns beside the published ones, as a Markdown table in the layout of Tables 4 and 5.
 
     Args:
         columns: ours; all with the same shots and tasks.
-        fields: the vector fields of our models. Their published columns are added if there are any.
+        published: those to add if the paper has one of the tasks.
         metrics: task -> name of the metric shown, in the order of the rows; the paper's tasks come first.
         examples: task -> number of examples.
     """
     shots = list(columns[0].values)
-    tasks = [task for task in TASKS if task in metrics] + [task for task in metrics if task not in TASKS]
-    published = [column for field in sorted(set(fields)) for column in PUBLISHED[field]]
+    tasks = in_order(metrics)
     places = [  # (shots, column), one for each column of values
         (number, column)
         for number in shots

@@ -1,13 +1,18 @@
-"""The paper's ablations, Figures 4, 7, 14 to 16 and 18, for one config; by default configs/tiny.py, on two CPU cores.
+"""The paper's comparisons of models for one config; by default configs/tiny.py, on two CPU cores.
 
+    python experiments/ablations.py --study=perplexity # DiffEqFormer, GPT and shared weights (Tables 1 and 2)
+    python experiments/ablations.py --study=llama      # the same with the block of a Llama (Table 2, Figure 8)
     python experiments/ablations.py --study=embedding  # d_emb: perplexity, parameters, speed, memory (Figures 14 to 16)
     python experiments/ablations.py --study=design     # one MLP of t for all weights, or one for each (Figure 18)
     python experiments/ablations.py --study=beta2      # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
+    python experiments/ablations.py --study=shared     # two forms of the baseline with shared weights
     python experiments/ablations.py --study=overfitting --wikitext=wiki.valid.tokens  # a short text repeated (Figure 4)
 
-Other configs need their own widths and rates: --config=configs/medium.py --widths=12,48,144 --rates=6e-4. Each run is a
-run of diffeqformer.main in its own folder; studies share runs. The same command resumes an interrupted study. After
-each run, <study>.md, <study>.json and <study>.png in --folder show the finished runs.
+Every model has the same budget: each of --rates with the seed 0, then the best of them with --seeds others, which are
+those that the tables and pictures show. Other configs need their own: --config=configs/medium.py --widths=12,48,144
+--rates=2e-4,4e-4. Each run is a run of diffeqformer.main in its own folder; studies share runs. The same command
+resumes an interrupted study. After each run, <study>.md, <study>.json and <study>.png in --folder show the models that
+have finished runs.
 """
 
 import concurrent.futures
@@ -17,25 +22,29 @@ import json
 import multiprocessing
 import pathlib
 import runpy
+import statistics
 import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
-from common import articles_of_wikitext, inspected, perplexities, train
+from common import articles_of_wikitext, inspected, perplexities, side_by_side, train
 
 from diffeqformer.config import get_field
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
-STUDY = flags.DEFINE_enum("study", None, ["embedding", "design", "beta2", "overfitting"], "Which.", required=True)
+STUDIES = ["perplexity", "llama", "embedding", "design", "beta2", "shared", "overfitting"]
+STUDY = flags.DEFINE_enum("study", None, STUDIES, "Which.", required=True)
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 WIDTHS = flags.DEFINE_list(
     "widths", ["4", "12", "24", "48", "96"], "E, the paper's d_emb, in the study of the embedding."
 )
-RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3"], "Learning rates, in the study of the embedding.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "Learning rates, of which each model gets its best.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Folder of the runs and their results.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103, for the study of overfitting.")
-STEPS = flags.DEFINE_integer("steps", 2000, "Steps of each run.")
+STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
+AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
 ARTICLES = 2  # of WikiText, which are read repeatedly (with ten, 1,500 steps didn't overfit)
 
 
@@ -45,41 +54,54 @@ def config_of(model: str):
     return runpy.run_path(CONFIG.value)["get_config"](model)
 
 
-class Run(NamedTuple):
-    """One run of the config: the model, the changed fields, and whether it reads the short text."""
+class Variant(NamedTuple):
+    """What a study compares: a kind of model, the changed fields, and whether it reads the short text."""
 
     model: str = "diffeqformer"
-    changes: dict[str, float] = {}
+    changes: tuple[tuple[str, float | str | bool], ...] = ()
     short_text: bool = False
 
+
+class Run(NamedTuple):
+    """One run of a variant."""
+
+    variant: Variant
+    rate: float
+    seed: int
+
     def differences(self) -> list[str]:
-        """The changes that differ from the config, so that studies share identical runs."""
-        config = config_of(self.model)
-        return [f"{field}={value:g}" for field, value in self.changes.items() if value != get_field(config, field)]
+        """The fields that differ from the config, so that studies share identical runs."""
+        config = config_of(self.variant.model)
+        fields = dict(self.variant.changes) | {"optimizer.learning_rate": self.rate, "seed": self.seed}
+        return [f"{field}={value}" for field, value in fields.items() if value != get_field(config, field)]
 
-    def workdir(self, folder: pathlib.Path) -> pathlib.Path:
+    def workdir(self) -> pathlib.Path:
         """Its folder."""
-        text = [f"{ARTICLES}_articles"] * self.short_text
-        parts = [pathlib.Path(CONFIG.value).stem, self.model, *self.differences(), *text, f"{STEPS.value}_steps"]
-        return folder / "-".join(parts).replace("=", "-")
+        text = [f"{ARTICLES}_articles"] * self.variant.short_text
+        parts = [pathlib.Path(CONFIG.value).stem, self.variant.model, *self.differences(), *text]
+        return pathlib.Path(FOLDER.value) / "-".join([*parts, f"{STEPS.value}_steps"]).replace("=", "-")
 
 
-def runs() -> dict[str, Run]:
-    """The runs of the study, by name in its table."""
+def variants() -> dict[str, Variant]:
+    """What the study compares, by name."""
+    ours = Variant()
     if STUDY.value == "embedding":
-        rates = {f"rate {rate}": {"optimizer.learning_rate": float(rate)} for rate in RATES.value}
-        return {
-            f"diffeqformer, E {width}, {name}": Run(changes={"model.time_embed_dim": int(width), **rate})
-            for width, (name, rate) in itertools.product(WIDTHS.value, rates.items())
-        } | {f"gpt, {name}": Run("gpt", rate) for name, rate in rates.items()}
+        widths = {f"diffeqformer, E {width}": (("model.time_embed_dim", int(width)),) for width in WIDTHS.value}
+        return {name: Variant(changes=width) for name, width in widths.items()} | {"gpt": Variant("gpt")}
     if STUDY.value == "design":
-        return {"diffeqformer": Run(), "alternative": Run("alternative")}
+        return {"diffeqformer": ours, "alternative": Variant("alternative")}
+    if STUDY.value == "llama":
+        return {"diffeqformer, llama": Variant(changes=(("model.field", "llama"),)), "llama": Variant("llama")}
+    if STUDY.value == "shared":
+        vanilla = (("model.unit_steps", True), ("model.solver", "lie_trotter"))
+        return {"shared, steps of 1/L": Variant("shared"), "shared, a GPT's steps": Variant("shared", vanilla)}
     if STUDY.value == "beta2":
         return {
-            f"{model}, beta2 {beta2:g}": Run(model, {"optimizer.beta2": beta2})
+            f"{model}, beta2 {beta2:g}": Variant(model, (("optimizer.beta2", beta2),))
             for model, beta2 in itertools.product(("diffeqformer", "gpt"), (0.95, 0.999))
         }
-    return {model: Run(model, short_text=True) for model in ("diffeqformer", "gpt", "shared")}
+    short = STUDY.value == "overfitting"
+    return {model: Variant(model, short_text=short) for model in ("diffeqformer", "gpt", "shared")}
 
 
 def compiled_memory(workdir: pathlib.Path) -> float:
@@ -102,76 +124,114 @@ def step_memory(workdir: pathlib.Path) -> float:
         return child.submit(compiled_memory, workdir).result()
 
 
-def measure(run: Run, folder: pathlib.Path) -> dict:
-    """Train a run unless it is finished. Returns validation perplexities by step, parameters, best tokens/s and MiB."""
-    options = [f"--config={CONFIG.value}:{run.model}", *(f"--config.{field}" for field in run.differences())]
-    if run.short_text:
-        options += articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
-    steps = [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
-    steps += [f"--config.log_every={max(1, STEPS.value // 30)}"]
-    workdir = run.workdir(folder)
-    train(workdir, [*options, *steps, "--config.checkpoints_kept=1"])
-    rates = read_curves(workdir)["train/tokens_per_second"]
+def measure(run: Run, texts: list[str], cores: list[int] | None) -> dict:
+    """Train a run unless it is finished. Returns validation perplexities by step, parameters, and the best tokens/s."""
+    options = [f"--config={CONFIG.value}:{run.variant.model}", *(f"--config.{each}" for each in run.differences())]
+    options += texts if run.variant.short_text else []
+    options += [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
+    options += [f"--config.log_every={max(1, STEPS.value // 30)}", "--config.checkpoints_kept=1"]
+    workdir = run.workdir()
+    train(workdir, options, cores)
+    speeds = read_curves(workdir)["train/tokens_per_second"]
     return {
         "perplexities": perplexities(workdir),
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
-        "tokens_per_second": max(rates.values()),  # the interval that other load on the machine affects least
-        "step_mib": step_memory(workdir),
+        "tokens_per_second": max(speeds.values()),  # the interval that other load on the machine affects least
     }
 
 
-def table(results: dict[str, dict]) -> str:
+class Found(NamedTuple):
+    """What is known of a variant.
+
+    rate: the best one; runs: one result for each seed; tokens_per_second: the best of all its runs.
+    """
+
+    rate: float
+    runs: list[dict]
+    tokens_per_second: float
+    step_mib: float
+
+    def ends(self) -> list[float]:
+        """The last perplexity of each run."""
+        return [list(run["perplexities"].values())[-1] for run in self.runs]
+
+    def bests(self) -> list[float]:
+        """The best perplexity of each run."""
+        return [min(run["perplexities"].values()) for run in self.runs]
+
+
+def best_rate(results: dict[Run, dict], variant: Variant) -> float:
+    """The rate with the best perplexity."""
+    rates = [float(rate) for rate in RATES.value]
+    return min(rates, key=lambda rate: min(results[Run(variant, rate, 0)]["perplexities"].values()))
+
+
+def collected(results: dict[Run, dict], memory: dict[Variant, float]) -> dict[str, Found]:
+    """What is known so far, by variant."""
+    found = {}
+    for name, variant in variants().items():
+        of_variant = {run: result for run, result in results.items() if run.variant == variant}
+        if runs := [result for run, result in of_variant.items() if run.seed]:
+            speed = max(result["tokens_per_second"] for result in of_variant.values())
+            found[name] = Found(best_rate(results, variant), runs, speed, memory.get(variant, float("nan")))
+    return found
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """The mean of some values, with their standard deviation if there are several."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def table(found: dict[str, Found]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| run | parameters | best perplexity | at step | at the end | tokens/s | train step, MiB |",
-        "|" + "---|" * 7,
-    ]
-    for name, found in results.items():
-        curve = found["perplexities"]
-        best = min(curve, key=curve.get)
-        cells = [name, f"{found['parameters']:,}", f"{curve[best]:.2f}", f"{best:,}", f"{curve[max(curve)]:.2f}"]
-        lines.append(
-            "| " + " | ".join([*cells, f"{found['tokens_per_second']:,.0f}", f"{found['step_mib']:.0f}"]) + " |"
-        )
+    head = ["model", "parameters", "rate", "seeds", "best perplexity", "at step", "at the end", "tokens/s", "step, MiB"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for name, each in found.items():
+        curves = [run["perplexities"] for run in each.runs]
+        cells = [name, f"{each.runs[0]['parameters']:,}", f"{each.rate:g}", str(len(curves)), spread(each.bests())]
+        cells += [", ".join(f"{min(curve, key=curve.get):,}" for curve in curves), spread(each.ends())]
+        cells += [f"{each.tokens_per_second:,.0f}", f"{each.step_mib:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def plot_curves(results: dict[str, dict], path: pathlib.Path) -> None:
-    """Plot the validation curves of all runs."""
-    from diffeqformer.console.figures import new_figure
+def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
+    """Plot the validation curves: means over seeds, and the range of the seeds."""
+    from diffeqformer.console.figures import COLOURS, new_figure
 
     explodes = STUDY.value == "overfitting"
     figure, [[panel]] = new_figure(1, 1, (7, 4))
-    for name, found in results.items():
-        steps = list(found["perplexities"])
+    for colour, (name, each) in zip(itertools.cycle(COLOURS), found.items()):
+        steps = list(each.runs[0]["perplexities"])
         steps = steps if explodes else steps[1:]  # the first would flatten all others
-        values = [found["perplexities"][step] for step in steps]
-        panel.plot(steps, values, "--" if "gpt" in name else "-", label=name)
+        curves = [[run["perplexities"][step] for run in each.runs] for step in steps]
+        panel.plot(steps, [statistics.mean(values) for values in curves], color=colour, label=f"{name}, {each.rate:g}")
+        panel.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
     panel.set(title="validation perplexity", xlabel="step", yscale="log" if explodes else "linear")
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
-def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
-    """Plot perplexity, throughput and memory against E for each learning rate, with GPT as horizontal lines."""
+def plot_sweep(found: dict[str, Found], path: pathlib.Path) -> None:
+    """Plot perplexity, throughput and memory against E, with GPT as a horizontal line."""
     from diffeqformer.console.figures import COLOURS, new_figure
 
     quantities = {
-        "validation perplexity, at the end": lambda found: found["perplexities"][max(found["perplexities"])],
-        "tokens/s in training": lambda found: found["tokens_per_second"],
-        "memory of the train step on a device, MiB": lambda found: found["step_mib"],
+        "validation perplexity, at the end": Found.ends,
+        "tokens/s in training": lambda each: [each.tokens_per_second],
+        "memory of the train step on a device, MiB": lambda each: [each.step_mib],
     }
     figure, [panels] = new_figure(1, 3, (14, 4))
-    for (panel, (title, value)), (number, rate) in itertools.product(
-        zip(panels, quantities.items(), strict=True), enumerate(RATES.value)
-    ):
-        of_rate = {name: run for name, run in runs().items() if name in results and name.endswith(f"rate {rate}")}
-        sweep = {run.changes["model.time_embed_dim"]: name for name, run in of_rate.items() if run.model != "gpt"}
-        values, label = [value(results[name]) for name in sweep.values()], f"diffeqformer, rate {rate}"
-        panel.plot(list(sweep), values, "o-", color=COLOURS[number], label=label)
-        for name in (name for name, run in of_rate.items() if run.model == "gpt"):
-            panel.axhline(value(results[name]), linestyle="--", color=COLOURS[number], label=name)
+    widths = {name: dict(of.changes)["model.time_embed_dim"] for name, of in variants().items() if of.changes}
+    for panel, (title, values) in zip(panels, quantities.items(), strict=True):
+        of_widths = {widths[name]: values(each) for name, each in found.items() if name in widths}
+        means = [statistics.mean(numbers) for numbers in of_widths.values()]
+        errors = [statistics.pstdev(numbers) for numbers in of_widths.values()]
+        panel.errorbar(list(of_widths), means, errors, fmt="o-", capsize=3, label="diffeqformer")
+        if "gpt" in found:
+            panel.axhline(statistics.mean(values(found["gpt"])), linestyle="--", color=COLOURS[1], label="gpt")
         panel.set(title=title, xlabel="E, the width of the time embedding")
         if panel is not panels[0]:
             panel.set_ylim(0)
@@ -180,8 +240,8 @@ def plot_sweep(results: dict[str, dict], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(_) -> None:
-    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+def check_lists() -> None:
+    """Check the config and the options that are lists of numbers."""
     if not pathlib.Path(CONFIG.value).is_file():
         sys.exit(f"--config: must be a config file, but there is no file {CONFIG.value}")
     for name, values, number in (("widths", WIDTHS.value, int), ("rates", RATES.value, float)):
@@ -190,15 +250,35 @@ def main(_) -> None:
                 number(value)
             except ValueError:
                 sys.exit(f"--{name}: must be comma-separated numbers, but one is {value!r}")
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+    check_lists()
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    results, plot = {}, plot_sweep if STUDY.value == "embedding" else plot_curves
-    for name, run in runs().items():
-        results[name] = measure(run, folder)
-        write_text(folder / f"{STUDY.value}.json", json.dumps(results, indent=1))
-        write_text(folder / f"{STUDY.value}.md", table(results))
-        plot(results, folder / f"{STUDY.value}.png")
-    print(table(results))
+    texts, results, memory = [], {}, {}
+    if STUDY.value == "overfitting":
+        texts = articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
+
+    def save(run, result):
+        results[run] = result
+        if run.variant not in memory:
+            memory[run.variant] = step_memory(run.workdir())
+        if found := collected(results, memory):
+            written = {name: each._asdict() for name, each in found.items()}
+            write_text(folder / f"{STUDY.value}.json", json.dumps(written, indent=1))
+            write_text(folder / f"{STUDY.value}.md", table(found))
+            (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{STUDY.value}.png")
+
+    compared = list(variants().values())
+    first = [Run(variant, float(rate), 0) for variant, rate in itertools.product(compared, RATES.value)]
+    side_by_side(first, lambda run, cores: measure(run, texts, cores), save, AT_ONCE.value)
+    rates = {variant: best_rate(results, variant) for variant in compared}
+    seeds = range(1, 1 + SEEDS.value)
+    second = [Run(variant, rates[variant], seed) for seed, variant in itertools.product(seeds, compared)]
+    side_by_side(second, lambda run, cores: measure(run, texts, cores), save, AT_ONCE.value)
+    print(table(collected(results, memory)))
 
 
 if __name__ == "__main__":

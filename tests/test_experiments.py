@@ -3,12 +3,16 @@
 import json
 import re
 import runpy
+import shlex
+import subprocess
 import sys
 import threading
 
 import pytest
 
+from diffeqformer.config import check_overrides, check_used
 from diffeqformer.cross_entropy import CHUNK
+from helpers import ROOT
 from runs import command
 
 
@@ -21,19 +25,19 @@ def study(folder, steps, name="design", *options) -> tuple[str, dict]:
 
 
 @pytest.mark.long
-def test_a_study_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
-    printed, found = study(tmp_path, 3)
-    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 1
-    expected = {"parameters": 1234, "tokens_per_second": 2000, "step_mib": 5}
-    assert found["alternative"] == {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, **expected}
-    assert "| diffeqformer | 1,234 | 6.50 | 3 | 6.50 | 2,000 | 5 |" in printed
+def test_a_study_chooses_rates_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
+    printed, found = study(tmp_path, 3, "design", "--seeds=2")
+    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 3 + 2
+    run = {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, "parameters": 1234, "tokens_per_second": 2000}
+    assert found["alternative"] == {"rate": 0.002, "runs": [run, run], "tokens_per_second": 2000, "step_mib": 5}
+    assert "| diffeqformer | 1,234 | 0.002 | 2 | 6.50 ± 0.00 | 3, 3 | 6.50 ± 0.00 | 2,000 | 5 |" in printed
 
-    checkpoints = tmp_path / "tiny-alternative-3_steps" / "checkpoints"
+    checkpoints = tmp_path / "tiny-alternative-optimizer.learning_rate-0.002-seed-2-3_steps" / "checkpoints"
     (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
-    printed, again = study(tmp_path, 3)
-    assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " not in printed and again == found
-    printed, _ = study(tmp_path, 2)
-    assert "tiny.py:alternative " in printed and "tiny.py:diffeqformer " in printed
+    printed, again = study(tmp_path, 3, "design", "--seeds=2")
+    assert printed.count("tiny.py:alternative ") == 1 and "tiny.py:diffeqformer " not in printed and again == found
+    printed, _ = study(tmp_path, 2, "design", "--seeds=1")
+    assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 3 + 1
 
 
 def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
@@ -69,21 +73,21 @@ def test_runs_side_by_side_divide_the_cores(monkeypatch):
 
 @pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
-    printed, found = study(tmp_path, 2, "embedding")
-    assert len(found) == 12 and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
-    assert printed.count("--config.model.time_embed_dim=96 ") == 2
+    printed, found = study(tmp_path, 2, "embedding", "--seeds=1")
+    assert len(found) == 6 and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
+    assert printed.count("--config.model.time_embed_dim=96 ") == 3 + 1
 
 
 @pytest.mark.slow
 def test_the_short_text_is_the_first_articles(tmp_path):
     articles = "".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14))
     (tmp_path / "wiki.txt").write_text(articles)
-    printed, found = study(tmp_path, 2, "overfitting", f"--wikitext={tmp_path / 'wiki.txt'}")
+    printed, found = study(tmp_path, 2, "overfitting", f"--wikitext={tmp_path / 'wiki.txt'}", "--seeds=1")
     assert list(found) == ["diffeqformer", "gpt", "shared"]
     texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
     assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
     assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
-    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3
+    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3 * (3 + 1)
 
 
 @pytest.mark.long
@@ -142,3 +146,26 @@ def test_shrunken_configs_keep_what_is_published(tmp_path):
     assert "| llama_1b | llama | float32 |  | 0 | 20 | 5.500 | 3.000 | 0.75 | 0% |" in printed
     assert run() == (printed[printed.index("| config") :], [])
     assert results.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("scale", ["tiny", "published"])
+def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
+    done = subprocess.run(
+        [sys.executable, "experiments/paper.py", "--list", f"--scale={scale}"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    exhibits = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith(("Table", "Figure"))]
+    figures = [number for number in range(2, 19) if number not in (6, 17)]  # these and 1 show the architecture
+    assert exhibits == [f"Table {n}" for n in range(1, 7)] + [f"Figure {n}" for n in figures]
+    commands = {line.strip() for line in done.stdout.splitlines() if line.startswith("  python ")}
+    for words in map(shlex.split, sorted(commands)):
+        options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+        if words[1] == "-m":
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
+        else:
+            assert f'"{options.get("study", "wikitext")}"' in (ROOT / words[1]).read_text()
+        if "config" in options:
+            file, _, model = options["config"].partition(":")
+            config = runpy.run_path(str(ROOT / file))["get_config"](*[model] * bool(model))
+            check_overrides(words)
+            check_used(words, config)

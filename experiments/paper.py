@@ -1,0 +1,283 @@
+"""The paper's tables and figures: what each needs, the commands that make it, and what was published.
+
+    python experiments/paper.py --list
+    python experiments/paper.py --figure=7                       # at the size of two CPU cores
+    python experiments/paper.py --table=2 --scale=published      # with the published configs, on accelerators
+
+Each is made by commands of this project, which --list shows. They are run one after the other. What is finished is not
+made again: runs resume, studies collect the runs that --folder holds, and reports that are there stay. Figures 1, 6 and
+17 show the architecture. docs/fidelity.md says where this project differs from the paper.
+"""
+
+import pathlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from absl import app, flags
+
+TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4", "5", "6"], "A table of the paper.")
+FIGURE = flags.DEFINE_enum(
+    "figure", None, [str(n) for n in (*range(2, 6), *range(7, 17), 18)], "A figure of the paper."
+)
+LIST = flags.DEFINE_bool("list", False, "Show all tables and figures, with their commands.")
+SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "published"], "Two CPU cores, or the published configs.")
+FOLDER = flags.DEFINE_string("folder", "runs/paper", "Folder of all runs and results.")
+WIKITEXT = flags.DEFINE_string(
+    "wikitext", None, "wiki.valid.tokens of WikiText-103, for Figures 4 and 5 at tiny scale."
+)
+TASKS = flags.DEFINE_string(
+    "tasks", "tests/data/tasks", "Folder of lm-eval task files, for Tables 4 and 5 at tiny scale."
+)
+
+LARGE, LLAMA = ("large-gpt", "large"), ("llama_1b-llama", "llama_1b")
+
+
+class Command(NamedTuple):
+    """A command line after `python`; with `result`, it is left out if that file of the folder is there."""
+
+    line: str
+    result: str = ""
+
+
+class Exhibit(NamedTuple):
+    """A table or figure.
+
+    shows: what it is.
+    published: what the paper has there, as far as its text says.
+    """
+
+    shows: str
+    published: str
+    tiny: tuple[Command, ...]
+    at_scale: tuple[Command, ...]
+
+
+def study(name: str, options: str = "") -> Command:
+    """A study of experiments/ablations.py, which resumes by itself."""
+    return Command(f"experiments/ablations.py --study={name} --folder={{folder}}/studies {options}".strip())
+
+
+def train(config: str, options: str = "") -> Command:
+    """A run of the folder, by a config and the model after its colon."""
+    file, colon, model = config.partition(":")
+    name = config.replace(":", "-")
+    return Command(
+        f"-m diffeqformer.main --config=configs/{file}.py{colon}{model} --workdir={{folder}}/{name} {options}".strip()
+    )
+
+
+def evaluate(name: str, split: str = "validation") -> Command:
+    """The perplexities of a run of the folder."""
+    output = f"{name}-{split}"
+    return Command(
+        f"-m diffeqformer.evaluate --workdir={{folder}}/{name} --split={split} --output={{folder}}/{output}",
+        f"{output}/results.json",
+    )
+
+
+def downstream(names: Iterable[str], options: str = "") -> Command:
+    """The downstream tasks of two runs of the folder, the baseline first."""
+    runs = ",".join(f"{{folder}}/{name}" for name in names)
+    output = "-".join(["downstream", *names])
+    return Command(
+        f"-m diffeqformer.downstream --workdir={runs} --output={{folder}}/{output} {options}".strip(),
+        f"{output}/results.json",
+    )
+
+
+def analyze(name: str, part: str) -> Command:
+    """A part of the report on a run of the folder."""
+    output = f"{name}-{part}"
+    return Command(
+        f"-m diffeqformer.analyze --workdir={{folder}}/{name} --parts={part} --output={{folder}}/{output}",
+        f"{output}/results.json",
+    )
+
+
+LLAMA_FILE = "--config.data.tokenizer_file=tokenizer.model"
+DOWNSTREAM = Exhibit(
+    "accuracies of eleven tasks without and with five examples, with standard errors, bars, and paired tests",
+    "the tables stand beside the results (docs/downstream.md)",
+    (train("tiny:gpt"), train("tiny"), downstream(("tiny-gpt", "tiny"), "--include={tasks} --shots=0,1")),
+    (train("large:gpt"), train("large"), downstream(LARGE)),
+)
+DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
+    tiny=(
+        train("tiny:llama"),
+        Command(
+            "-m diffeqformer.main --config=configs/tiny.py --config.model.field=llama "
+            "--workdir={folder}/tiny-with-llama-block"
+        ),
+        downstream(("tiny-llama", "tiny-with-llama-block"), "--include={tasks} --shots=0,1"),
+    ),
+    at_scale=(train("llama_1b:llama", LLAMA_FILE), train("llama_1b", LLAMA_FILE), downstream(LLAMA)),
+)
+EMBEDDING = (study("embedding"),)
+EMBEDDING_AT_SCALE = (study("embedding", "--config=configs/medium.py --widths=20,48,72,96,120,144 --steps=40001"),)
+
+
+def scored(*configs: str, options: str = "") -> tuple[Command, ...]:
+    """Runs of configs, each scored on its validation split."""
+    commands = [(train(config, options), evaluate(config.replace(":", "-"))) for config in configs]
+    return tuple(command for pair in commands for command in pair)
+
+
+def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
+    """The published fine-tuning in one direction: two bases, each fine-tuned and scored."""
+    config = f"finetune_{pretraining}_to_{task}"
+    commands = []
+    for model, depths in (("", (9, 12, 18, 24)), ("-gpt", (24,))):
+        base = f"{config}-pretrain{model}"
+        commands.append(train(f"{config}:pretrain{model}"))
+        for mode, depth in ((mode, depth) for mode in ("lora", "full") for depth in depths):
+            name = f"{config}-{mode}{model}-{depth}"
+            commands += [
+                Command(
+                    f"-m diffeqformer.main --config=configs/{config}.py:{mode}{model} --config.base={{folder}}/{base} "
+                    f"--config.model.num_steps={depth} --workdir={{folder}}/{name}"
+                ),
+                evaluate(name, split),
+            ]
+    return tuple(commands)
+
+
+WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
+SPECTRA = (train("tiny"), analyze("tiny", "spectra"))
+SPECTRA_AT_SCALE = (train("medium"), analyze("medium", "spectra"))
+CLUSTERING = (train("tiny"), analyze("tiny", "clustering"))
+SENSITIVITY = (train("tiny"), analyze("tiny", "sensitivity"))
+LLAMA_AT_SCALE = scored("llama_1b", "llama_1b:llama", options=LLAMA_FILE)
+
+EXHIBITS = {
+    "table 1": Exhibit(
+        "perplexity on WikiText-103: GPT, shared weights and DiffEqFormer, small and medium",
+        "DiffEqFormers are the best; the numbers aren't at hand",
+        (study("perplexity"),),
+        scored(*WIKITEXT_MODELS),
+    ),
+    "table 2": Exhibit(
+        "perplexity on OpenWebText: small, medium, large and Llama-1B",
+        "DiffEqFormer with Llama's block 9.7, Llama-1B 10.2 (read off Figure 8); the other numbers aren't at hand",
+        (study("perplexity"), study("llama")),
+        scored("small", "small:gpt", "medium", "medium:gpt", "large", "large:gpt") + LLAMA_AT_SCALE,
+    ),
+    "table 3": Exhibit("sizes of the vanilla models", "117M, 345M, 762M, 1213M (docs/fidelity.md)", (), ()),
+    "table 4": DOWNSTREAM,
+    "table 5": DOWNSTREAM_LLAMA,
+    "table 6": Exhibit(
+        "parameters of a DiffEqFormer by d_emb",
+        "not at hand (docs/fidelity.md has the code's)",
+        EMBEDDING,
+        EMBEDDING_AT_SCALE,
+    ),
+    "figure 2": Exhibit(
+        "spectra of QK and OV over time; clusters of the simulation with constant and growing weights",
+        "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
+        (*SPECTRA, analyze("tiny", "clustering")),
+        (*SPECTRA_AT_SCALE, analyze("medium", "clustering")),
+    ),
+    "figure 3": Exhibit(
+        "Lyapunov sensitivity of a prediction to each token",
+        "in its sentence about BIGBANG, that word is highlighted for the next word 'its'",
+        SENSITIVITY,
+        (train("medium"), analyze("medium", "sensitivity")),
+    ),
+    "figure 4": Exhibit(
+        "overfitting: validation curves on a short text",
+        "GPT-medium overfits WikiText-103, DiffEqFormer less",
+        (study("overfitting", "--wikitext={wikitext}"),),
+        scored("wikitext103_medium", "wikitext103_medium:gpt"),
+    ),
+    "figure 5": Exhibit(
+        "fine-tuning at other depths, with LoRA and of all weights, in both directions",
+        "OpenWebText to WikiText-103 with LoRA: 21.4 at 18 and 24 steps, 22.4 at 12, 23.5 at 9, GPT 22.1; all weights: "
+        "19.5 to 20.5 at best (read off)",
+        (
+            Command(
+                "experiments/finetune_depths.py --wikitext={wikitext} --folder={folder}/finetune_depths "
+                "--direction=stdlib_to_wikitext --direction=wikitext_to_stdlib"
+            ),
+        ),
+        finetuned("openwebtext", "wikitext103", "test") + finetuned("wikitext103", "openwebtext", "validation"),
+    ),
+    "figure 7": Exhibit(
+        "Adam's second beta, 0.95 and 0.999, for DiffEqFormer and GPT",
+        "0.95 is better for DiffEqFormer-large, 0.999 for GPT-large",
+        (study("beta2"),),
+        (study("beta2", "--config=configs/large.py --steps=40001"),),
+    ),
+    "figure 8": Exhibit(
+        "validation curves with the block of a Llama",
+        "9.7 against 10.2 at 40,000 steps (read off)",
+        (study("llama"),),
+        LLAMA_AT_SCALE,
+    ),
+    "figure 9": DOWNSTREAM._replace(published="Table 4 without examples"),
+    "figure 10": DOWNSTREAM._replace(published="Table 4 with five examples"),
+    "figure 11": DOWNSTREAM_LLAMA._replace(published="Table 5 without examples"),
+    "figure 12": DOWNSTREAM_LLAMA._replace(published="Table 5 with five examples"),
+    "figure 13": Exhibit(
+        "trajectories of the simulation of clustering",
+        "weights that grow faster than linearly don't form clusters",
+        CLUSTERING,
+        CLUSTERING,
+    ),
+    "figure 14": Exhibit("perplexity by d_emb", "better up to 144", EMBEDDING, EMBEDDING_AT_SCALE),
+    "figure 15": Exhibit("throughput by d_emb", "a slight fall", EMBEDDING, EMBEDDING_AT_SCALE),
+    "figure 16": Exhibit("memory by d_emb", "grows less than the parameters", EMBEDDING, EMBEDDING_AT_SCALE),
+    "figure 18": Exhibit(
+        "one MLP of t for all weights, or one for each",
+        "one for each is better",
+        (study("design"),),
+        (study("design", "--config=configs/medium.py --steps=40001"),),
+    ),
+}
+"""The paper's tables and figures, but for those of the architecture. Curves of single runs are in TensorBoard."""
+
+
+def commands_of(exhibit: Exhibit) -> list[Command]:
+    """Its commands at the chosen scale, with folders and files filled in."""
+    commands = exhibit.tiny if SCALE.value == "tiny" else exhibit.at_scale
+    needed = " ".join(command.line for command in commands)
+    if "{wikitext}" in needed and not WIKITEXT.value and not LIST.value:
+        sys.exit("--wikitext: must be WikiText-103's file wiki.valid.tokens for this figure at tiny scale")
+    files = {"folder": FOLDER.value, "wikitext": WIKITEXT.value or "wiki.valid.tokens", "tasks": TASKS.value}
+    return [command._replace(line=command.line.format(**files)) for command in commands]
+
+
+def show(name: str, exhibit: Exhibit) -> None:
+    """Print what an exhibit is and how it is made."""
+    print(f"{name.capitalize()}: {exhibit.shows}\n  published: {exhibit.published}")
+    for command in commands_of(exhibit):
+        print(f"  python {command.line}")
+
+
+def make(name: str, exhibit: Exhibit) -> None:
+    """Run an exhibit's commands, and show its Markdown."""
+    show(name, exhibit)
+    for command in commands_of(exhibit):
+        if command.result and (pathlib.Path(FOLDER.value) / command.result).exists():
+            continue
+        print(f"\n$ python {command.line}", flush=True)
+        if status := subprocess.run([sys.executable, *shlex.split(command.line)]).returncode:
+            sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
+    print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
+
+
+def main(_) -> None:
+    chosen = [f"table {TABLE.value}"] * bool(TABLE.value) + [f"figure {FIGURE.value}"] * bool(FIGURE.value)
+    if LIST.value:
+        for name in chosen or EXHIBITS:
+            show(name, EXHIBITS[name])
+        return
+    if not chosen:
+        sys.exit("--table, --figure: must name what to make; --list shows all")
+    for name in chosen:
+        make(name, EXHIBITS[name])
+
+
+if __name__ == "__main__":
+    app.run(main)

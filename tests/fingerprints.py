@@ -73,7 +73,7 @@ def trained_state(config, mesh, steps: int) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=0, help="train so many steps instead of lowering")
+    parser.add_argument("--steps", type=int, default=0, help="train that many steps instead of lowering")
     options = parser.parse_args()
     for kind, field, changes in CASES:
         config = toy_config(kind, field, **{**COMMON, **changes})

@@ -26,6 +26,7 @@ AXES = ("data", "generator", "fsdp", "tensor")
 BATCH = ("data", "generator", "fsdp")  # the axes over which examples are split
 ROWS = ("fsdp",)  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
 GENERATOR_ROWS = ("fsdp", "generator")  # those of a generator's matrices, and of the weights it makes
+EVERYWHERE = PartitionSpec()  # every device holds a copy
 
 LOGICAL_AXES = {
     "batch": BATCH,  # examples are independent
@@ -108,14 +109,10 @@ def on_every_device(tree, mesh: Mesh | None = None):
     mesh = mesh or getattr(place, "mesh", None)
     if mesh is None:
         return tree
-    copies = NamedSharding(mesh, PartitionSpec())
+    copies = NamedSharding(mesh, EVERYWHERE)
     if jax.process_count() > 1:
-        return jax.jit(_unchanged, out_shardings=copies)(tree)
+        return jax.jit(as_it_is, out_shardings=copies)(tree)
     return jax.device_put(tree, copies)
-
-
-def _unchanged(tree):
-    return tree
 
 
 def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:
@@ -138,6 +135,16 @@ def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> Par
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
     """The sharding of an array whose dimensions have these logical axes (None: never split)."""
     return NamedSharding(mesh, partition(axes))
+
+
+def shardings(mesh: Mesh, specs):
+    """A tree of partition specs as shardings on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def as_it_is(x):
+    """The identity: what a single device does in place of a sum or gather over several."""
+    return x
 
 
 def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:

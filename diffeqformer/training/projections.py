@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from diffeqformer.depth.projection import (
@@ -22,10 +22,8 @@ from diffeqformer.depth.projection import (
     sum_of_squares,
 )
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import axes_of, by_device
+from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, by_device
 from diffeqformer.transformer import Transformer
-
-EVERYWHERE = PartitionSpec()
 
 
 class Projections:

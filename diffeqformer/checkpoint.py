@@ -29,7 +29,8 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import make_mesh, shardings
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import shardings
 from diffeqformer.transformer import (
     Path,
     Transformer,

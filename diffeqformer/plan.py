@@ -25,10 +25,10 @@ from diffeqformer.config import check_config, check_fields, check_overrides, che
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_text  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
-from diffeqformer.depth.grid import trained_depths  # noqa: E402
+from diffeqformer.depth.depths import trained_depths  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
-from diffeqformer.parallel.sharding import make_mesh, mesh_shape  # noqa: E402
+from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.planning import search  # noqa: E402
 from diffeqformer.planning.chips import Gpu, Tpu, gpus_of, tpu_of  # noqa: E402
 from diffeqformer.planning.compiler import tpu_devices  # noqa: E402

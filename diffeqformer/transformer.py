@@ -11,8 +11,10 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, LoopedWeights
-from diffeqformer.depth.grid import Grid, trained_depths
+from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.looped import LoopedWeights
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
@@ -29,7 +31,8 @@ from diffeqformer.fields.layers import (
     rows_from,
 )
 from diffeqformer.parallel.fit import generator_parts
-from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, divide_generator, partition
+from diffeqformer.parallel.mesh import divide_generator
+from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
 
 Path = tuple[str, ...]

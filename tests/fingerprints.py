@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from diffeqformer.parallel.sharding import make_mesh  # noqa: E402
+from diffeqformer.parallel.mesh import make_mesh  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
 from helpers import FAMILY, ONE_DEVICE, tokens_of, toy_config  # noqa: E402
 

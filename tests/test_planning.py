@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning import search
 from diffeqformer.planning.chips import GPUS, TPUS
 from diffeqformer.planning.hlo import Module

@@ -15,7 +15,7 @@ from diffeqformer.inference.discretize import discretized_config, discretized_pa
 from diffeqformer.inference.sampling import Choice, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.dynamics import Recorder
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of

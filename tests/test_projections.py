@@ -11,7 +11,7 @@ from flax import nnx
 
 from diffeqformer.depth.projection import sum_of_squares
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import decay_mask, make_optimizer
 from diffeqformer.training.projections import Projections

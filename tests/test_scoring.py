@@ -11,7 +11,7 @@ from diffeqformer import transformer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
 
 RANDOM = np.random.default_rng(0)

@@ -102,7 +102,7 @@ def check_published(model: Transformer) -> None:
     Raises:
         UserError: if it can't.
     """
-    if model.solver != SOLVERS["euler"] or not hasattr(model.depth, "from_features"):
+    if model.solver != SOLVERS["euler"] or not model.depth.generated:
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
 
 

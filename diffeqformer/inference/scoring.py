@@ -18,7 +18,8 @@ from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import by_device, make_mesh, partition, sharding
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import by_device, partition, sharding
 from diffeqformer.transformer import Transformer, check_length
 
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled

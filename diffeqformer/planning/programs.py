@@ -15,7 +15,8 @@ from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import full_batch, target_scores
-from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, divide_generator, make_mesh, sharding, shardings
+from diffeqformer.parallel.mesh import divide_generator, make_mesh
+from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.training.dynamics import WINDOWS, Recorder
 from diffeqformer.training.memory import bytes_on_device

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config import check_config, get_field
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import mesh_shape
+from diffeqformer.parallel.mesh import mesh_shape
 
 VARIED = ("model.remat", "microbatches", "mesh.fsdp")
 REMAT_BY_MEMORY = ("step", "products", "none")  # from the least memory to the most

@@ -29,8 +29,8 @@ from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
 from diffeqformer.fields.layers import Context, at_its_precision, multiplying
+from diffeqformer.parallel.mesh import AXES
 from diffeqformer.parallel.sharding import (
-    AXES,
     BATCH,
     EVERYWHERE,
     GENERATOR_ROWS,

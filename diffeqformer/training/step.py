@@ -15,9 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
-from diffeqformer.depth.grid import Grid, random_grid, trained_depths
+from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
-from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, divide_generator, sharding, shardings
+from diffeqformer.parallel.mesh import divide_generator
+from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask
 from diffeqformer.transformer import (

@@ -115,7 +115,7 @@ def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations
     scorer = Scorer(model, batch_size=2, mesh=ONE_DEVICE)
     for lengths in (range(2, 201, 3), range(200, 1, -3)):
         scorer([Stretch([1] * n, 1) for n in lengths])
-    assert compilations("score") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
+    assert compilations("target_scores") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
 
 
 def test_what_cannot_be_scored_is_refused():

@@ -57,7 +57,7 @@ class Solver:
     order: order of convergence if the weights are smooth in time.
     """
 
-    step: Callable[[VectorField, list, Array, Array, Context], Array]
+    step: Callable[[VectorField, list[dict], Array, Array, Context], Array]
     nodes: tuple[float, ...]
     order: int
 

@@ -54,11 +54,13 @@ StackFrames
 %body (a: s32[]) -> s32[] {
   %mask = f32[8] fusion(), metadata={stack_frame_id=2}, backend_config={"estimated_cycles":"10"}
   %part = f32[8] get-tuple-element(%a), index=1
-  %fused = f32[8] fusion(%mask, %part), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"100"}
+  %fused = f32[8] fusion(%mask, %part), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, \
+backend_config={"estimated_cycles":"100"}
 }
 
 ENTRY %main (a: s32[]) -> s32[] {
-  %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"7"}
+  %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, \
+backend_config={"estimated_cycles":"7"}
   %buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
   %moved = f32[8] copy(%buffer)
   %tuple = (s32[], f32[8]) tuple(%a, %moved)
@@ -69,9 +71,11 @@ ENTRY %main (a: s32[]) -> s32[] {
   %copy = f32[8] copy(%kernel), frontend_attributes={kernel_metadata={
 "xprof_metadata":"{}"
 }}, metadata={stack_frame_id=4}, backend_config={"estimated_cycles":"40"}
-  %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, backend_config={"custom_call_config":{"body":"T","cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
+  %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, \
+backend_config={"custom_call_config":{"body":"T",\
+"cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
 }
-"""  # noqa: E501
+"""
 
 CYCLE = 1 / 1.5e9  # seconds on v5e
 

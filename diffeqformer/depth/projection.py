@@ -30,7 +30,7 @@ def project(
     """kernel(t) = h(t) P + B for all times at once, in fp32, from one read of P.
 
     Operands stay fp32. At the default precision TPUs and GPUs round them to bf16 or TF32 as they read, and add up in
-    fp32. Here and in the derivatives, the precision is that of the context (`fields.layers.multiplying`).
+    fp32. The precision is that of the context (`fields.layers.multiplying`).
 
     It is a matrix product batched over `inputs`, the order in which P is stored, and so are the derivatives that
     training takes (`project_with_factors`). The automatic ones would transpose P's gradient at the end.

@@ -16,7 +16,7 @@ from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table,
 
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss, split_batch
 from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import new_model, split_model

@@ -29,18 +29,18 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import shardings
 from diffeqformer.transformer import (
+    Path,
     Transformer,
     abstract_model,
     divide_copies,
     merge_trees,
-    places,
+    partition_specs,
     select,
     split_model,
 )
-
-Path = tuple[str, ...]
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
 """The remedy if a checkpoint of a run that may be training can't be read."""
@@ -347,7 +347,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             placed = jax.tree.map(lambda _: device, params)
         else:
-            placed = places(model, divide_copies(model, mesh))
+            placed = shardings(divide_copies(model, mesh), partition_specs(model))
         trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
         replaced = "start again, with the newest checkpoint"  # a running training removes old ones
         with readable(manager, step, "" if step == manager.latest_step() else replaced):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 CHUNK = 1024  # number of positions whose logits exist at once
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
     x: Float[Array, "N D"],
     matrix: Float[Array, "V D"],
@@ -27,11 +28,7 @@ def cross_entropy(
         targets: ids below `vocab_size`.
         weights: fp32. A weight of 0 excludes a position.
     """
-    return _cross_entropy(x, matrix, targets, weights, vocab_size)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x, matrix, targets, weights, vocab_size):
     def add(total, chunk):
         x, targets, weights = chunk
         losses, *_ = _losses(x, matrix, targets, vocab_size)
@@ -104,4 +101,4 @@ def _backward(vocab_size, gradients, d_total):
     return (d_total * d_x).astype(d_x.dtype), (d_total * d_matrix).astype(d_matrix.dtype), None, None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward)

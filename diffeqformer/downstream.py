@@ -50,7 +50,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "output",
         None,
-        "Folder for the results; by default <first workdir>/downstream/<date and time>, or within runs/ for one on gs://.",
+        "Folder for the results; by default <first workdir>/downstream/<date and time>, or within runs/ for one on "
+        "gs://.",
     )
 
 

@@ -102,7 +102,7 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     return scorers
 
 
-def evaluate(options) -> dict | None:
+def score_checkpoint(options) -> dict | None:
     """Score a checkpoint according to the options, then write and print the results.
 
     Returns:
@@ -188,7 +188,7 @@ def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[flo
 def command() -> None:
     """Evaluate, on all hosts."""
     with hosts.joined(flags.FLAGS):
-        evaluate(flags.FLAGS)
+        score_checkpoint(flags.FLAGS)
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def new_checkpoints(output: epath.Path) -> Iterator[None]:
         raise
 
 
-def size_of(path: epath.Path) -> int:
+def size_on_disk(path: epath.Path) -> int:
     """Size in bytes of a file, or of all files in a folder."""
-    return sum(map(size_of, path.iterdir())) if path.is_dir() else path.stat().length
+    return sum(map(size_on_disk, path.iterdir())) if path.is_dir() else path.stat().length
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def main() -> None:
     def command() -> None:
         hosts.check_one("materialize: this command")
         folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
-        print(f"{folder}: {size_of(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
+        print(f"{folder}: {size_on_disk(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     command_line.run(command, verbosity=logging.FATAL)
 

@@ -25,15 +25,15 @@ from diffeqformer.config import check_config, check_fields, check_overrides, che
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_text  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
-from diffeqformer.depth.grid import trained_depths  # noqa: E402
+from diffeqformer.depth.depths import trained_depths  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
-from diffeqformer.parallel.sharding import make_mesh, mesh_shape  # noqa: E402
+from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.planning import search  # noqa: E402
-from diffeqformer.planning.chips import Chip, Gpu, chip_of, gpus_of  # noqa: E402
+from diffeqformer.planning.chips import Gpu, Tpu, gpus_of, tpu_of  # noqa: E402
 from diffeqformer.planning.compiler import tpu_devices  # noqa: E402
 from diffeqformer.planning.estimate import plan_of  # noqa: E402
-from diffeqformer.planning.programs import Planned, programs_of_run, scoring, train_steps  # noqa: E402
+from diffeqformer.planning.programs import Planned, compile_run, compile_scoring, compile_train_steps  # noqa: E402
 from diffeqformer.planning.report import front_summary, rates, summary  # noqa: E402
 from diffeqformer.planning.shapes import plan_on_gpus  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
@@ -53,7 +53,7 @@ PROGRAMS = flags.DEFINE_enum(
 SEARCH = flags.DEFINE_integer(
     "search",
     None,
-    "Try other values of model.remat, microbatches and mesh.fsdp, with at most so many compilations.",
+    "Try other values of model.remat, microbatches and mesh.fsdp, with at most that many compilations.",
     lower_bound=1,
 )
 PRICE = flags.DEFINE_float("price_per_chip_hour", None, "To print what training costs.", lower_bound=0)
@@ -76,7 +76,7 @@ def main() -> None:
 
 def planned_on_tpus(config: ConfigDict) -> dict:
     """Print and return the plan or the search, by the TPU compiler."""
-    chip = chip_of(TOPOLOGY.value)
+    chip = tpu_of(TOPOLOGY.value)
     if SEARCH.value and DUMP.value:
         raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
     for option, value in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
@@ -120,20 +120,20 @@ def program_of(config: ConfigDict, devices: list) -> Program:
     return Program(config, mesh, (attention.plain, "plain") if PLAIN.value else None)
 
 
-def planned(config: ConfigDict, program: Program, chip: Chip) -> dict:
+def planned(config: ConfigDict, program: Program, chip: Tpu) -> dict:
     """The plan of one run, with a line for each program that was compiled."""
     start, programs = time.monotonic(), []
     if PROGRAMS.value == "score":
-        compiling = scoring(config, list(program.mesh.devices.flat))
+        compiling = compile_scoring(config, list(program.mesh.devices.flat))
     else:
-        compiling = (programs_of_run if PROGRAMS.value == "all" else train_steps)(config, program, DUMP.value)
+        compiling = (compile_run if PROGRAMS.value == "all" else compile_train_steps)(config, program, DUMP.value)
     for found in compiling:
         programs.append(found)
         print(f"  {found.name:<36} {found.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
     return plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
 
 
-def searched(config: ConfigDict, devices: list, chip: Chip) -> dict:
+def searched(config: ConfigDict, devices: list, chip: Tpu) -> dict:
     """Plans of the train step with several settings, the fastest of the front first, with a line for each try."""
     start, tried = time.monotonic(), []
     own, settings = search.own_setting(config, len(devices)), search.settings_of(config, len(devices))
@@ -145,10 +145,10 @@ def searched(config: ConfigDict, devices: list, chip: Chip) -> dict:
         except UserError:  # of the mesh over several slices, or of a divided generator
             settings.remove(setting)
             continue
-        programs: list[Planned] = list(train_steps(changed, program))
+        programs: list[Planned] = list(compile_train_steps(changed, program))
         tried.append(search.Tried(setting, plan_of(changed, program, programs, chip, SLICES.value, PRICE.value)))
         seconds = time.monotonic() - start
-        said = " ".join(f"{name}={value}" for name, value in zip(search.FIELDS, setting))
+        said = " ".join(f"{name}={value}" for name, value in zip(search.VARIED, setting))
         left = duration(seconds / len(tried) * (most - len(tried)))
         print(f"  {len(tried)}/{most}  {said}: {rates(tried[-1].plan)}  {left} left", flush=True)
     front = search.front(tried)

@@ -9,8 +9,9 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.depth.depths import are_depths, trained_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES, are_depths, trained_depths
+from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS

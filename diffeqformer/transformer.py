@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, LoopedWeights
-from diffeqformer.depth.grid import Grid, trained_depths
+from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
+from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.looped import LoopedWeights
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
@@ -29,8 +31,12 @@ from diffeqformer.fields.layers import (
     rows_from,
 )
 from diffeqformer.parallel.fit import generator_parts
-from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, divide_generator, partition
+from diffeqformer.parallel.mesh import divide_generator
+from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
+
+Path = tuple[str, ...]
+"""The path of a parameter in a tree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Transformer(nnx.Module):
             setattr(copy, name, value)
         return copy
 
-    def trains(self, path: tuple[str, ...]) -> bool:
+    def trains(self, path: Path) -> bool:
         """Whether the parameter with that path is trained. With adapters, only these, embeddings and the head are."""
         return not self.has_adapters or path in self.trained_beside_adapters
 
@@ -175,7 +181,7 @@ class Transformer(nnx.Module):
         Raises:
             UserError: if S exceeds `max_length`.
         """
-        self._check_length(tokens)
+        check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, context).astype(self.state_dtype)
         return walk(self.solver, self.field, weights, x, context, remat=self.remat)
 
@@ -186,14 +192,10 @@ class Transformer(nnx.Module):
         Raises:
             UserError: if S exceeds `max_length`.
         """
-        self._check_length(tokens)
+        check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, Context())
         states = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
         return jnp.concatenate([x[None], states])
-
-    def _check_length(self, tokens) -> None:
-        if tokens.shape[1] > self.max_length:
-            raise UserError(f"tokens: {tokens.shape[1]} positions, but this model has {self.max_length}")
 
     @at_its_precision
     def extend(
@@ -236,6 +238,16 @@ class Transformer(nnx.Module):
         """The matrix that maps a normalized state to logits, in the compute type."""
         matrix = self.token_embedding[...] if self.field.tied_head else self.lm_head[...].T
         return matrix.astype(self.dtype)
+
+
+def check_length(length: int, max_length: int) -> None:
+    """Check that a model with `max_length` positions can read that many tokens.
+
+    Raises:
+        UserError: if it can't.
+    """
+    if length > max_length:
+        raise UserError(f"tokens: {length} positions, but this model has {max_length}")
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict]:
@@ -287,7 +299,7 @@ def parameter_metadata(model: nnx.Module, name: str) -> dict:
     return nnx.to_pure_dict(nnx.map_state(lambda _, variable: getattr(variable, name), nnx.state(model, nnx.Param)))
 
 
-def paths_with(model: Transformer, name: str) -> frozenset[tuple[str, ...]]:
+def paths_with(model: Transformer, name: str) -> frozenset[Path]:
     """The paths of the parameters for which a flag is set."""
     flags = traverse_util.flatten_dict(parameter_metadata(model, name))
     return frozenset(path for path, flag in flags.items() if flag)
@@ -295,13 +307,14 @@ def paths_with(model: Transformer, name: str) -> frozenset[tuple[str, ...]]:
 
 def partition_specs(model: Transformer) -> dict:
     """The partition specs of a model's parameters, as a tree."""
-    axes, is_axes = parameter_metadata(model, "axes"), lambda leaf: isinstance(leaf, tuple)
     depth_rows = GENERATOR_ROWS if model.depth.generated else ROWS
     return {
         name: jax.tree.map(
-            functools.partial(partition, rows=depth_rows if name == "depth" else ROWS), part, is_leaf=is_axes
+            functools.partial(partition, rows=depth_rows if name == "depth" else ROWS),
+            axes,
+            is_leaf=lambda leaf: isinstance(leaf, tuple),
         )
-        for name, part in axes.items()
+        for name, axes in parameter_metadata(model, "axes").items()
     }
 
 
@@ -312,18 +325,13 @@ def divide_copies(model: Transformer, mesh: Mesh, parts: int = 0) -> Mesh:
         parts: copies in a group; 0: the most that leaves whole tiles (`diffeqformer.parallel.fit.generator_parts`).
 
     Raises:
-        UserError: if the copies or the rows of a kernel don't divide into so many parts.
+        UserError: if the copies or the rows of a kernel don't divide into that many parts.
     """
     if not model.depth.generated:
         return divide_generator(mesh, 1)
     kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
     rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
     return divide_generator(mesh, generator_parts(parts, mesh, rows))
-
-
-def places(model: Transformer, mesh: Mesh) -> dict:
-    """The shardings of a model's parameters on a mesh, as a tree."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model))
 
 
 def layer_specs(model: Transformer, rows: tuple[str, ...]) -> dict:
@@ -340,7 +348,7 @@ def layer_specs(model: Transformer, rows: tuple[str, ...]) -> dict:
     }
 
 
-def select(tree: dict, wanted: Callable[[tuple], bool]) -> dict:
+def select(tree: dict, wanted: Callable[[Path], bool]) -> dict:
     """The leaves of nested dictionaries whose path satisfies `wanted`."""
     leaves = traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({path: leaf for path, leaf in leaves.items() if wanted(path)})

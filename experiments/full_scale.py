@@ -280,7 +280,7 @@ def loss_and_gradient(model, tokens, **types: str) -> tuple[float, dict]:
     import numpy as np
     from flax import traverse_util
 
-    from diffeqformer.parallel.sharding import make_mesh
+    from diffeqformer.parallel.mesh import make_mesh
     from diffeqformer.training.loss import ShardedLoss
     from diffeqformer.transformer import split_model
 

@@ -1,6 +1,6 @@
 """Fingerprints of every program that a run compiles, which a refactoring must not change.
 
-    python tests/fingerprints.py > before.txt            # lowered programs, in about two minutes
+    python tests/fingerprints.py > before.txt            # lowered programs, in a few minutes
     python tests/fingerprints.py --steps=20 > before.txt # the state after training, to the last bit of this machine
 
 Run it before and after a change, on one machine, and compare the two files. Names of functions are left out.
@@ -17,13 +17,15 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from diffeqformer.parallel.sharding import make_mesh  # noqa: E402
+from diffeqformer.parallel.mesh import make_mesh  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
 from helpers import FAMILY, ONE_DEVICE, tokens_of, toy_config  # noqa: E402
 
-MESHES = {"1": ONE_DEVICE, "2x2x2": make_mesh((2, 2, 2))}
+MESHES = {"1": ONE_DEVICE, "2x2x2": make_mesh((2, 2, 2)), "1x2x1": make_mesh((1, 2, 1), jax.devices()[:2])}
 COMMON = {"model__dropout": 0.1, "model__vocab_multiple": 16, "steps": 100}
 ADAPTERS = {"base": "base", "model__lora_rank": 2}
+WHOLE_TILES = {"model__width": 256, "model__mlp": 256, "model__time_embed_dim": 8}  # for the kernels, also on a part
+STEP_FEATURES = {"model__step_features": 4, "model__training_depths": "4,6", "model__training_times": "mixed"}
 VARIANTS = [
     ("discretized", "gpt", ADAPTERS),
     ("discretized", "llama", {**ADAPTERS, "model__lora_layers": "mlp.*", "model__dtype": "bfloat16"}),
@@ -34,6 +36,9 @@ VARIANTS = [
     ("diffeqformer", "llama", {"model__norm_of_norm": False, "model__solver": "midpoint"}),
     ("shared", "llama", {"model__solver": "strang", "model__state_dtype": "bfloat16"}),
     ("gpt", "gpt", {"model__weights_dtype": "bfloat16"}),
+    ("diffeqformer", "gpt", {"kernels": "pallas", **WHOLE_TILES}),
+    ("diffeqformer", "llama", STEP_FEATURES),
+    ("diffeqformer", "gpt", {"model__dtype": "bfloat16", "model__generator_precision": "highest"}),
 ]
 CASES = [(kind, field, {}) for kind, field in FAMILY] + VARIANTS
 
@@ -73,7 +78,7 @@ def trained_state(config, mesh, steps: int) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=0, help="train so many steps instead of lowering")
+    parser.add_argument("--steps", type=int, default=0, help="train that many steps instead of lowering")
     options = parser.parse_args()
     for kind, field, changes in CASES:
         config = toy_config(kind, field, **{**COMMON, **changes})

@@ -18,7 +18,7 @@ from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.fields import FIELDS, layers
 from diffeqformer.fields.layers import Context
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, split_model

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import divide_generator, make_mesh
+from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.training.loss import ShardedLoss, split_batch
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import split_model

@@ -16,7 +16,7 @@ from diffeqformer.config import (
 )
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.rules import RULES
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model

@@ -13,8 +13,9 @@ from flax import nnx
 from diffeqformer import checkpoint, evaluate, inspect, ode
 from diffeqformer.analysis import spectra
 from diffeqformer.config import check_config
+from diffeqformer.depth.depths import are_depths, drawn_depth, shares_of_depths
 from diffeqformer.depth.generated import step_features
-from diffeqformer.depth.grid import Grid, are_depths, drawn_depth, random_grid, shares_of_depths
+from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory

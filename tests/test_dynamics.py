@@ -9,7 +9,7 @@ from flax import nnx
 from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.spectra import spectra
 from diffeqformer.data.store import open_store
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model

@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentenc
     options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     options |= {"tolerance": [], "calibration_files": None}
     with pytest.raises(UserError, match=f"^{sentence}"):
-        evaluation_command.evaluate(types.SimpleNamespace(**options | changes))
+        evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
 
 
 @pytest.mark.long

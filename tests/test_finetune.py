@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from diffeqformer import checkpoint
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, loop
 from diffeqformer.training.step import Program

@@ -16,7 +16,7 @@ import pytest
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.fields import attention
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import memory
 from diffeqformer.training.step import Program
 from helpers import change, first_state, load_config, normal, tokens_of, toy_config

@@ -13,7 +13,7 @@ import pytest
 
 from diffeqformer import cross_entropy
 from diffeqformer.fields import attention, layers
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loss
 from diffeqformer.training.step import Program
 from helpers import first_state, normal, tokens_of, toy_config

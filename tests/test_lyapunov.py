@@ -8,6 +8,7 @@ import pytest
 import authors
 from diffeqformer.analysis import flow, lyapunov
 from diffeqformer.errors import UserError
+from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import weights_at
@@ -66,7 +67,7 @@ def test_exponents_and_derivatives_are_those_of_full_jacobians(kind, field, solv
     assert flow.flow_exponents(model, TOKENS, count=30, passes=2)[1] > 1e-3
 
 
-class Mean:
+class Mean(VectorField):
     """A linear field: each token moves by the mean of all tokens up to itself, times a matrix."""
 
     def attention(self, weights, x, context):

@@ -6,10 +6,10 @@ import math
 import jax
 import pytest
 
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning import search
-from diffeqformer.planning.chips import CHIPS, GPUS
-from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.chips import GPUS, TPUS
+from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.search import Setting
 from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
@@ -54,11 +54,13 @@ StackFrames
 %body (a: s32[]) -> s32[] {
   %mask = f32[8] fusion(), metadata={stack_frame_id=2}, backend_config={"estimated_cycles":"10"}
   %part = f32[8] get-tuple-element(%a), index=1
-  %fused = f32[8] fusion(%mask, %part), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"100"}
+  %fused = f32[8] fusion(%mask, %part), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, \
+backend_config={"estimated_cycles":"100"}
 }
 
 ENTRY %main (a: s32[]) -> s32[] {
-  %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, backend_config={"estimated_cycles":"7"}
+  %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, \
+backend_config={"estimated_cycles":"7"}
   %buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
   %moved = f32[8] copy(%buffer)
   %tuple = (s32[], f32[8]) tuple(%a, %moved)
@@ -69,15 +71,17 @@ ENTRY %main (a: s32[]) -> s32[] {
   %copy = f32[8] copy(%kernel), frontend_attributes={kernel_metadata={
 "xprof_metadata":"{}"
 }}, metadata={stack_frame_id=4}, backend_config={"estimated_cycles":"40"}
-  %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, backend_config={"custom_call_config":{"body":"T","cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
+  %kernel = f32[8] custom-call(%a), metadata={stack_frame_id=3}, \
+backend_config={"custom_call_config":{"body":"T",\
+"cost_estimate":{"flops":"9","bytes_accessed":"8200000","transcendentals":"0"}}}
 }
-"""  # noqa: E501
+"""
 
 CYCLE = 1 / 1.5e9  # seconds on v5e
 
 
 def test_cycles_are_counted_by_cause():
-    found = seconds_by_cause(Program(TEXT), CHIPS["v5e"], slice_size=1)
+    found = seconds_by_cause(Module(TEXT), TPUS["v5e"], slice_size=1)
     assert found == pytest.approx(
         {
             "dropout": 360 * CYCLE,
@@ -131,7 +135,7 @@ LINE = 3 / 4 * 8 * 128 * 2 / 50e9  # seconds for 8 x 128 bf16 entries, of which 
 )
 def test_collectives_take_their_bytes_at_the_rate_of_a_link_unless_they_are_hidden(instruction, seconds):
     text = COLLECTIVES.replace("HERE", f"  {instruction}")
-    found = seconds_by_cause(Program(text), CHIPS["v5e"], slice_size=4)
+    found = seconds_by_cause(Module(text), TPUS["v5e"], slice_size=4)
     assert found == pytest.approx({"depth forward, rest": 30 * CYCLE, "collectives": LINE - 30 * CYCLE + seconds})
 
 
@@ -143,7 +147,7 @@ def test_splash_attention_takes_the_products_of_causal_pairs(query, copies):
         "operand_layout_constraints={s8[1,2,2]{2,1,0}, " + query + "{2,1,0}}\n}\n"
     )
     flops = 4 * 2 * copies * (1024**2 / 2) * 128  # four products; heads of 64 take as long as those of 128
-    assert seconds_by_cause(Program(kernel), CHIPS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
+    assert seconds_by_cause(Module(kernel), TPUS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
 
 
 def test_memory_is_that_of_the_moment_of_largest_use():
@@ -174,7 +178,7 @@ allocation 10: size 700000, color 1, preallocated-temp:
     buffer{}:1-9
 """
     assert size_of_temporaries(buffers) == 500_000
-    found = temporaries_by_cause(Program(TEXT), buffers, ranges)
+    found = temporaries_by_cause(Module(TEXT), buffers, ranges)
     assert found == {"others": 80_000, "states and activations": 370_000}
 
 

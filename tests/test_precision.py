@@ -13,9 +13,9 @@ from diffeqformer.fields import attention
 from diffeqformer.inference import calibration
 from diffeqformer.inference.discretize import discretized_config, discretized_params
 from diffeqformer.inference.sampling import Choice, padded_prompt, read_prompt, read_token
-from diffeqformer.inference.scoring import score
+from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.dynamics import Recorder
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of
@@ -84,7 +84,7 @@ def of_inference(config) -> list[Product]:
     def score_and_write(params):
         weights = weights_of(graph, params, None)
         _, cache = read_prompt(graph, params, weights, prompt, 1)
-        made = [score(graph, params, weights, tokens, tokens, ONE_DEVICE)]
+        made = [target_scores(graph, params, weights, tokens, tokens, ONE_DEVICE)]
         made += [discretized_params(graph, params, config.model.num_steps, np.dtype("float32"), "euler")]
         if model.depth.generated:
             caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)

@@ -8,7 +8,7 @@ import pytest
 
 from diffeqformer import checkpoint
 from diffeqformer.data.store import Split
-from diffeqformer.depth.grid import drawn_depth, trained_depths
+from diffeqformer.depth.depths import drawn_depth, trained_depths
 from diffeqformer.errors import UserError
 from diffeqformer.training import goodput, loop, profile, run, utilisation
 from helpers import toy_config

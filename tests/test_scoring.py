@@ -11,7 +11,7 @@ from diffeqformer import transformer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
 
 RANDOM = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations
     scorer = Scorer(model, batch_size=2, mesh=ONE_DEVICE)
     for lengths in (range(2, 201, 3), range(200, 1, -3)):
         scorer([Stretch([1] * n, 1) for n in lengths])
-    assert compilations("score") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
+    assert compilations("target_scores") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
 
 
 def test_what_cannot_be_scored_is_refused():

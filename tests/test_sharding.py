@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.fit import generator_parts
-from diffeqformer.parallel.sharding import AXES, divide_generator, make_mesh
+from diffeqformer.parallel.mesh import AXES, divide_generator, make_mesh
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config

@@ -114,7 +114,7 @@ def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, title: str, l
     axis.grid(alpha=0.3)
 
 
-def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
+def picture_of_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarray, axis_label: str):
     """The clustering measures [T + 1, q] along a model's own trajectory, and the spread of its tokens."""
     figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
     for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
@@ -127,7 +127,9 @@ def draw_distances(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np
     return figure
 
 
-def draw_simulations(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray, title: str):
+def picture_of_simulations(
+    states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], times: np.ndarray, title: str
+):
     """Draw the paths of each simulation's particles [T, N, 3] in 3-D, divided by their spread, above the measure."""
     figure, axes = figures.new_figure(2, len(states), (3.1 * len(states), 6.6), sharey="row")
     for column, (name, path) in enumerate(states.items()):
@@ -164,7 +166,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
             "last state. They are shown for the states and for their directions x / |x|, which a single token far from "
             "all others doesn't affect. Clusters would bring the lower quantiles to 0."
         ),
-        figures.as_html(draw_distances(measures, sizes, times, time_label(model)), "clustering of tokens"),
+        figures.as_html(picture_of_distances(measures, sizes, times, time_label(model)), "clustering of tokens"),
         paragraph(
             "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
             "steps, with weights that are constant or grow as a power of t. Coefficients, horizon and start are our "
@@ -183,7 +185,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None)
     ):
         paths, means = simulations(equal_total)
         of = np.linspace(0, HORIZON, len(means["constant"]))
-        shown.append(figures.as_html(draw_simulations(paths, means, of, title), "simulated particles"))
+        shown.append(figures.as_html(picture_of_simulations(paths, means, of, title), "simulated particles"))
         numbers[f"simulated_{kind}"] = {name: one[-1].tolist() for name, one in means.items()}
         arrays |= {f"simulated_{kind}/{name}": one for name, one in means.items()}
         arrays |= {f"simulated_{kind}/{name}/paths": path for name, path in paths.items()}

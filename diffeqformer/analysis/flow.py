@@ -93,7 +93,7 @@ def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:
     return whole + (sums[whole - 1] / -exponents[whole] if whole else 0.0)
 
 
-def draw(exponents: Float[np.ndarray, "k"]):
+def picture(exponents: Float[np.ndarray, "k"]):
     """Plot the exponents by rank."""
     figure, [[axis]] = figures.new_figure(1, 1, (7, 3.4))
     axis.plot(range(1, len(exponents) + 1), exponents, "o-", markersize=3)
@@ -127,7 +127,7 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
             f"Kaplan-Yorke dimension: {said}. Over a finite depth this number describes the text; it isn't the "
             f"dimension of an attractor. The last iteration changed the exponents by at most {change:.1g}."
         ),
-        figures.as_html(draw(largest), "exponents of the flow"),
+        figures.as_html(picture(largest), "exponents of the flow"),
     ]
     print(f"flow: largest exponent {largest[0]:.3f}; Kaplan-Yorke dimension {said}", flush=True)
     numbers = {"exponents": largest.tolist(), "last_change": change, "kaplan_yorke_dimension": dimension}

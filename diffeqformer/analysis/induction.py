@@ -64,7 +64,7 @@ def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
     return model.grid(num_steps).times[:: len(model.solver.nodes)]
 
 
-def draw(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
+def picture(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
     """Plot all heads' induction scores beside the signs of the spectra that the paper infers them from."""
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
     figures.heat_map(figure, axes[0], scores, times, "induction score", vmin=0)
@@ -96,7 +96,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
             f"{even:.3f}, a perfect induction head 1. The paper infers induction heads from positive eigenvalues of "
             "both QK and OV; the score measures induction directly."
         ),
-        figures.as_html(draw(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
+        figures.as_html(picture(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
     ]
     print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)

@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from diffeqformer.depth.grid import Grid
 from diffeqformer.errors import UserError
+from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, weights_at
@@ -30,7 +31,7 @@ CHUNK = 64  # number of rows of a Jacobian that are computed at once
 OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # with these, other tokens move only at the end of a step
 
 
-class LastToken:
+class LastToken(VectorField):
     """A vector field at the last token only. The token attends to the keys and values of a whole state.
 
     Args:
@@ -38,7 +39,7 @@ class LastToken:
         x: the state [B, S, D].
     """
 
-    def __init__(self, field, x: Float[Array, "B S D"]):
+    def __init__(self, field: VectorField, x: Float[Array, "B S D"]):
         self.field, self.x = field, x
 
     def attention(self, weights: dict, row: Float[Array, "B 1 D"], context: Context) -> Float[Array, "B 1 D"]:
@@ -67,7 +68,7 @@ class LastToken:
 
 
 def last_increment(
-    solver: Solver, field, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""]
+    solver: Solver, field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""]
 ) -> Float[Array, "B D"]:
     """The increment of the last token's state in one step.
 
@@ -102,7 +103,7 @@ def check_published(model: Transformer) -> None:
     Raises:
         UserError: if it can't.
     """
-    if model.solver != SOLVERS["euler"] or not hasattr(model.depth, "from_features"):
+    if model.solver != SOLVERS["euler"] or not model.depth.generated:
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
 
 

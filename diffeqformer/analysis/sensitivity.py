@@ -28,7 +28,7 @@ def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return pieces
 
 
-def draw(labels: list[str], measures: dict[str, np.ndarray]):
+def picture(labels: list[str], measures: dict[str, np.ndarray]):
     """Plot each measure [S] of how the last token depends on earlier ones in its own panel, without infinite values."""
     labels = [label.replace(" ", "\u2423") for label in labels[:-1]]
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
@@ -108,7 +108,7 @@ def section(
     for name, values in measures.items():
         shown += [paragraph(name), highlighted(pieces, values)]
         show_text(name, pieces, values)
-    shown.append(figures.as_html(draw([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
+    shown.append(figures.as_html(picture([repr(piece)[1:-1] for piece in pieces], measures), "sensitivity"))
     numbers = {
         "tokens": ids,
         "pieces": pieces,

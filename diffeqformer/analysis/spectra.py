@@ -167,7 +167,7 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
     }
 
 
-def draw(name: str, found: Spectrum, times: np.ndarray, axis_label: str, heads: list[int]):
+def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, heads: list[int]):
     """Plot one product's spectrum over time: real parts, moduli, the complex plane, and three numbers of each head."""
     figure, axes = figures.new_figure(2, 3, (13, 7))
     (real, modulus, plane), (positive, radius, rank) = axes
@@ -259,7 +259,7 @@ def section(
     for name, one in found.items():
         largest = np.argsort(-one.radius().max(0))[:4].tolist()
         chosen = [0] if one.eigenvalues.shape[1] == 1 else list(heads) or sorted(largest)
-        shown.append(figures.as_html(draw(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
+        shown.append(figures.as_html(picture(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
         of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
         numbers[name] = {name: values.tolist() for name, values in of_heads.items()}
         arrays |= {f"{name}/eigenvalues": one.eigenvalues, f"{name}/singular_values": one.singular_values}

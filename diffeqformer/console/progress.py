@@ -127,7 +127,7 @@ class Progress:
         self.start += seconds
 
     def step(self, seconds_at_peak: float) -> None:
-        """Count a step that would take so many seconds at the devices' peak; NaN if that isn't known."""
+        """Count a step that would take that many seconds at the devices' peak; NaN if that isn't known."""
         self.seconds_at_peak += seconds_at_peak
 
     def train(self, step: int, scalars: dict[str, float]) -> None:

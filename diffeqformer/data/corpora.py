@@ -20,6 +20,11 @@ from diffeqformer.data.wikitext import articles, detokenize
 VALIDATION_PART = 50  # one in this many files of the standard library
 
 
+def uncut(text: str) -> Iterator[str]:
+    """A text as one document."""
+    yield text
+
+
 class Corpus(NamedTuple):
     """Where documents come from.
 
@@ -31,7 +36,7 @@ class Corpus(NamedTuple):
 
     source: seqio.DataSource
     origin: str
-    cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
+    cut: Callable[[str], Iterator[str]] = uncut
     tokenizer: str = "gpt2"
 
 

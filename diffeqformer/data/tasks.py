@@ -21,7 +21,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
+from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus, uncut  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.files import PLAIN, kind, read_texts
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
@@ -96,9 +96,7 @@ class LocalFiles(seqio.DataSource):
         cut: splits the content of a text file into documents.
     """
 
-    def __init__(
-        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = lambda text: iter([text])
-    ):
+    def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
         super().__init__(splits=files, caching_permitted=False)
         self.files, self.cut = files, cut
 

@@ -24,40 +24,19 @@ xla: XLA alone.
 KERNEL, PROJECTION = "T inputs outputs", "inputs E outputs"
 
 
-@jax.custom_vjp
 def project(
     h: Float[Array, "T E"], projection: Float[Array, PROJECTION], constant: Float[Array, "inputs outputs"]
 ) -> Float[Array, KERNEL]:
-    """kernel(t) = h(t) P + B for all times at once, in fp32: P is read once forward, once backward.
+    """kernel(t) = h(t) P + B for all times at once, in fp32, from one read of P.
 
     Operands stay fp32. At the default precision TPUs and GPUs round them to bf16 or TF32 as they read, and add up in
-    fp32. An explicit cast would also add up the gradient of P in bf16. Here and in the derivatives, the precision is
-    that of the context (`fields.layers.multiplying`).
+    fp32. The precision is that of the context (`fields.layers.multiplying`).
 
-    All three products are matrix products batched over `inputs`, the order in which P is stored. The derivative is
-    written by hand because the automatic one transposes P's gradient at the end.
+    It is a matrix product batched over `inputs`, the order in which P is stored, and so are the derivatives that
+    training takes (`project_with_factors`). The automatic ones would transpose P's gradient at the end.
     """
     batched = jnp.broadcast_to(h, (len(projection), *h.shape))
     return (batched @ projection).swapaxes(0, 1) + constant
-
-
-def _project_forward(h, projection, constant):
-    return project(h, projection, constant), (h, projection)
-
-
-def _project_backward(residuals, d_kernel):
-    h, projection = residuals
-    d_h, d_constant = d_hidden_and_constant(projection, d_kernel)
-    return d_h, d_projection(h, d_kernel), d_constant
-
-
-project.defvjp(_project_forward, _project_backward)
-
-
-def d_projection(h: Float[Array, "T E"], d_kernel: Float[Array, KERNEL]) -> Float[Array, PROJECTION]:
-    """dP, the gradient of P, in fp32."""
-    by_input = d_kernel.swapaxes(0, 1)  # [inputs, T, outputs]
-    return jnp.broadcast_to(h.T, (len(by_input), *h.T.shape)) @ by_input
 
 
 def d_hidden_and_constant(
@@ -76,8 +55,9 @@ class Factors(NamedTuple):
     sum_squares: Float[Array, ""]
 
     def product(self) -> Float[Array, PROJECTION]:
-        """dP itself."""
-        return d_projection(self.h, self.d_kernel)
+        """dP itself, in fp32."""
+        by_input = self.d_kernel.swapaxes(0, 1)  # [inputs, T, outputs]
+        return jnp.broadcast_to(self.h.T, (len(by_input), *self.h.T.shape)) @ by_input
 
 
 class Products(NamedTuple):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.fields.layers import Linear, Norm, as_it_is
+from diffeqformer.fields.layers import Linear, Norm
+from diffeqformer.parallel.sharding import as_it_is
 
 
 class DepthWeights(nnx.Module):

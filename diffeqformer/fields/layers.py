@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.fields import attention
+from diffeqformer.parallel.sharding import as_it_is
 
 PRECISIONS = ("default", "highest")
 """The precision of products of fp32 matrices, by JAX's names.
@@ -101,11 +102,6 @@ def parameter(
     if stddev:
         value = value + stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, axes=axes, decays=decays, always_trains=always_trains)
-
-
-def as_it_is(x):
-    """The identity: what a single device does in place of a sum or gather over several."""
-    return x
 
 
 def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_is) -> Float[Array, "*B outputs"]:

@@ -17,9 +17,7 @@ from diffeqformer.depth.weights import DepthWeights, in_type, weight_axes
 from diffeqformer.fields.layers import Linear, Norm, multiplying
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.stored_arrays import BYTES_AT_ONCE, StoredArray
-from diffeqformer.transformer import MODELS, Transformer, abstract_model, parameter_metadata, split_model
-
-Path = tuple[str, ...]
+from diffeqformer.transformer import MODELS, Path, Transformer, abstract_model, parameter_metadata, split_model
 
 
 def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> ConfigDict:

@@ -18,7 +18,7 @@ from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import make_mesh
+from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.transformer import random_key
 
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}

@@ -18,8 +18,9 @@ from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import by_device, make_mesh, partition, sharding
-from diffeqformer.transformer import Transformer
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import by_device, partition, sharding
+from diffeqformer.transformer import Transformer, check_length
 
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
 
@@ -74,7 +75,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "mesh"))
-def score(
+def target_scores(
     graph: nnx.GraphDef,
     params: dict,
     weights: StackedWeights,
@@ -138,7 +139,7 @@ class Scorer:
         self.by_example = sharding(self.mesh, "batch", None)
         self.max_length = model.max_length
         self.batch_size = full_batch(batch_size, self.mesh)
-        self.announce: Callable[[Int[np.ndarray, "B positions"]], None] = lambda ids: None  # set by `lead`
+        self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
         """The scores of each sequence, in order. Sequences of similar length share a batch.
@@ -166,7 +167,7 @@ class Scorer:
             length = lengths[order[0]]
             indices = [i for i in order[: self.batch_size] if lengths[i] == length]
             order = order[len(indices) :]
-            pending.append((indices, self._score([sequences[i].ids for i in indices], length)))
+            pending.append((indices, self._score_batch([sequences[i].ids for i in indices], length)))
             if len(pending) > 1:  # read this batch while the device computes the next
                 read()
         while pending:
@@ -175,28 +176,28 @@ class Scorer:
 
     def _positions(self, inputs: int) -> int:
         """The number of positions to which `inputs` inputs are padded."""
-        if inputs > self.max_length:
-            raise UserError(f"tokens: {inputs} positions, but this model has {self.max_length}")
+        check_length(inputs, self.max_length)
         length = SHORTEST
         while length < inputs:
             length *= 2
         return min(length, self.max_length)
 
-    def _score(self, batch: list[Sequence[int]], length: int):
+    def _score_batch(self, batch: list[Sequence[int]], length: int):
         """Pads the ends with id 0, which no scored position sees."""
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence
-        self.announce(ids)
-        return self.score(ids)
+        if self.announce:
+            self.announce(ids)
+        return self.score_rows(ids)
 
-    def score(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    def score_rows(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
         """The scores of all ids but the first of each row. S is one less than the number of positions."""
         tokens, targets = (
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        return score(self.graph, self.params, self.weights, tokens, targets, self.mesh)
+        return target_scores(self.graph, self.params, self.weights, tokens, targets, self.mesh)
 
 
 DONE, FAILED = -1, -2
@@ -246,4 +247,4 @@ def _follow(scorers: Sequence[Scorer]) -> None:
         if number == DONE:
             return
         ids = np.zeros((scorers[number].batch_size, positions), np.int32)
-        scorers[number].score(hosts.from_first(ids))
+        scorers[number].score_rows(hosts.from_first(ids))

@@ -3,7 +3,8 @@
 from jax.sharding import Mesh
 
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import LOGICAL_AXES, mesh_shape, number_of_slices
+from diffeqformer.parallel.mesh import mesh_shape, number_of_slices
+from diffeqformer.parallel.sharding import LOGICAL_AXES
 
 
 def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positions: int) -> None:
@@ -75,7 +76,7 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
 
 
 def generator_parts(wanted: int, mesh: Mesh, rows: list[tuple[int, str]]) -> int:
-    """The number of parts into which copies of a model divide its generator (`sharding.divide_generator`).
+    """The number of parts into which copies of a model divide its generator (`mesh.divide_generator`).
 
     Copies in different slices don't share one: the network between them is too slow.
 

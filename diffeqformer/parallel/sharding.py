@@ -1,11 +1,4 @@
-"""The device mesh, and the one table that maps logical axes to it. Models only name axes.
-
-Every device has a place on four axes:
-
-    data       replicates the parameters; with several slices or nodes, the slow network lies within this axis
-    generator  does the same, except that it shards a hypernetwork and its optimizer state (`divide_generator`)
-    fsdp       shards the parameters; a step of depth gathers its weights before it uses them
-    tensor     shards heads, hidden units and the vocabulary, so devices share the work of every token
+"""The one table that maps logical axes to the device mesh (`diffeqformer.parallel.mesh`). Models only name axes.
 
 Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these shardings.
 The loop itself is written for one device (`by_device`), because communication determines its speed. Before the loop, W
@@ -16,16 +9,14 @@ scatters their gradient. After all microbatches, dW is scattered over `generator
 from collections.abc import Callable
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diffeqformer.errors import UserError
+from diffeqformer.parallel.mesh import AXES
 
-AXES = ("data", "generator", "fsdp", "tensor")
 BATCH = ("data", "generator", "fsdp")  # the axes over which examples are split
 ROWS = ("fsdp",)  # the rows of a matrix (its first axis) are also sharded over this axis: parts of rows are whole tiles
 GENERATOR_ROWS = ("fsdp", "generator")  # those of a generator's matrices, and of the weights it makes
+EVERYWHERE = PartitionSpec()  # every device holds a copy
 
 LOGICAL_AXES = {
     "batch": BATCH,  # examples are independent
@@ -40,65 +31,6 @@ LOGICAL_AXES = {
 }
 
 
-def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
-    """The sizes of the mesh's axes, from the `mesh` part of a config. There, -1 stands for all remaining devices.
-
-    Raises:
-        UserError: if their product isn't the number of devices.
-    """
-    axes = ("data", "fsdp", "tensor")
-    sizes = [config[axis] for axis in axes]
-    for axis, size in zip(axes, sizes):
-        if size < 1 and size != -1:
-            raise UserError(f"config.mesh.{axis}: must be at least 1, or -1 for the rest, but it is {size}")
-    if sizes.count(-1) > 1:
-        raise UserError(f"config.mesh: only one axis can be -1, the rest, but they are {sizes}")
-    known = int(np.prod([size for size in sizes if size != -1]))
-    if num_devices % known or (-1 not in sizes and known != num_devices):
-        raise UserError(
-            f"config.mesh: {' x '.join(axes)} must make up the {num_devices} devices of the run, but it is "
-            f"{' x '.join(map(str, sizes))}; -1 means the rest"
-        )
-    return tuple(num_devices // known if size == -1 else size for size in sizes)
-
-
-def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
-    """A mesh of `devices` (by default all of the run), with neighbours on fast links where this matters most.
-
-    Args:
-        shape: sizes of the axes `data`, `fsdp` and `tensor`; by default all devices are on `data`. Over several slices
-            of TPUs, `data` must be a multiple of their number: only this axis crosses the network between them.
-
-    Raises:
-        UserError: if it isn't.
-    """
-    devices = jax.devices() if devices is None else devices
-    shape = (len(devices), 1, 1) if shape is None else shape
-    slices = number_of_slices(devices)
-    if shape[0] % slices:
-        raise UserError(
-            f"config.mesh.data: must be a multiple of the {slices} slices, between which only data parallelism is "
-            f"fast enough, but it is {shape[0]}"
-        )
-    if slices > 1:
-        within = (shape[0] // slices, *shape[1:])
-        array = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
-    else:
-        array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(array[:, None], AXES)
-
-
-def number_of_slices(devices: list) -> int:
-    """The number of slices of TPUs. A GPU's slice is its node, and nodes are fast enough for more than `data`."""
-    on_tpus = devices[0].platform == "tpu"
-    return len({getattr(device, "slice_index", 0) for device in devices}) if on_tpus else 1
-
-
-def divide_generator(mesh: Mesh, parts: int) -> Mesh:
-    """The mesh with its copies in groups of `parts` neighbours, each of which holds a part of a generator."""
-    return Mesh(mesh.devices.reshape(-1, parts, *mesh.devices.shape[2:]), AXES)
-
-
 def on_every_device(tree, mesh: Mesh | None = None):
     """Copies of a tree's arrays on every device of a mesh; None: of the mesh on which they are, if they are on one.
 
@@ -108,14 +40,10 @@ def on_every_device(tree, mesh: Mesh | None = None):
     mesh = mesh or getattr(place, "mesh", None)
     if mesh is None:
         return tree
-    copies = NamedSharding(mesh, PartitionSpec())
+    copies = NamedSharding(mesh, EVERYWHERE)
     if jax.process_count() > 1:
-        return jax.jit(_unchanged, out_shardings=copies)(tree)
+        return jax.jit(as_it_is, out_shardings=copies)(tree)
     return jax.device_put(tree, copies)
-
-
-def _unchanged(tree):
-    return tree
 
 
 def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> PartitionSpec:
@@ -138,6 +66,16 @@ def partition(axes: tuple[str | None, ...], rows: tuple[str, ...] = ROWS) -> Par
 def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
     """The sharding of an array whose dimensions have these logical axes (None: never split)."""
     return NamedSharding(mesh, partition(axes))
+
+
+def shardings(mesh: Mesh, specs):
+    """A tree of partition specs as shardings on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def as_it_is(x):
+    """The identity: what a single device does in place of a sum or gather over several."""
+    return x
 
 
 def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:

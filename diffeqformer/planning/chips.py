@@ -5,7 +5,7 @@ from typing import NamedTuple
 from diffeqformer.errors import UserError
 
 
-class Chip(NamedTuple):
+class Tpu(NamedTuple):
     """A kind of TPU.
 
     clock: cycles in a second. They make the largest matrix products that the compiler expects reach `peak`.
@@ -24,10 +24,10 @@ class Chip(NamedTuple):
     network_rate: float
 
 
-CHIPS = {
-    "v5e": Chip(1.5e9, 197e12, 820e9, int(15.75 * 2**30), 50e9, 3.125e9),
-    "v5p": Chip(1.75e9, 459e12, 2460e9, int(95.74 * 2**30), 100e9, 6.25e9),
-    "v6e": Chip(1.75e9, 918e12, 1640e9, int(31.25 * 2**30), 100e9, 12.5e9),
+TPUS = {
+    "v5e": Tpu(1.5e9, 197e12, 820e9, int(15.75 * 2**30), 50e9, 3.125e9),
+    "v5p": Tpu(1.75e9, 459e12, 2460e9, int(95.74 * 2**30), 100e9, 6.25e9),
+    "v6e": Tpu(1.75e9, 918e12, 1640e9, int(31.25 * 2**30), 100e9, 12.5e9),
 }
 
 
@@ -56,19 +56,19 @@ GPUS = {
 }
 
 
-def chip_of(topology: str) -> Chip:
+def tpu_of(topology: str) -> Tpu:
     """The kind of TPU of a topology such as v5e:8x8.
 
     Raises:
         UserError: if it isn't known.
     """
     kind = topology.partition(":")[0]
-    if kind not in CHIPS:
+    if kind not in TPUS:
         raise UserError(
-            f"--topology: must be a slice of {', '.join(CHIPS)}, such as v5e:8x8, or a number of {', '.join(GPUS)}, "
+            f"--topology: must be a slice of {', '.join(TPUS)}, such as v5e:8x8, or a number of {', '.join(GPUS)}, "
             f"such as h100:8, but it is {topology!r}"
         )
-    return CHIPS[kind]
+    return TPUS[kind]
 
 
 def gpus_of(topology: str) -> tuple[Gpu, int] | None:

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from diffeqformer.errors import UserError
-from diffeqformer.planning.hlo import Program
+from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 
 
@@ -22,7 +22,7 @@ class Compiled(NamedTuple):
         again, but isn't what the compiler compares with the memory of a chip
     results: bytes of what is returned, unless it takes the place of arguments
     by_cause: bytes of temporaries at the moment of their largest use, by cause; gaps are left out
-    program: what was dumped
+    module: what was dumped
     output_shardings: as JAX has them
     """
 
@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
     temporaries: int
     results: int
     by_cause: dict[str, int]
-    program: Program
+    module: Module
     output_shardings: object
 
 
@@ -78,12 +78,12 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Com
             max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
             for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")
         ]
-    program, stats = Program(texts[0]), compiled.memory_analysis()
+    module, stats = Module(texts[0]), compiled.memory_analysis()
     return Compiled(
         stats.argument_size_in_bytes,
         size_of_temporaries(texts[1]),
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        temporaries_by_cause(program, *texts[1:]),
-        program,
+        temporaries_by_cause(module, *texts[1:]),
+        module,
         compiled.output_shardings,
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from diffeqformer.planning.chips import Chip
+from diffeqformer.planning.chips import Tpu
 from diffeqformer.planning.programs import Planned, size_of
 from diffeqformer.planning.times import ACCOUNTED, seconds_by_cause
 from diffeqformer.training.step import Program
@@ -19,7 +19,7 @@ class Range(NamedTuple):
     with_account: float
 
 
-def memory_of(programs: list[Planned], program: Program, chip: Chip) -> dict:
+def memory_of(programs: list[Planned], program: Program, chip: Tpu) -> dict:
     """The bytes of a device that a run needs: by program, and by cause in its largest train step."""
     largest = max(programs, key=lambda planned: planned.needed)
     found = {
@@ -37,9 +37,9 @@ def memory_of(programs: list[Planned], program: Program, chip: Chip) -> dict:
     return found
 
 
-def milliseconds_of(planned: Planned, chip: Chip, slice_size: int) -> dict:
+def milliseconds_of(planned: Planned, chip: Tpu, slice_size: int) -> dict:
     """The milliseconds of a program by cause, and their sums."""
-    causes = seconds_by_cause(planned.compiled.program, chip, slice_size)
+    causes = seconds_by_cause(planned.compiled.module, chip, slice_size)
     known = sum(seconds for cause, seconds in causes.items() if cause not in ACCOUNTED)
     return {
         "by_cause": {cause: 1e3 * causes[cause] for cause in sorted(causes, key=causes.get, reverse=True)},
@@ -76,7 +76,7 @@ def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, dict]
     return found
 
 
-def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip: Chip, slices: int, price=None) -> dict:
+def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip: Tpu, slices: int, price=None) -> dict:
     """The plan of a run from its compiled programs, as it is written to a file."""
     steps = {planned.num_steps: planned for planned in programs if planned.num_steps}
     found = {

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
 
 
-class Program:
-    """A dumped program.
+class Module:
+    """A dumped program (a module, as XLA calls it).
 
     bodies: the instructions of every computation by its name, a line each; where the program begins is called ENTRY
     callers: for every stack frame the functions of ours in it, as file:function, the innermost first
@@ -22,14 +22,14 @@ class Program:
     def __init__(self, text: str):
         self.bodies, self.callers = computations(text), origins(text)
 
-    def places(self, line: str) -> tuple[str, ...]:
+    def sources(self, line: str) -> tuple[str, ...]:
         """The functions of ours that an instruction comes from, as file:function, the innermost first."""
         frame = re.search(r"stack_frame_id=(\d+)", line)
         return self.callers.get(int(frame[1]), ()) if frame else ()
 
-    def place(self, line: str) -> str:
+    def source(self, line: str) -> str:
         """The innermost of them; empty if there is none."""
-        return next(iter(self.places(line)), "")
+        return next(iter(self.sources(line)), "")
 
     def inside(self, line: str) -> list[str]:
         """The instructions of the computation that an instruction calls."""
@@ -42,7 +42,7 @@ class Program:
             kind, operands = operation(line)
             if name not in operands:
                 continue
-            if self.places(line):
+            if self.sources(line):
                 yield line
             elif kind == "tuple":
                 for loop, part in self.parts(name_of(line), operands.index(name), body):

@@ -7,23 +7,23 @@ The compiler dumps where in memory each value lies (`*buffer-assignment.txt`) an
 import collections
 import re
 
-from diffeqformer.planning.hlo import Program, name_of
+from diffeqformer.planning.hlo import Module, name_of
 from diffeqformer.planning.times import COLLECTIVE, cause_of
 
 SMALL = 2**16  # bytes of values that don't matter
 CAUSES = {"generator": "weights and their gradient", "loss": "logits and the loss", "update": "update"}
 
 
-def temporaries_by_cause(program: Program, buffers: str, ranges: str) -> dict[str, int]:
+def temporaries_by_cause(module: Module, buffers: str, ranges: str) -> dict[str, int]:
     """The bytes of values by cause, at the moment when most memory is in use. Arguments aren't counted."""
     places, spans = values(buffers), live_spans(ranges)
-    lines = {name_of(line): (line, body) for body, inside in program.bodies.items() for line in inside}
+    lines = {name_of(line): (line, body) for body, inside in module.bodies.items() for line in inside}
     moments = {spans[name][0] for name in places if name in spans}
     used = (in_use(places, spans, moment) for moment in moments)
     largest = max(used, key=lambda parts: sum(size for _, size in parts), default={})
     found: dict[str, int] = collections.defaultdict(int)
     for place, names in largest.items():
-        causes = [memory_cause(program, *lines.get("%" + name.partition("{")[0], ("", ""))) for name in names]
+        causes = [memory_cause(module, *lines.get("%" + name.partition("{")[0], ("", ""))) for name in names]
         known = [cause for cause in causes if cause != "others"]
         found[known[0] if known else "others"] += place[1]
     return found
@@ -34,27 +34,27 @@ def size_of_temporaries(buffers: str) -> int:
     return sum(map(int, re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", buffers, re.M)))
 
 
-def memory_cause(program: Program, line: str, body: str) -> str:
+def memory_cause(module: Module, line: str, body: str) -> str:
     """What a value of a computation is for; what the compiler allocates by itself is for what uses it first."""
-    if "splash_mha" in line or program.place(line).startswith("attention.py"):
+    if "splash_mha" in line or module.source(line).startswith("attention.py"):
         return "attention"
-    for inner in (line, *program.inside(line)):
+    for inner in (line, *module.inside(line)):
         if re.search(COLLECTIVE, inner):
-            return moved_cause(program.places(inner))
-    if not program.place(line):
-        uses = program.uses(name_of(line), body) if line else iter(())
-        return next((memory_cause(program, use, body) for use in uses), "others")
-    return CAUSES.get(cause_of(program, line), "states and activations")
+            return moved_cause(module.sources(inner))
+    if not module.source(line):
+        uses = module.uses(name_of(line), body) if line else iter(())
+        return next((memory_cause(module, use, body) for use in uses), "others")
+    return CAUSES.get(cause_of(module, line), "states and activations")
 
 
-def moved_cause(places: tuple[str, ...]) -> str:
+def moved_cause(sources: tuple[str, ...]) -> str:
     """What the result of a collective is for, by the functions of ours that it comes from, the innermost first."""
-    if any(place.startswith("walk.py:") for place in places):
+    if any(source.startswith("walk.py:") for source in sources):
         return "gathered weights"
-    if "loss.py:ShardedLoss.device_sum" in places:
+    if "loss.py:ShardedLoss.device_sum" in sources:
         return "gathered embeddings"
-    if "loss.py:ShardedLoss.mean_and_gradient" in places:
-        return "gathered weights" if places[0] == "sharding.py:gather" else "summed gradients"
+    if "loss.py:ShardedLoss.mean_and_gradient" in sources:
+        return "gathered weights" if sources[0] == "sharding.py:gather" else "summed gradients"
     return "collectives"
 
 

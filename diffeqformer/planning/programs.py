@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.fields.layers import as_it_is
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
-from diffeqformer.inference.scoring import full_batch, score
-from diffeqformer.parallel.sharding import divide_generator, make_mesh, sharding
+from diffeqformer.inference.scoring import full_batch, target_scores
+from diffeqformer.parallel.mesh import divide_generator, make_mesh
+from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.training.dynamics import WINDOWS, Recorder
 from diffeqformer.training.memory import bytes_on_device
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import abstract_model, divide_copies, places, split_model, weights_of
+from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model, weights_of
 
 
 class Planned(NamedTuple):
@@ -59,7 +59,7 @@ def planned(
     return Planned(name, arrays, arrays + compiled.temporaries + compiled.results, compiled, num_steps)
 
 
-def programs_of_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
+def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
     """Compile the programs of a run, one after the other: its start, train steps, evaluation and sample.
 
     What needs the result of a program that doesn't fit is left out.
@@ -68,10 +68,10 @@ def programs_of_run(config: ConfigDict, program: Program, dump: str | None = Non
         dump: a folder for what the compiler writes of train steps.
     """
     if config.base:
-        yield from start_from_base(config, program)
+        yield from compile_start_from_base(config, program)
     else:
         yield planned("initial state", program.init.lower(), 0)
-    yield from train_steps(config, program, dump)
+    yield from compile_train_steps(config, program, dump)
     params, state = program.state_shapes["params"], size_of(program.state_shapes)
     rows = {
         width: jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)
@@ -89,10 +89,10 @@ def programs_of_run(config: ConfigDict, program: Program, dump: str | None = Non
                 windows = np.zeros((WINDOWS, config.sequence_length), np.int32)
                 measure = Recorder(program, windows).measure
                 yield planned("dynamics", measure.lower(params, weights, windows), arrays)
-    yield from sample(program, params, state)
+    yield from compile_sample(program, params, state)
 
 
-def train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
+def compile_train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
     """The train steps of a run at each of its depths, the deepest first."""
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     for depth in sorted(program.depths, reverse=True):
@@ -100,12 +100,12 @@ def train_steps(config: ConfigDict, program: Program, dump: str | None = None) -
         yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump)
 
 
-def start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
+def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a fine-tuning run: the base's weights at the times of its grid, then its first state."""
     base = checkpoint.load_config(config.base)
     model = abstract_model(base)
     graph, shapes = split_model(model)
-    shapes = placed(shapes, places(model, divide_copies(model, program.mesh)))
+    shapes = placed(shapes, shardings(divide_copies(model, program.mesh), partition_specs(model)))
     arguments = graph, shapes, config.model.num_steps, jnp.dtype("float32"), config.model.solver
     found = planned("weights of the base", discretized_params.lower(*arguments), size_of(shapes))
     yield found
@@ -114,20 +114,19 @@ def start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
         yield planned("initial state", program.init.lower(params), 0)
 
 
-def sample(program: Program, params: dict, state: int) -> Iterator[Planned]:
+def compile_sample(program: Program, params: dict, state: int) -> Iterator[Planned]:
     """Writing the sample at the end of a run, whose `state` takes some bytes."""
     if program.mesh.shape["generator"] > 1:
         mesh = divide_generator(program.mesh, 1)
-        params = placed(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), program.loss.param_specs))
+        params = placed(params, shardings(mesh, program.loss.param_specs))
         state += size_of(params)
     made = planned("weights for the sample", weights_of.lower(program.graph, params, None), state)
     yield made
     if not made.compiled:
         return
     weights = placed(jax.eval_shape(weights_of, program.graph, params, None), made.compiled.output_shardings)
-    model = nnx.merge(program.graph, params)
+    model = without_depth(nnx.merge(program.graph, params))
     length = model.max_length
-    del model.depth
     graph, params = split_model(model)
     prompt = planned(
         "reading the prompt",
@@ -142,7 +141,7 @@ def sample(program: Program, params: dict, state: int) -> Iterator[Planned]:
         yield planned("writing a token", token, state + size_of(weights) + size_of(cache))
 
 
-def scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Planned]:
+def compile_scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Planned]:
     """Compile what scores texts with a trained model (`diffeqformer.inference.scoring`) on some devices.
 
     Args:
@@ -150,20 +149,20 @@ def scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Pl
     """
     model, mesh = abstract_model(config), make_mesh(devices=devices)
     graph, shapes = split_model(model)
-    params = placed(shapes, places(model, divide_copies(model, mesh)))
+    params = placed(shapes, shardings(divide_copies(model, mesh), partition_specs(model)))
     made = planned("weights", weights_of.lower(graph, params, None), size_of(params))
     yield made
     if not made.compiled:
         return
     reader, others = split_model(without_depth(nnx.merge(graph, params)))
     weights = placed(jax.eval_shape(weights_of, graph, params, None), made.compiled.output_shardings)
-    copies = NamedSharding(mesh, PartitionSpec())
+    copies = NamedSharding(mesh, EVERYWHERE)
     copying = jax.jit(as_it_is, out_shardings=copies).lower((others, weights))
     yield planned("copies of the weights", copying, size_of(params) + size_of(weights))
     others, weights = jax.tree.map(lambda leaf: leaf.update(sharding=copies), (others, weights))
     rows = full_batch(windows, mesh)
     tokens = jax.ShapeDtypeStruct((rows, config.sequence_length), jnp.int32, sharding=sharding(mesh, "batch", None))
-    scores = score.lower(reader, others, weights, tokens, tokens, mesh)
+    scores = target_scores.lower(reader, others, weights, tokens, tokens, mesh)
     yield planned(f"scores of {rows} windows", scores, size_of((others, weights)))
 
 

@@ -13,14 +13,14 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config import check_config, get_field
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import mesh_shape
+from diffeqformer.parallel.mesh import mesh_shape
 
-FIELDS = ("model.remat", "microbatches", "mesh.fsdp")
-REMAT = ("step", "products", "none")  # from the least memory to the most
+VARIED = ("model.remat", "microbatches", "mesh.fsdp")
+REMAT_BY_MEMORY = ("step", "products", "none")  # from the least memory to the most
 
 
 class Setting(NamedTuple):
-    """Values of `FIELDS`."""
+    """Values of `VARIED`."""
 
     remat: str
     microbatches: int
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
     def place(self) -> tuple[float, float, float]:
         """Where it lies: a step towards more memory is the next kind of `remat`, or half the microbatches or fsdp."""
-        return float(REMAT.index(self.remat)), -math.log2(self.microbatches), -math.log2(self.fsdp)
+        return float(REMAT_BY_MEMORY.index(self.remat)), -math.log2(self.microbatches), -math.log2(self.fsdp)
 
     def steps_from(self, other: "Setting") -> tuple[float, float]:
         """The steps from another setting to this one: those that need more memory, and those that save it."""
@@ -80,7 +80,7 @@ def settings_of(config: ConfigDict, num_devices: int) -> list[Setting]:
     parts = [size for size in range(1, config.batch_size + 1) if config.batch_size % size == 0]
     return [
         setting
-        for setting in map(Setting._make, itertools.product(REMAT, parts, divisors))
+        for setting in map(Setting._make, itertools.product(REMAT_BY_MEMORY, parts, divisors))
         if _accepted(with_setting(config, setting), num_devices)
     ]
 
@@ -117,7 +117,7 @@ def next_setting(own: Setting, settings: list[Setting], tried: list[Tried]) -> S
 
 def _order_around(one: Setting, fastest: Setting) -> tuple:
     more, less = one.steps_from(fastest)
-    return max(more, less) + (not more), more + less, -REMAT.index(one.remat), one.place()
+    return max(more, less) + (not more), more + less, -REMAT_BY_MEMORY.index(one.remat), one.place()
 
 
 def _order_below(one: Setting, smallest: Setting) -> tuple:
@@ -139,7 +139,7 @@ def command_of(arguments: list[str], config: ConfigDict, setting: Setting) -> st
         arguments: those of the command that plans.
         config: the config that they define. What has its value already isn't written again.
     """
-    changed = {name: value for name, value in zip(FIELDS, setting) if value != get_field(config, name)}
+    changed = {name: value for name, value in zip(VARIED, setting) if value != get_field(config, name)}
     kept = []
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
         name, equals, _ = argument.lstrip("-").partition("=")

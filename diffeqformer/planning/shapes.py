@@ -24,7 +24,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.fields import FIELDS, attention
-from diffeqformer.parallel.sharding import BATCH, make_mesh, mesh_shape
+from diffeqformer.parallel.mesh import make_mesh, mesh_shape
+from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.programs import size_of
 from diffeqformer.training.step import Program

@@ -16,8 +16,8 @@ import collections
 import math
 import re
 
-from diffeqformer.planning.chips import Chip
-from diffeqformer.planning.hlo import Program, bytes_of, name_of
+from diffeqformer.planning.chips import Tpu
+from diffeqformer.planning.hlo import Module, bytes_of, name_of
 
 ATTENTION = 0.45
 IN_FLOAT32 = 4
@@ -25,14 +25,14 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of a splash kernel, by its name
 ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler says nothing
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
-    "generator": ("generated.py", "projection.py", "forward.py", "statistics.py", "low_rank.py"),
+    "generator": ("generated.py", "looped.py", "projection.py", "forward.py", "statistics.py", "low_rank.py"),
     "loss": ("cross_entropy.py",),
     "update": ("step.py", "optimizer.py", "update.py"),
 }
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
 
 
-def seconds_by_cause(program: Program, chip: Chip, slice_size: int, body: str = "ENTRY") -> dict[str, float]:
+def seconds_by_cause(module: Module, chip: Tpu, slice_size: int, body: str = "ENTRY") -> dict[str, float]:
     """The seconds of one round of a computation, by cause.
 
     Args:
@@ -40,12 +40,12 @@ def seconds_by_cause(program: Program, chip: Chip, slice_size: int, body: str = 
     """
     found: dict[str, float] = collections.defaultdict(float)
     begun: dict[str, tuple[float, float]] = {}  # collectives: when they began, and how long they take
-    for line in program.bodies[body]:
+    for line in module.bodies[body]:
         now = sum(found.values())
-        if loop := program.loop(line):
-            for cause, seconds in seconds_by_cause(program, chip, slice_size, loop[0]).items():
+        if loop := module.loop(line):
+            for cause, seconds in seconds_by_cause(module, chip, slice_size, loop[0]).items():
                 found[cause] += loop[1] * seconds
-        elif moved := collective(program, line):
+        elif moved := collective(module, line):
             phase, instruction = moved
             if phase == "done":
                 start, needed = begun.pop(started(line))
@@ -57,22 +57,22 @@ def seconds_by_cause(program: Program, chip: Chip, slice_size: int, body: str = 
         elif products := re.search(r"%splash_mha_(fwd|dq|dkv)", line.partition("=")[0]):
             found["attention"] += attention_flops(line, PRODUCTS[products[1]]) / (ATTENTION * chip.peak)
         elif "-done(" not in line:
-            found[cause_of(program, line)] += expected_seconds(line, chip)
+            found[cause_of(module, line)] += expected_seconds(line, chip)
     return {cause: seconds for cause, seconds in found.items() if seconds}
 
 
-def cause_of(program: Program, line: str) -> str:
+def cause_of(module: Module, line: str) -> str:
     """What an instruction is for."""
-    place = program.place(line)
-    for name, places in CAUSES.items():
-        if place in places or place.partition(":")[0] in places:
+    source = module.source(line)
+    for name, sources in CAUSES.items():
+        if source in sources or source.partition(":")[0] in sources:
             return name
-    products = any(" convolution(" in inner for inner in (line, *program.inside(line)))
+    products = any(" convolution(" in inner for inner in (line, *module.inside(line)))
     direction = "backward" if "transpose(" in line else "forward"
     return f"depth {direction}, {'products' if products else 'rest'}"
 
 
-def expected_seconds(line: str, chip: Chip) -> float:
+def expected_seconds(line: str, chip: Tpu) -> float:
     """The seconds of an instruction by its cycles, or by the bytes that it moves; 0 if nothing is said of it."""
     if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
         return int(cycles[1]) / chip.clock
@@ -92,14 +92,14 @@ def attention_flops(line: str, products: int) -> int:
     return products * math.prod(copies) * length**2 * -(-width // 128) * 128
 
 
-def collective(program: Program, line: str) -> tuple[str, str] | None:
+def collective(module: Module, line: str) -> tuple[str, str] | None:
     """Whether an instruction starts a collective, is done with one, or runs a whole one, and the collective itself."""
     if found := re.search(COLLECTIVE, line):
         return (found[2] or "-whole")[1:], line
     called = re.search(r"calls=(%[\w.-]+)", line)
     if not called or called[1].startswith("%async_collective_fusion"):  # work that is done meanwhile
         return None
-    inside = program.inside(line)
+    inside = module.inside(line)
     for inner in inside:
         if re.search(COLLECTIVE, inner):
             told = re.search(r'custom_call_target="AsyncCollective(Start|Done)"', "\n".join(inside))
@@ -115,7 +115,7 @@ def started(line: str) -> str:
     return operand[1] if operand else name_of(line).replace("-done", "-start")
 
 
-def transfer_seconds(line: str, chip: Chip, slice_size: int) -> float:
+def transfer_seconds(line: str, chip: Tpu, slice_size: int) -> float:
     """The seconds of a collective's transfers."""
     kind, phase = re.search(COLLECTIVE, line).groups()
     result = line.partition(" = ")[2].partition(f" {kind}{phase or ''}(")[0]

@@ -8,10 +8,16 @@
   year={2019}}
 """
 
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.field import VectorField
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.walk import Solver
 
 
-def step(field, layers, x, dt, context):
+def step(
+    field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""], context: Context
+) -> Float[Array, "B S D"]:
     """Attention over the whole step, then feed-forward over the whole step, each by Euler's method.
 
     With dt = 1 and weights per layer this is the pre-norm transformer.

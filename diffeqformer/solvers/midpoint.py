@@ -6,10 +6,16 @@ r"""The explicit midpoint method.
   edition={2nd}, publisher={Springer}, year={1993}}
 """
 
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.field import VectorField
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.walk import Solver
 
 
-def step(field, layers, x, dt, context):
+def step(
+    field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""], context: Context
+) -> Float[Array, "B S D"]:
     """x + dt f(x + dt/2 f(x; t); t + dt/2)."""
     start, middle = layers
     return x + dt * field(middle, x + dt / 2 * field(start, x, context), context)

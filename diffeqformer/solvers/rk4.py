@@ -7,10 +7,16 @@ r"""The classical Runge-Kutta method.
   volume={46}, pages={435--453}, year={1901}}
 """
 
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.field import VectorField
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.walk import Solver
 
 
-def step(field, layers, x, dt, context):
+def step(
+    field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""], context: Context
+) -> Float[Array, "B S D"]:
     """x + dt/6 (k_1 + 2 k_2 + 2 k_3 + k_4): slopes at the start, twice in the middle, and at the end."""
     start, middle, end = layers
     k_1 = field(start, x, context)

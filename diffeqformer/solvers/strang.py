@@ -7,10 +7,16 @@
   volume={5}, number={3}, pages={506--517}, year={1968}}
 """
 
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.field import VectorField
+from diffeqformer.fields.layers import Context
 from diffeqformer.solvers.walk import Solver
 
 
-def step(field, layers, x, dt, context):
+def step(
+    field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""], context: Context
+) -> Float[Array, "B S D"]:
     """exp(dt/2 A) exp(dt F) exp(dt/2 A) x with weights at the step's middle.
 
     Each exponential is the flow of one branch. It is computed by the midpoint method, so the whole step is of order 2.

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.field import VectorField
-from diffeqformer.fields.layers import Context, as_it_is
+from diffeqformer.fields.layers import Context
+from diffeqformer.parallel.sharding import as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 
 
@@ -56,7 +57,7 @@ class Solver:
     order: order of convergence if the weights are smooth in time.
     """
 
-    step: Callable[[VectorField, list, Array, Array, Context], Array]
+    step: Callable[[VectorField, list[dict], Array, Array, Context], Array]
     nodes: tuple[float, ...]
     order: int
 

@@ -31,16 +31,14 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
         model = checkpoint.load_config(workdir).model
     except checkpoint.NoCheckpoint:
         model = _model_of_base(config)
-    if config.model.kind not in (model.kind, "diffeqformer"):  # a config's default
-        needed = (
-            "a model with generated weights"
-            if config.model.kind == "discretized"
-            else f"a model of the kind {config.model.kind}"
-        )
+    config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
+    if config.model.kind not in (model.kind, default.kind):
+        kind = MODELS[config.model.kind]
+        discretized = kind.weights.fixed_depth and not kind.vanilla
+        needed = "a model with generated weights" if discretized else f"a model of the kind {config.model.kind}"
         raise UserError(
             f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
         )
-    config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
     for name in default:
         if name in OWN or name.startswith("lora_"):
             continue

@@ -28,12 +28,23 @@ from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
-from diffeqformer.fields.layers import Context, as_it_is, at_its_precision, multiplying
-from diffeqformer.parallel.sharding import AXES, BATCH, GENERATOR_ROWS, ROWS, by_device, gather, scatter, sum_copies
+from diffeqformer.fields.layers import Context, at_its_precision, multiplying
+from diffeqformer.parallel.mesh import AXES
+from diffeqformer.parallel.sharding import (
+    BATCH,
+    EVERYWHERE,
+    GENERATOR_ROWS,
+    ROWS,
+    as_it_is,
+    by_device,
+    gather,
+    scatter,
+    sum_copies,
+)
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, layer_specs, merge_trees, partition_specs, select
 
-EVERYWHERE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(BATCH)
+BY_EXAMPLE = PartitionSpec(BATCH)
 
 
 class ShardedLoss:
@@ -59,7 +70,9 @@ class ShardedLoss:
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.made_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
         gathered = layer_specs(model, ROWS)
-        self.step_specs = gathered if model.depth.constant else _without_time(gathered)
+        self.step_specs = gathered
+        if not model.depth.constant:  # a step has no axis of time
+            self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), gathered)
         self.merged_specs = select(gathered, lambda path: path[-1] not in FACTORS)
         self.projections = None
         if kernels and model.depth.generates_kernels:
@@ -103,7 +116,7 @@ class ShardedLoss:
         if self.projections:
             depth = select(depth, lambda path: path[-1] != "projection")
             factors = self.projections.factors(len(grid.times), summed_type)
-        generate = functools.partial(self.generate, params, grid, made_type, summed_type)
+        generate = functools.partial(self.generated_layers, params, grid, made_type, summed_type)
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         layers["depth"]["layers"] = in_type(layers["depth"]["layers"], made_type)
         specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
@@ -134,7 +147,7 @@ class ShardedLoss:
         made = min(model.weights_dtype, model.dtype, key=lambda dtype: dtype.itemsize)
         return made, model.weights_dtype if microbatches * self.mesh.size > 1 else made
 
-    def generate(
+    def generated_layers(
         self, params: dict, grid: Grid, made_type: jnp.dtype, summed_type: jnp.dtype, depth: dict, factors: dict
     ) -> tuple[dict, dict]:
         """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
@@ -174,7 +187,7 @@ class ShardedLoss:
             }
             weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
         shared = self.mesh.shape["tensor"]
-        total = _sum_over_tensor if shared > 1 else as_it_is
+        total = functools.partial(jax.lax.psum, axis_name="tensor") if shared > 1 else as_it_is
         context = Context.attending(self.attend, keys=keys, dropout=model.dropout, total=total)
         x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
         if shared > 1:
@@ -198,15 +211,6 @@ class ShardedLoss:
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
         return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
-
-
-def _without_time(specs: dict) -> dict:
-    """The specs of the weights of one step."""
-    return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
-
-
-def _sum_over_tensor(y):
-    return jax.lax.psum(y, "tensor")
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:

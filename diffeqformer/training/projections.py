@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from diffeqformer.depth.projection import (
@@ -22,16 +22,14 @@ from diffeqformer.depth.projection import (
     sum_of_squares,
 )
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import axes_of, by_device
+from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, by_device
 from diffeqformer.transformer import Transformer
-
-EVERYWHERE = PartitionSpec()
 
 
 class Projections:
     """The linear layers of a generator on one mesh, and how the products with each P are computed.
 
-    fused: the names of the layers that use the kernels.
+    fused: the names of the layers that use the kernels, in an order that is the same in every process.
     how: what every kernel is told: the chip, and whether it is interpreted.
     precision: that of the products (`diffeqformer.fields.layers.PRECISIONS`).
     said: what is used, and why it isn't the kernels, for the log.
@@ -53,7 +51,7 @@ class Projections:
         self.specs, self.made_specs, self.mesh, self.precision = specs, made_specs, mesh, model.depth.precision
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
-        self.fused, self.how, self.said = set(), {}, "XLA"
+        self.fused, self.how, self.said = [], {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
             # Training can shift the grid: one more step.
             times = len(model.grid(model.deepest).times) + len(model.solver.nodes)
@@ -72,7 +70,7 @@ class Projections:
             raise UserError(
                 f"config.kernels: must be auto or xla for this model and mesh ({reasons}), but it is 'pallas'"
             )
-        self.fused = {name for name, reason in against.items() if reason is None}
+        self.fused = [name for name, reason in against.items() if reason is None]  # in order: a set has none
         self.said = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
         self.said += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
 

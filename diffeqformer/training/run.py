@@ -20,10 +20,10 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.grid import drawn_depth
+from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.sharding import make_mesh, mesh_shape
+from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.training import finetune
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.memory import check_memory

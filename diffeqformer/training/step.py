@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import optax
 from clu import metrics
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
-from diffeqformer.depth.grid import Grid, random_grid, trained_depths
+from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
-from diffeqformer.fields.layers import as_it_is
-from diffeqformer.parallel.sharding import divide_generator, sharding
+from diffeqformer.parallel.mesh import divide_generator
+from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask
 from diffeqformer.transformer import (
@@ -121,17 +122,12 @@ class Program:
         if self.mesh.shape["generator"] == 1:
             return params
         mesh = divide_generator(self.mesh, 1)
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.loss.param_specs)
-        return jax.jit(as_it_is, out_shardings=places)(params)
-
-    def _place(self, specs):
-        """A tree of specs as shardings on this program's mesh."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return jax.jit(as_it_is, out_shardings=shardings(mesh, self.loss.param_specs))(params)
 
     def _state_shapes(self, params: dict) -> dict:
         moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        of_params, replicated = self._place(self.loss.param_specs), NamedSharding(self.mesh, PartitionSpec())
+        of_params, replicated = shardings(self.mesh, self.loss.param_specs), NamedSharding(self.mesh, EVERYWHERE)
         of_moments = optax.tree_map_params(
             self.optimizer.whole,
             lambda _, of_param: of_param,
@@ -163,7 +159,7 @@ class Program:
     def _weights(self, params, num_steps):
         model = nnx.merge(self.graph, params)
         made = model.weights(model.grid(num_steps))
-        layers = jax.lax.with_sharding_constraint(made.layers, self._place(self.loss.merged_specs))
+        layers = jax.lax.with_sharding_constraint(made.layers, shardings(self.mesh, self.loss.merged_specs))
         return dataclasses.replace(made, layers=layers)
 
     def _evaluate(self, params, weights, tokens, valid):

@@ -1,0 +1,42 @@
+"""The numbers of steps of depth among which training draws (`model.training_depths`)."""
+
+import math
+
+import numpy as np
+
+
+def shares_of_depths(text: str) -> dict[int, float]:
+    """The numbers of steps among which training draws, and their shares, which add up to 1, from `training_depths`.
+
+    Args:
+        text: such as "2,4,8", or "2:1,4:3,8:1" with weights (1 if left out).
+
+    Raises:
+        ValueError: if it isn't such a list, a number occurs twice, or one isn't positive.
+    """
+    pairs = [item.partition(":") for item in text.split(",")] if text else []
+    weights = {int(steps): float(weight) if colon else 1.0 for steps, colon, weight in pairs}
+    if len(weights) < len(pairs) or not all(steps > 0 < weight < math.inf for steps, weight in weights.items()):
+        raise ValueError(text)
+    return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
+
+
+def trained_depths(config) -> dict[int, float]:
+    """The numbers of steps of depth in training and their shares, from the `model` part of a config."""
+    return shares_of_depths(config.training_depths) or {config.num_steps: 1.0}
+
+
+def are_depths(text: str) -> bool:
+    """Whether `shares_of_depths` can read a text."""
+    try:
+        shares_of_depths(text)
+    except ValueError:
+        return False
+    return True
+
+
+def drawn_depth(shares: dict[int, float], seed: int, step: int) -> int:
+    """The number of steps of depth in one training step, from (seed, step). Steps of training are counted from 0."""
+    drawn = np.random.RandomState([seed, step, 0]).random_sample()  # batches take [seed, epoch]
+    at_least = np.cumsum(list(shares.values()))[:-1]
+    return list(shares)[int(np.searchsorted(at_least, drawn, side="right"))]

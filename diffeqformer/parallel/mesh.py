@@ -1,0 +1,75 @@
+"""The device mesh. Every device has a place on four axes:
+
+data       replicates the parameters; with several slices or nodes, the slow network lies within this axis
+generator  does the same, except that it shards a hypernetwork and its optimizer state (`divide_generator`)
+fsdp       shards the parameters; a step of depth gathers its weights before it uses them
+tensor     shards heads, hidden units and the vocabulary, so devices share the work of every token
+"""
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from diffeqformer.errors import UserError
+
+AXES = ("data", "generator", "fsdp", "tensor")
+
+
+def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
+    """The sizes of the mesh's axes, from the `mesh` part of a config. There, -1 stands for all remaining devices.
+
+    Raises:
+        UserError: if their product isn't the number of devices.
+    """
+    axes = ("data", "fsdp", "tensor")
+    sizes = [config[axis] for axis in axes]
+    for axis, size in zip(axes, sizes):
+        if size < 1 and size != -1:
+            raise UserError(f"config.mesh.{axis}: must be at least 1, or -1 for the rest, but it is {size}")
+    if sizes.count(-1) > 1:
+        raise UserError(f"config.mesh: only one axis can be -1, the rest, but they are {sizes}")
+    known = int(np.prod([size for size in sizes if size != -1]))
+    if num_devices % known or (-1 not in sizes and known != num_devices):
+        raise UserError(
+            f"config.mesh: {' x '.join(axes)} must make up the {num_devices} devices of the run, but it is "
+            f"{' x '.join(map(str, sizes))}; -1 means the rest"
+        )
+    return tuple(num_devices // known if size == -1 else size for size in sizes)
+
+
+def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = None) -> Mesh:
+    """A mesh of `devices` (by default all of the run), with neighbours on fast links where this matters most.
+
+    Args:
+        shape: sizes of the axes `data`, `fsdp` and `tensor`; by default all devices are on `data`. Over several slices
+            of TPUs, `data` must be a multiple of their number: only this axis crosses the network between them.
+
+    Raises:
+        UserError: if it isn't.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (len(devices), 1, 1) if shape is None else shape
+    slices = number_of_slices(devices)
+    if shape[0] % slices:
+        raise UserError(
+            f"config.mesh.data: must be a multiple of the {slices} slices, between which only data parallelism is "
+            f"fast enough, but it is {shape[0]}"
+        )
+    if slices > 1:
+        within = (shape[0] // slices, *shape[1:])
+        array = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    else:
+        array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(array[:, None], AXES)
+
+
+def number_of_slices(devices: list) -> int:
+    """The number of slices of TPUs. A GPU's slice is its node, and nodes are fast enough for more than `data`."""
+    on_tpus = devices[0].platform == "tpu"
+    return len({getattr(device, "slice_index", 0) for device in devices}) if on_tpus else 1
+
+
+def divide_generator(mesh: Mesh, parts: int) -> Mesh:
+    """The mesh with its copies in groups of `parts` neighbours, each of which holds a part of a generator."""
+    return Mesh(mesh.devices.reshape(-1, parts, *mesh.devices.shape[2:]), AXES)

@@ -238,20 +238,16 @@ class Ignored(NamedTuple):
 IGNORED = [
     Ignored(
         "model.time_embed_dim model.sinusoidal_dim model.time_frequency model.generator_start",
-        lambda c: not MODELS[c.model.kind].weights.generated,
+        lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
-    ),
-    Ignored(
-        "model.time_embed_dim model.sinusoidal_dim model.time_frequency model.generator_start",
-        lambda c: c.base,
-        "the run starts from the weights of config.base, {c.base}",
     ),
     Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
     Ignored(
         "model.norm_of_norm",
-        lambda c: MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm"),
+        lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
         "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
     ),
     Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
 ]
-"""What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model."""
+"""What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model. With
+a base, these fields are the base's, and another value is refused (`diffeqformer.training.finetune.inherit`)."""

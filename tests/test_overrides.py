@@ -43,9 +43,8 @@ def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
     check_used(["main.py", argument], toy_config("diffeqformer", "llama", model__lora_rank=1))
 
 
-def test_a_start_from_a_base_ignores_the_start_of_a_hypernetwork():
-    with pytest.raises(UserError, match="^config.model.generator_start: .* starts from the weights of config.base, b$"):
-        check_used(["main.py", "--config.model.generator_start", "constant"], toy_config(base="b"))
+def test_what_a_base_has_may_be_said_again():
+    check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
 
 
 def test_right_overrides_pass():

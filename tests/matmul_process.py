@@ -8,7 +8,7 @@ import json
 import jax
 
 import diffeqformer.plan  # noqa: F401  it sets what the TPU compiler needs
-from diffeqformer.planning.chips import CHIPS
+from diffeqformer.planning.chips import TPUS
 from diffeqformer.planning.compiler import compile_for_tpu, tpu_devices
 from diffeqformer.planning.times import seconds_by_cause
 
@@ -21,9 +21,9 @@ def share_of_peak(kind: str) -> float:
     place = jax.sharding.SingleDeviceSharding(device)
     x, kernel = (jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place) for shape in ((TOKENS, WIDTH), (WIDTH, MLP)))
     compiled = compile_for_tpu(jax.jit(jax.numpy.dot).lower(x, kernel))
-    seconds = sum(seconds_by_cause(compiled.program, CHIPS[kind], slice_size=1).values())
-    return 2 * TOKENS * WIDTH * MLP / CHIPS[kind].peak / seconds
+    seconds = sum(seconds_by_cause(compiled.program, TPUS[kind], slice_size=1).values())
+    return 2 * TOKENS * WIDTH * MLP / TPUS[kind].peak / seconds
 
 
 if __name__ == "__main__":
-    print(json.dumps({kind: share_of_peak(kind) for kind in CHIPS}))
+    print(json.dumps({kind: share_of_peak(kind) for kind in TPUS}))

@@ -21,7 +21,7 @@ def share_of_peak(kind: str) -> float:
     place = jax.sharding.SingleDeviceSharding(device)
     x, kernel = (jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place) for shape in ((TOKENS, WIDTH), (WIDTH, MLP)))
     compiled = compile_for_tpu(jax.jit(jax.numpy.dot).lower(x, kernel))
-    seconds = sum(seconds_by_cause(compiled.program, TPUS[kind], slice_size=1).values())
+    seconds = sum(seconds_by_cause(compiled.module, TPUS[kind], slice_size=1).values())
     return 2 * TOKENS * WIDTH * MLP / TPUS[kind].peak / seconds
 
 

@@ -18,6 +18,7 @@ from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss, split_batch
+from diffeqformer.training.optimizer import is_factors
 from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import new_model, split_model
 
@@ -25,8 +26,9 @@ MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers 
 
 
 def generated_once(losses: ShardedLoss, params, tokens, keys, microbatches: int):
-    """As in training."""
-    return losses.mean_and_gradient(params, tokens, keys, microbatches)
+    """As in training, with the gradient of each P written out."""
+    loss, gradient = losses.mean_and_gradient(params, tokens, keys, microbatches)
+    return loss, jax.tree.map(lambda leaf: leaf.product() if is_factors(leaf) else leaf, gradient, is_leaf=is_factors)
 
 
 def generated_for_each(losses: ShardedLoss, params, tokens, keys, microbatches: int):
@@ -34,7 +36,7 @@ def generated_for_each(losses: ShardedLoss, params, tokens, keys, microbatches: 
 
     def add(total, part):
         own_params, part = jax.lax.optimization_barrier((params, part))
-        return jax.tree.map(jnp.add, total, losses.mean_and_gradient(own_params, *part)), None
+        return jax.tree.map(jnp.add, total, generated_once(losses, own_params, *part, microbatches=1)), None
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0.0), params))
     total, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: split_batch(array, microbatches), (tokens, keys)))
@@ -57,7 +59,7 @@ def measure(name: str, counts: list[int]) -> None:
     config = make_config(name)
     tokens = random_tokens(config)
     graph, params = split_model(new_model(config))
-    losses = ShardedLoss(graph, params, make_mesh())
+    losses = ShardedLoss(graph, params, make_mesh(), kernels="xla")
     keys = dropout_keys(config.seed, jnp.int32(0), len(tokens)) if config.model.dropout else None
     compiled = {}  # programs that are compared are next to each other
     for count in counts:

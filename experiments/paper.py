@@ -264,7 +264,8 @@ def make(name: str, exhibit: Exhibit) -> None:
         print(f"\n$ python {command.line}", flush=True)
         if status := subprocess.run([sys.executable, *shlex.split(command.line)]).returncode:
             sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
-    print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
+    if commands_of(exhibit):
+        print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
 
 
 def main(_) -> None:

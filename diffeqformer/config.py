@@ -242,8 +242,11 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
         config: the config that they make.
 
     Raises:
-        UserError: for the first such field.
+        UserError: for the first such field, or for one that is missing, unknown or of another type.
     """
+    check_fields(config)
+    if config.model.kind not in MODELS or config.model.field not in FIELDS:
+        return  # `check_config` refuses it
     given = {argument.lstrip("-").removeprefix("no").partition("=")[0] for argument in arguments}
     for fields, condition, why in IGNORED:
         for field in fields.split():

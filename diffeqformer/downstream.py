@@ -290,7 +290,8 @@ class Study:
                 f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "
                 "McNemar's exact test or a paired t-test, and not corrected for the number of tasks."
             )
-        print(f"\nThese tables, all metrics, the scores of each document and downstream.png are in {self.folder}")
+        picture = " and downstream.png" if (self.folder / "downstream.png").exists() else ""
+        print(f"\nThese tables, all metrics, the scores of each document{picture} are in {self.folder}")
 
 
 def prepare_lm_eval() -> None:

@@ -173,7 +173,7 @@ def collected(results: dict[Run, dict], memory: dict[Variant, float]) -> dict[st
         of_variant = {run: result for run, result in results.items() if run.variant == variant}
         if runs := [result for run, result in of_variant.items() if run.seed]:
             speed = max(result["tokens_per_second"] for result in of_variant.values())
-            found[name] = Found(best_rate(results, variant), runs, speed, memory.get(variant, float("nan")))
+            found[name] = Found(best_rate(results, variant), runs, speed, memory[variant])
     return found
 
 

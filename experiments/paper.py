@@ -32,6 +32,7 @@ TASKS = flags.DEFINE_string(
     "tasks", "tests/data/tasks", "Folder of lm-eval task files, for Tables 4 and 5 at tiny scale."
 )
 
+AT_SCALE = "--rates=1.5e-4,3e-4,6e-4 --steps=40001"  # the published rate of these sizes, half and twice it
 LARGE, LLAMA = ("large-gpt", "large"), ("llama_1b-llama", "llama_1b")
 
 
@@ -116,7 +117,7 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     at_scale=(train("llama_1b:llama", LLAMA_FILE), train("llama_1b", LLAMA_FILE), downstream(LLAMA)),
 )
 EMBEDDING = (study("embedding"),)
-EMBEDDING_AT_SCALE = (study("embedding", "--config=configs/medium.py --widths=20,48,72,96,120,144 --steps=40001"),)
+EMBEDDING_AT_SCALE = (study("embedding", f"--config=configs/medium.py --widths=20,48,72,96,120,144 {AT_SCALE}"),)
 
 
 def scored(*configs: str, options: str = "") -> tuple[Command, ...]:
@@ -207,7 +208,7 @@ EXHIBITS = {
         "Adam's second beta, 0.95 and 0.999, for DiffEqFormer and GPT",
         "0.95 is better for DiffEqFormer-large, 0.999 for GPT-large",
         (study("beta2"),),
-        (study("beta2", "--config=configs/large.py --steps=40001"),),
+        (study("beta2", f"--config=configs/large.py {AT_SCALE}"),),
     ),
     "figure 8": Exhibit(
         "validation curves with the block of a Llama",
@@ -232,7 +233,7 @@ EXHIBITS = {
         "one MLP of t for all weights, or one for each",
         "one for each is better",
         (study("design"),),
-        (study("design", "--config=configs/medium.py --steps=40001"),),
+        (study("design", f"--config=configs/medium.py {AT_SCALE}"),),
     ),
 }
 """The paper's tables and figures, but for those of the architecture. Curves of single runs are in TensorBoard."""

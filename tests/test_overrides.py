@@ -43,6 +43,10 @@ def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
     check_used(["main.py", argument], toy_config("diffeqformer", "llama", model__lora_rank=1))
 
 
+def test_an_unknown_model_is_left_to_the_check_of_all_fields():
+    check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
+
+
 def test_what_a_base_has_may_be_said_again():
     check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
 

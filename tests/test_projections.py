@@ -100,16 +100,17 @@ def test_three_steps_are_those_of_optax(kind, field, shape, changes, monkeypatch
     steps = 1 if "bfloat16" in (config.model.dtype, config.model.weights_dtype) else 3
     expected, norms = steps_of_optax(config, mesh, steps)
     rounded = config.optimizer.moment_dtype == "bfloat16"
+    apart = min(1e-6, 2 * config.optimizer.learning_rate / 256) if rounded else 1e-6  # a last bit of bf16 is 1 / 256
     for kernels, on_cpu in (("xla", True), ("xla", False), ("pallas", False)):
         config.kernels = kernels
         fixed = property(lambda _, value=on_cpu: value, lambda *_: None)
         monkeypatch.setattr(Projections, "on_cpu", fixed, raising=False)
         program, state, scalars = run_steps(config, mesh, steps)
-        np.testing.assert_allclose(scalars[:, 1], norms, rtol=1e-2 if rounded else 3e-6)
+        np.testing.assert_allclose(scalars[:, 1], norms, rtol=1e-2 if rounded and steps > 1 else 3e-6)
         if projections := program.loss.projections:  # none in a model with weights per layer
             assert projections.fused == (list(projections.shapes) if kernels == "pallas" else [])
         jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6), state["params"], expected["params"]
+            functools.partial(np.testing.assert_allclose, rtol=0, atol=apart), state["params"], expected["params"]
         )
         of_moments = functools.partial(assert_equal_moments, part=2.0**-6 if rounded else 1e-5)
         jax.tree.map(of_moments, state["optimizer"], expected["optimizer"])

@@ -14,32 +14,28 @@ from diffeqformer.inference.published import (
 )
 
 
-def plot(runs: list[dict], path: pathlib.Path) -> bool:
-    """Draw a panel for each number of shots with all tasks that are scored in per cent.
+def plot(runs: list[dict], path: pathlib.Path) -> None:
+    """Draw a panel for each number of shots with all tasks that are scored in per cent. Without any, do nothing.
 
     Args:
         runs: as `diffeqformer.downstream` keeps them.
-
-    Returns:
-        whether there is such a task, and so a figure.
     """
     rows = runs[0]["tasks"]
     tasks = [task for task in in_order(rows) if shown_metric(rows[task]).partition(",")[0] in PERCENT]
     if not tasks:
-        return False
+        return
     columns = [*columns_of(runs), *(published_columns(runs) if set(tasks) & set(TASKS) else [])]
     shots = list(columns[0].values)
     figure, axes = new_figure(len(shots), 1, (max(7, 1.3 * len(tasks) + 2), 3.2 * len(shots)), sharex=True)
     for number, axis in zip(shots, axes[:, 0]):
-        draw(axis, [column for column in columns if number in column.values], number, tasks)
+        draw_bars(axis, [column for column in columns if number in column.values], number, tasks)
         axis.set(title=f"{number} shots", ylabel="per cent, standard errors")
     labels = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels())))
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=110)
-    return True
 
 
-def draw(axis, columns: list[Column], shots: int, tasks: list[str]) -> None:
+def draw_bars(axis, columns: list[Column], shots: int, tasks: list[str]) -> None:
     """The bars of some models at one number of shots."""
     width = 0.8 / len(columns)
     for index, column in enumerate(columns):

@@ -79,7 +79,7 @@ def _leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
 
 
 def describe_differences(runs: list[dict]) -> str:
-    """A Markdown table of the first model's differences from each other one; empty if there is only one.
+    """A Markdown table of the differences of all other models from the first one; empty if there is only one.
 
     Args:
         runs: as `diffeqformer.downstream` keeps them; label, shots, tasks and documents are used.

@@ -29,8 +29,8 @@ from jax.experimental import topologies  # noqa: E402
 
 from diffeqformer.fields.layers import PRECISIONS  # noqa: E402
 from diffeqformer.kernels import blocks  # noqa: E402
-from diffeqformer.kernels.forward import generate  # noqa: E402
-from diffeqformer.kernels.statistics import statistics  # noqa: E402
+from diffeqformer.kernels.gradients import gradients  # noqa: E402
+from diffeqformer.kernels.project import project  # noqa: E402
 from diffeqformer.kernels.update import update  # noqa: E402
 
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "Kind and shape of a slice. One of its devices is used.")
@@ -69,9 +69,9 @@ def main(_) -> None:
         h, constant = shape((times, width), jnp.float32), shape((inputs, outputs), jnp.float32)
         projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
         d_weights, scalars = shape((times, inputs, outputs), gradient), shape((4,), jnp.float32)
-        generate_in_type = jax.jit(functools.partial(generate, dtype=weights, chip=chip))
-        report("generate", layer, generate_in_type.lower(h, projection, constant))
-        report("statistics", layer, jax.jit(functools.partial(statistics, chip=chip)).lower(h, projection, d_weights))
+        project_in_type = jax.jit(functools.partial(project, dtype=weights, chip=chip))
+        report("project", layer, project_in_type.lower(h, projection, constant))
+        report("gradients", layer, jax.jit(functools.partial(gradients, chip=chip)).lower(h, projection, d_weights))
         in_place = jax.jit(functools.partial(ADAMW, chip=chip), donate_argnums=(2, 3, 4))
         report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
 

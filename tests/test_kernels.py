@@ -12,8 +12,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from diffeqformer.kernels import blocks
-from diffeqformer.kernels.forward import generate
-from diffeqformer.kernels.statistics import statistics
+from diffeqformer.kernels.gradients import gradients
+from diffeqformer.kernels.project import project
 from diffeqformer.kernels.update import update
 from helpers import normal
 
@@ -56,7 +56,7 @@ def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(4 * width + 4 + 4 * times)
     h, projection, constant, _ = layer(shape, dtype)
-    weights = jax.jit(functools.partial(generate, dtype=dtype, chip=chip, interpret=interpret))(h, projection, constant)
+    weights = jax.jit(functools.partial(project, dtype=dtype, chip=chip, interpret=interpret))(h, projection, constant)
     expected = exact("te,ieo->tio", h, projection) + np.asarray(constant)
     assert weights.dtype == dtype
     half = float(jnp.finfo(dtype).eps) / 2
@@ -64,11 +64,11 @@ def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
 
 
 @pytest.mark.parametrize("shape, dtype, interpret", cases())
-def test_statistics(shape, dtype, interpret, small_chip):
+def test_gradients(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
     chip = small_chip(4 * width + 4 + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
-    d_h, d_constant, squares = jax.jit(functools.partial(statistics, chip=chip, interpret=interpret))(
+    d_h, d_constant, squares = jax.jit(functools.partial(gradients, chip=chip, interpret=interpret))(
         h, projection, d_weights
     )
     expected = exact("tio,ieo->te", d_weights, projection)
@@ -86,7 +86,7 @@ def test_squares_survive_cancellation():
     gram = jnp.sum((h @ h.T) * jnp.einsum("tio,sio->ts", d_weights, d_weights))
     assert abs(gram / expected - 1) > 1e-3
     np.testing.assert_allclose(
-        statistics(h, projection, d_weights, chip=CHIPS[0], interpret=True)[2], expected, rtol=1e-4
+        gradients(h, projection, d_weights, chip=CHIPS[0], interpret=True)[2], expected, rtol=1e-4
     )
 
 

@@ -273,5 +273,5 @@ def test_kernels_leave_projections_in_place(topology, chip):
         assert in_place >= (name == "update") * (4 + 2 + 4) * int(width) * int(inputs) * int(outputs)
         if (times, width) == ("36", "96"):
             moved[name].append(float(re.search(r"moves (\S+) P", line)[1]))
-    assert len(moved["generate"]) == 10 and max(moved["generate"]) <= 1.25
-    assert max(map(sum, zip(moved["statistics"], moved["update"], strict=True))) <= 7.9
+    assert len(moved["project"]) == 10 and max(moved["project"]) <= 1.25
+    assert max(map(sum, zip(moved["gradients"], moved["update"], strict=True))) <= 7.9

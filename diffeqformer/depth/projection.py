@@ -63,12 +63,12 @@ class Factors(NamedTuple):
 class Products(NamedTuple):
     """How the products with one P are computed.
 
-    generate: (h, P, B) -> kernel
-    statistics: (h, P, dW) -> (dH, dB, sum of squares of dP), in fp32
+    project: (h, P, B) -> kernel
+    gradients: (h, P, dW) -> (dH, dB, sum of squares of dP), in fp32
     """
 
-    generate: Callable[..., Array]
-    statistics: Callable[..., tuple[Array, Array, Array]]
+    project: Callable[..., Array]
+    gradients: Callable[..., tuple[Array, Array, Array]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -86,7 +86,7 @@ def project_with_factors(
         products: the implementation. It may round the kernel to a shorter type than that of its gradient in `factors`,
             in which it is returned.
     """
-    return products.generate(h, projection, constant).astype(factors.d_kernel.dtype)
+    return products.project(h, projection, constant).astype(factors.d_kernel.dtype)
 
 
 def _with_factors_forward(h, projection, constant, factors, products):
@@ -95,7 +95,7 @@ def _with_factors_forward(h, projection, constant, factors, products):
 
 def _with_factors_backward(products, residuals, d_kernel):
     h, projection = residuals
-    d_h, d_constant, sum_squares = products.statistics(h, projection, d_kernel)
+    d_h, d_constant, sum_squares = products.gradients(h, projection, d_kernel)
     return d_h, None, d_constant, Factors(h, d_kernel, sum_squares)
 
 

@@ -3,8 +3,8 @@
 A generator's P is much larger than the weights that it generates, so its time is that of moving P. XLA moves it more
 often than needed. Three kernels take its place for one generated layer, and each reads P once:
 
-    forward      kernel(t) = h(t) P + B for all times, in the compute type and in the order that it is used in
-    statistics   the gradients of h and B, and the norm of P's gradient
+    project      kernel(t) = h(t) P + B for all times, in the compute type and in the order that it is used in
+    gradients    the gradients of h and B, and the norm of P's gradient
     update       AdamW on P
 
 P's gradient dP = h^T dW never exists: the pair (h, dW) stands for it, and tiles of dP come and go in VMEM.

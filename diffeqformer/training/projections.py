@@ -96,25 +96,25 @@ class Projections:
 
     def _products(self, name: str, made_type: jnp.dtype) -> Products:
         if name not in self.fused:
-            return Products(project, self._xla_statistics)
-        from diffeqformer.kernels.forward import generate
-        from diffeqformer.kernels.statistics import statistics
+            return Products(project, self._xla_gradients)
+        from diffeqformer.kernels.gradients import gradients
+        from diffeqformer.kernels.project import project as project_by_kernel
 
         specs, made = self.specs[name], self.made_specs[name]["kernel"]
         cut = axes_of(specs["projection"])
 
-        def summed_statistics(h, projection, d_kernel):
-            d_h, d_constant, squares = statistics(h, projection, d_kernel, **self.how)
+        def summed_gradients(h, projection, d_kernel):
+            d_h, d_constant, squares = gradients(h, projection, d_kernel, **self.how)
             return jax.lax.psum(d_h, cut), d_constant, jax.lax.psum(squares, cut)
 
-        generate_here = functools.partial(generate, dtype=made_type, **self.how)
+        project_here = functools.partial(project_by_kernel, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         return Products(
-            by_device(self.mesh, generate_here, places, made),
-            by_device(self.mesh, summed_statistics, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
+            by_device(self.mesh, project_here, places, made),
+            by_device(self.mesh, summed_gradients, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
         )
 
-    def _xla_statistics(self, h, projection, d_kernel):
+    def _xla_gradients(self, h, projection, d_kernel):
         """On a CPU, dP is stored in any case, so its squares are summed."""
         squares = jnp.sum(Factors(h, d_kernel, 0).product() ** 2) if self.on_cpu else sum_of_squares(h, d_kernel)
         return *d_hidden_and_constant(projection, d_kernel), squares

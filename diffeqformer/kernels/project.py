@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from diffeqformer.kernels import blocks
 
 
-def generate(
+def project(
     h: Float[Array, "T E"],
     projection: Float[Array, "inputs E outputs"],
     constant: Float[Array, "inputs outputs"],
@@ -45,14 +45,14 @@ def generate(
             bytes_accessed=projection.nbytes + constant.nbytes + weights.size * size,
         ),
         interpret=interpret,
-        name="generate",
+        name="project",
     )(h, projection, constant)
 
 
 def _kernel(h, projection, constant, weights, strip):
     times, rows, columns = weights.shape
 
-    def generate_strip(lanes):
+    def project_strip(lanes):
         for i in range(rows):
             blocks.row(strip, i, rows)[...] = jnp.dot(
                 h[...], projection[i, :, lanes], preferred_element_type=jnp.float32
@@ -60,4 +60,4 @@ def _kernel(h, projection, constant, weights, strip):
         for t in range(times):
             weights[t, :, lanes] = (blocks.time(strip, t, rows)[...] + constant[:, lanes]).astype(weights.dtype)
 
-    blocks.for_strips(columns, generate_strip)
+    blocks.for_strips(columns, project_strip)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from diffeqformer.kernels import blocks
 
 
-def statistics(
+def gradients(
     h: Float[Array, "T E"],
     projection: Float[Array, "inputs E outputs"],
     d_weights: Float[Array, "T inputs outputs"],
@@ -50,7 +50,7 @@ def statistics(
             bytes_accessed=projection.nbytes + d_weights.nbytes + 4 * inputs * outputs,
         ),
         interpret=interpret,
-        name="statistics",
+        name="gradients",
     )(h.T, projection, d_weights)
     return d_h.sum(0), d_constant, squares.sum()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import runpy
 
 import numpy as np
 import seqio
@@ -31,6 +32,12 @@ def test_the_standard_library_task_agrees_with_its_files():
 
 def test_the_names_of_corpora_are_known_without_tensorflow():
     assert tuple(corpora.CORPORA) == CORPUS_NAMES
+
+
+def test_the_import_keeps_a_task_of_that_name_from_elsewhere():
+    theirs = seqio.get_mixture_or_task("openwebtext_gpt2")
+    runpy.run_path(tasks.__file__)  # imports the module once more
+    assert seqio.get_mixture_or_task("openwebtext_gpt2") is theirs
 
 
 def test_the_import_registers_every_corpus_and_opens_nothing(monkeypatch):

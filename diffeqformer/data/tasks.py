@@ -5,7 +5,8 @@
     seqio.get_mixture_or_task("wikitext103_gpt2").get_dataset(split="train", sequence_length={"targets": 1024})
 
 The import registers every corpus with its usual tokenizer: python_stdlib_bytes, wikitext103_gpt2, wikitext103_raw_gpt2
-and openwebtext_gpt2. Nothing is opened or downloaded before a task is used. `add_task` registers others.
+and openwebtext_gpt2, unless another program has taken that name. Nothing is opened or downloaded before a task is used.
+`add_task` registers others.
 
 A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
 """
@@ -185,6 +186,11 @@ def stored_documents(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
     return seqio.FunctionDataSource(documents, splits=("validation",))
 
 
+def task_name(corpus: str, tokenizer: str, suffix: str = "") -> str:
+    """The name of a corpus's task. SeqIO allows no hyphen in it."""
+    return f"{corpus}_{tokenizer}{suffix}".replace("-", "_")
+
+
 def add_task(
     corpus: str,
     tokenizer: Tokenizer | str,
@@ -213,7 +219,7 @@ def add_task(
         raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
     source, _, cut, _ = CORPORA.get(corpus, Corpus(None, ""))
     vocabulary = TokenizerVocabulary(tokenizer)
-    name = f"{corpus}_{vocabulary.name}{suffix}".replace("-", "_")
+    name = task_name(corpus, vocabulary.name, suffix)
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)
     if stored:
@@ -231,4 +237,5 @@ def add_task(
 
 
 for _name, _corpus in CORPORA.items():
-    add_task(_name, _corpus.tokenizer)
+    if task_name(_name, _corpus.tokenizer) not in seqio.TaskRegistry.names():
+        add_task(_name, _corpus.tokenizer)

@@ -22,7 +22,7 @@ TEXT = "The committee met on Tuesday because the committee had not met on Monday
 def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    flags.DEFINE_integer("step", None, "Training step of the checkpoint; by default the newest.")
+    command_line.define_step()
     flags.DEFINE_list("parts", list(ANALYSES), f"Parts of the report: {', '.join(ANALYSES)}.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
     flags.DEFINE_string("text_file", None, "A file with that text; a final newline is ignored.")

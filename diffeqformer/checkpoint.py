@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 from etils import epath
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
@@ -25,6 +24,16 @@ from ml_collections import ConfigDict
 
 from diffeqformer import stored_arrays
 from diffeqformer.about import About
+from diffeqformer.checkpoint_folder import (
+    NoCheckpoint,
+    Step,
+    chosen_step,
+    folder_of,
+    handlers,
+    open_checkpoints,
+    open_read_only,
+    readable,
+)
 from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
@@ -41,35 +50,6 @@ from diffeqformer.transformer import (
     select,
     split_model,
 )
-
-REPLACED = "restore its files or, if a running training has replaced it, start again"
-"""The remedy if a checkpoint of a run that may be training can't be read."""
-
-
-def handlers() -> dict[str, ocp.CheckpointHandler]:
-    """The Orbax handler of each item."""
-    return {
-        "params": ocp.StandardCheckpointHandler(),
-        "optimizer": ocp.StandardCheckpointHandler(),
-        "about": ocp.JsonCheckpointHandler(),
-    }
-
-
-def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
-    """The folder of a work folder's checkpoints, which can be on gs://."""
-    folder = epath.Path(workdir) / name
-    return folder if "://" in str(folder) else folder.absolute()
-
-
-def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> ocp.CheckpointManager:
-    """The manager of a run's checkpoints, for writing. The newest `kept` are kept.
-
-    Saves run in the background. The remains of an interrupted save are removed.
-    """
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=kept, cleanup_tmp_directories=True, enable_background_delete=True
-    )
-    return ocp.CheckpointManager(folder_of(workdir, name), options=options, item_handlers=handlers())
 
 
 @contextlib.contextmanager
@@ -88,18 +68,21 @@ def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints")
     manager.close()
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: dict, about: About) -> None:
+def save(
+    manager: ocp.CheckpointManager, step: int, state: dict, about: About, validation: dict[str, float] | None = None
+) -> None:
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
     Args:
         state: see `diffeqformer.training.step`; only the parameters if the model won't be trained further.
+        validation: what the validation after this step found, with its `loss`; None if there was none.
     """
     items = {"params": stored_arrays.standard_save(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
         items["optimizer"] = stored_arrays.standard_save(rest)
     with written(manager):
-        manager.save(step, args=ocp.args.Composite(**items))
+        manager.save(step, args=ocp.args.Composite(**items), metrics=validation)
 
 
 def save_one_by_one(
@@ -162,20 +145,6 @@ def _read_json(manager: ocp.CheckpointManager, step: int) -> dict:
     return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
 
-@contextlib.contextmanager
-def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
-    """Turn an error in reading a checkpoint's files into a UserError that ends with a remedy."""
-    remedy = remedy or "restore its files, or delete the folder to resume from the previous checkpoint"
-    try:
-        yield
-    except Exception as error:  # from the file system, TensorStore or a file's content
-        if out_of_memory(error):
-            raise
-        raise UserError(
-            f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
-        ) from error
-
-
 def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
     """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
 
@@ -224,19 +193,15 @@ class Checkpoint:
     about: About
 
 
-class NoCheckpoint(UserError):
-    """There is no complete checkpoint in a folder."""
-
-
 @contextlib.contextmanager
 def open_to_read(
-    workdir: epath.PathLike, option: str = "--workdir", step: int | None = None
+    workdir: epath.PathLike, option: str = "--workdir", step: Step = None
 ) -> Iterator[tuple[ocp.CheckpointManager, int, About, ConfigDict]]:
     """The checkpoints of a folder, opened for reading, and the step, metadata and config of one of them.
 
     Args:
         option: the option that gave the folder.
-        step: training step of the checkpoint; by default the newest.
+        step: see `Step`.
 
     Raises:
         NoCheckpoint: if there is none.
@@ -246,25 +211,19 @@ def open_to_read(
         there = folder_of(workdir).is_dir()
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
-    with _read_only(folder_of(workdir)) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps:
-            raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            there = " or ".join(map(str, steps))
-            raise UserError(f"--step: must be the step of a checkpoint in {workdir}, {there}, but it is {step}")
+    with open_read_only(folder_of(workdir)) as manager:
+        step = chosen_step(manager, step, workdir)
         about = read_about(manager, step)
         yield manager, step, about, saved_config(about.config)
 
 
-def load_config(workdir: epath.PathLike) -> ConfigDict:
-    """The config of a folder's newest checkpoint. Its parameters aren't read.
+def load_config(workdir: epath.PathLike, step: Step = None) -> ConfigDict:
+    """The config of a checkpoint. Its parameters aren't read.
 
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir) as (_, _, _, config):
+    with open_to_read(workdir, step=step) as (_, _, _, config):
         return config
 
 
@@ -295,7 +254,7 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.Check
         there = (folder / "0").is_dir()
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
-    with _read_only(folder) as manager:
+    with open_read_only(folder) as manager:
         with readable(manager, 0, remedy):
             theirs = _read_json(manager, 0)
         if theirs != base:
@@ -313,21 +272,11 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
         return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
 
 
-def _read_only(folder: epath.Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # Orbax would warn that it only reads, which is intended
-    try:
-        return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=sharding)
 
 
-def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = None) -> Checkpoint:
+def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -> Checkpoint:
     """Open a checkpoint of a run, or a materialized model. Nothing is written, so the run may still be training.
 
     Parameters have the type in which they were saved. The optimizer's state isn't read.
@@ -335,7 +284,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
     Args:
         mesh: devices over which the parameters are sharded, a generator over its copies (`data`), too; by default all
             are on the first device.
-        step: training step of the checkpoint; by default the newest.
+        step: see `Step`.
 
     Raises:
         UserError: if there is none.
@@ -363,16 +312,14 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: int | None = N
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)
 
 
-def load_on_all(workdir: epath.PathLike) -> Checkpoint:
-    """The newest checkpoint on all devices of all processes (`load`).
+def load_on_all(workdir: epath.PathLike, step: Step = None) -> Checkpoint:
+    """A checkpoint on all devices of all processes (`load`).
 
     Raises:
         UserError: on every process, if one can't open it or sees another one.
     """
-    with hosts.all_succeed("the checkpoint"), open_to_read(workdir) as (_, step, _, _):
+    with hosts.all_succeed("the checkpoint"), open_to_read(workdir, step=step) as (_, step, _, _):
         pass
-    hosts.check_same(
-        "--workdir: the newest checkpoint", f"{step:016x}", "start again, or wait until training has ended"
-    )
+    hosts.check_same("--workdir: the checkpoint", f"{step:016x}", "start again, or wait until training has ended")
     with hosts.all_succeed("the checkpoint"):
         return load(workdir, make_mesh(), step)

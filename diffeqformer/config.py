@@ -115,7 +115,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.dynamics_every = 0  # evaluations between measurements of spectral radii and clustering; 0: none
     config.profile_steps = ""  # steps to trace for TensorBoard's profiler, such as 100-102; empty: none
     config.checkpoint_every = 1000  # steps between checkpoints
-    config.checkpoints_kept = 2  # number of newest checkpoints to keep
+    config.checkpoints_kept = 2  # number of newest checkpoints to keep, beside the one that validated best
 
     config.sample = ConfigDict()  # the text that is generated at the end of training
     config.sample.prompt = "\n"

@@ -22,6 +22,7 @@ from absl import flags
 from flax import nnx
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint_folder import Step
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import duration
@@ -40,6 +41,7 @@ BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no fo
 def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, comma-separated.", required=True)
+    command_line.define_step()
     flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
     flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
@@ -55,13 +57,13 @@ def define_flags() -> None:
     )
 
 
-def check_model(workdir: str, num_steps: list[int | None], window: int | None) -> None:
+def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> None:
     """Check, before any work, that a checkpoint exists and fits the options.
 
     Raises:
         UserError: if it doesn't.
     """
-    config = checkpoint.load_config(workdir)
+    config = checkpoint.load_config(workdir, step)
     model = abstract_model(config)
     window_size(window, config, model.max_length, "--window", f"of {workdir}")
     graph, params = split_model(model)
@@ -211,7 +213,7 @@ def run_all(options) -> None:
     shots = whole_numbers("--shots", options.shots, 0)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     for workdir in options.workdir:
-        check_model(workdir, steps, options.window)
+        check_model(workdir, options.step, steps, options.window)
     study = None
     with hosts.all_succeed("the tasks"):
         if hosts.is_first():
@@ -220,7 +222,7 @@ def run_all(options) -> None:
     from diffeqformer.inference.harness import HarnessModel
 
     for workdir in options.workdir:
-        opened = checkpoint.load_on_all(workdir)
+        opened = checkpoint.load_on_all(workdir, options.step)
         for num_steps in steps:
             model = HarnessModel(opened, num_steps, options.batch_size, options.window)
             if num_steps == steps[-1]:

@@ -19,7 +19,15 @@ class UserErrorEverywhere(UserError):
 
 
 class Stopped(Exception):
-    """A run received SIGTERM and has saved a checkpoint."""
+    """A run was told to stop and has saved a checkpoint.
+
+    Args:
+        status: of the process: 130 after Ctrl-C, 143 after SIGTERM.
+    """
+
+    def __init__(self, message: str, status: int = 143):
+        super().__init__(message)
+        self.status = status
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -111,7 +111,7 @@ def score_checkpoint(options) -> dict | None:
     Raises:
         UserError: for anything the user can fix.
     """
-    opened = checkpoint.load_on_all(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir, options.step)
     window = window_of(options, opened)
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:

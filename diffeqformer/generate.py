@@ -20,6 +20,7 @@ from diffeqformer.transformer import random_key
 def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    command_line.define_step()
     flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")
     flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
     flags.DEFINE_integer("tokens", None, "Maximum number of tokens to write; by default as many as fit, up to 256.")
@@ -64,7 +65,7 @@ def write(options) -> None:
         prompt, count = prompt_text(options), options.samples
     digest = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
     hosts.check_same("--prompt: the text", digest, "give all processes the same one")
-    opened = checkpoint.load_on_all(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir, options.step)
     model, tokenizer = opened.model, opened.tokenizer
     ids = encode_prompt(tokenizer, prompt)
     room = max(1, min(256, model.max_length - len(ids)))

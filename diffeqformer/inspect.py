@@ -13,6 +13,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint_folder import REPLACED, Step, best_step
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
@@ -97,16 +98,17 @@ def history(curves: dict[str, dict[int, float]], group: str) -> list[dict]:
     return [{"step": n} | {name: values[n] for name, values in series.items() if n in values} for n in steps]
 
 
-def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: bool = True) -> dict:
+def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool = True) -> dict:
     """Describe a run or a materialized model as plain data, without building the model.
 
     Args:
         workdir: its folder, which can be on gs://.
-        step: training step of the checkpoint; by default the newest.
+        step: see `diffeqformer.checkpoint_folder.Step`.
         with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
 
     Returns:
-        workdir, step, steps (of all checkpoints), name, kind, field, solver, num_steps
+        workdir, step, name, kind, field, solver, num_steps
+        steps: of all checkpoints; best_step: the one that validated best, or None
         data_sha256: of the training split
         base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
         time_spent: where the run's time went until this checkpoint, in seconds by cause, or None; goodput: as shares
@@ -119,8 +121,8 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         UserError: if there is no such checkpoint, or it can't be read.
     """
     with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
-        steps = sorted(manager.all_steps())
-        rows = parameters(manager, step, True, with_statistics, checkpoint.REPLACED)
+        steps, best = sorted(manager.all_steps()), best_step(manager)
+        rows = parameters(manager, step, True, with_statistics, REPLACED)
     if config.model.lora_rank:
         with checkpoint.open_frozen(workdir, about.base) as (manager, remedy):
             rows += parameters(manager, 0, False, with_statistics, remedy)
@@ -129,6 +131,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         "workdir": str(workdir),
         "step": step,
         "steps": steps,
+        "best_step": best,
         "name": config.name,
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
         "data_sha256": about.data_sha256,
@@ -161,10 +164,11 @@ def heading(found: dict) -> list[str]:
     tokenizer, total = found["tokenizer"], found["config"]["steps"]
     name, saved = tokenizer["name"], tokenizer["saved_characters"]
     inside = f"its data inside ({saved:,} characters)" if saved else "without data"
+    checkpoints = [f"{step:,}" + " (best validation)" * (step == found["best_step"]) for step in found["steps"]]
     lines = [
         f"{found['name']}: {found['kind']}, field {found['field']}, {found['num_steps']} steps of depth by "
         f"{found['solver']}",
-        f"step {found['step']:,} of {total:,}; checkpoints: {', '.join(f'{step:,}' for step in found['steps'])}",
+        f"step {found['step']:,} of {total:,}; checkpoints: {', '.join(checkpoints)}",
         f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
         f"tokenizer: {name}, {'which needs no data' if name == 'bytes' else inside}",
     ]
@@ -245,7 +249,7 @@ def text(found: dict, all_fields: bool = False) -> str:
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
-    step = flags.DEFINE_integer("step", None, "Training step of the checkpoint; by default the newest.")
+    step = command_line.define_step()
     everything = flags.DEFINE_boolean("all", False, "Show every field of the config.")
     with_statistics = flags.DEFINE_boolean("statistics", True, "Statistics of parameters; reads all of them.")
 

@@ -14,6 +14,7 @@ from absl import flags, logging
 from etils import epath
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint_folder import REPLACED, Step
 from diffeqformer.console import command_line
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
@@ -27,14 +28,16 @@ def materialize(
     num_steps: int | None = None,
     dtype: str | None = None,
     output: epath.PathLike | None = None,
+    step: Step = None,
 ) -> epath.Path:
-    """Write the newest checkpoint of a run as a discretized model.
+    """Write a checkpoint of a run as a discretized model.
 
     Args:
         workdir: folder of the run.
         num_steps: steps of depth; None: as trained.
         dtype: float32 or bfloat16, for both the weights and the computation; None: the run's compute type.
         output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.
+        step: see `diffeqformer.checkpoint_folder.Step`.
 
     Returns:
         The folder. The model in it is numbered by the training step of its source.
@@ -44,7 +47,7 @@ def materialize(
             that number of steps, or if its solver needs weights at several times within a step.
     """
     with contextlib.ExitStack() as stack:
-        manager, step, about, config = stack.enter_context(checkpoint.open_to_read(workdir))
+        manager, step, about, config = stack.enter_context(checkpoint.open_to_read(workdir, step=step))
         if config.model.solver not in MODELS["discretized"].solvers():
             raise UserError(
                 f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
@@ -53,7 +56,7 @@ def materialize(
             )
         num_steps = config.model.num_steps if num_steps is None else num_steps
         dtype = dtype or config.model.dtype
-        stored = checkpoint.open_arrays(manager, step, checkpoint.REPLACED)
+        stored = checkpoint.open_arrays(manager, step, REPLACED)
         if config.model.lora_rank:
             frozen, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
             stored |= checkpoint.open_arrays(frozen, 0, remedy)
@@ -101,6 +104,7 @@ def size_on_disk(path: epath.Path) -> int:
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+    step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     dtype = flags.DEFINE_enum(
         "dtype", None, ["float32", "bfloat16"], "Type of weights and computation; by default as in training."
@@ -109,7 +113,7 @@ def main() -> None:
 
     def command() -> None:
         hosts.check_one("materialize: this command")
-        folder = materialize(workdir.value, num_steps.value, dtype.value, output.value)
+        folder = materialize(workdir.value, num_steps.value, dtype.value, output.value, step.value)
         print(f"{folder}: {size_on_disk(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     command_line.run(command, verbosity=logging.FATAL)

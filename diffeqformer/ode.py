@@ -35,7 +35,7 @@ def examine(options) -> dict:
     Raises:
         UserError: for anything the user can fix.
     """
-    opened = checkpoint.load_on_all(options.workdir)
+    opened = checkpoint.load_on_all(options.workdir, options.step)
     model, config = opened.model, opened.config.model
     if not model.depth.generates_kernels or model.num_steps < 2:
         raise UserError(

@@ -108,7 +108,7 @@ def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
     opened = mock.Mock(checkpoint.Checkpoint, config=config, model=lively_model("diffeqformer"))
     with pytest.raises(UserError, match=r"^--tolerance: needs weights that depend on the time alone"):
         evaluate.calibrated(opened, types.SimpleNamespace(tolerance=["0.1"], calibration_files="a"), 8)
-    monkeypatch.setattr(ode.checkpoint, "load_on_all", lambda workdir: opened)
+    monkeypatch.setattr(ode.checkpoint, "load_on_all", lambda *_: opened)
     with pytest.raises(UserError, match=r"^--workdir: must hold a model with steps of at most 1 / 8 .*num_steps is 6"):
         ode.examine(types.SimpleNamespace(workdir="runs/toy"))
 

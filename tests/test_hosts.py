@@ -175,6 +175,27 @@ def test_options_that_do_not_fit_together_are_refused(options):
         hosts.connect(*options, timeout=1)
 
 
+def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_interrupts(capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with hosts.Notice() as notice:
+            signal.raise_signal(signal.SIGINT)
+            assert notice.now() and notice.status == 130
+            assert "Ctrl-C again stops at once" in capfd.readouterr().err
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        with hosts.Notice() as notice:
+            signal.raise_signal(signal.SIGTERM)
+            assert notice.now() and notice.status == 143
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
+        with hosts.Notice() as notice:
+            signal.raise_signal(signal.SIGINT)
+            assert not notice.now()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
 def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, short_stores):
     """A notice makes it save, but a limit on file sizes, which simulates a full disk, prevents any checkpoint."""

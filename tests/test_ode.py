@@ -89,7 +89,7 @@ def test_the_command_reports_on_a_run(run, tmp_path):
 
 def test_models_without_times_are_refused(monkeypatch):
     opened = type("Opened", (), {"model": lively_model("gpt"), "config": toy_config("gpt")})
-    monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda _: opened)
+    monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda *_: opened)
     with pytest.raises(UserError, match="^--workdir: must hold a model whose kernels are generated .* kind gpt with 6"):
         command_module.examine(type("Options", (), {"workdir": "runs/gpt"}))
 

@@ -18,6 +18,28 @@ def define_config() -> flags.FlagHolder:
     )
 
 
+class _Step(flags.ArgumentParser):
+    """The value of --step."""
+
+    syntactic_help = "a whole number or best"
+
+    def parse(self, argument):
+        if argument == "best":
+            return argument
+        if not argument.isdecimal():
+            raise ValueError(f"must be {self.syntactic_help}")
+        return int(argument)
+
+    def flag_type(self):
+        return "step of a checkpoint"
+
+
+def define_step() -> flags.FlagHolder:
+    """The option --step, for the commands that open a run (`diffeqformer.checkpoint_folder.Step`)."""
+    help_text = "Training step of the checkpoint; best: the one with the lowest validation loss; by default the newest."
+    return flags.DEFINE(_Step(), "step", None, help_text)
+
+
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parse the command line.
 
@@ -97,7 +119,7 @@ def run(
         except UserError as error:
             leave(1, str(error))
         except Stopped as stopped:
-            leave(143, str(stopped))  # the status of a process that SIGTERM ends
+            leave(stopped.status, str(stopped))
         except RuntimeError as error:  # JAX's errors are of this type
             if not out_of_memory(error):
                 raise

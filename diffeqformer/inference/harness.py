@@ -55,7 +55,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
-        """The model that lm-eval's command line describes: workdir and, if given, num_steps, window and batch_size.
+        """The model that lm-eval's command line describes: workdir and, if given, step, num_steps, window and
+        batch_size.
 
         lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
 
@@ -69,13 +70,16 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         if workdir is None:
             raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
         for name, value in values.items():
-            if name not in ("num_steps", "window", "batch_size"):
-                raise UserError(f"{name}: there is no such argument; use workdir, num_steps, window or batch_size")
+            if name not in ("step", "num_steps", "window", "batch_size"):
+                raise UserError(
+                    f"{name}: there is no such argument; use workdir, step, num_steps, window or batch_size"
+                )
             try:
-                values[name] = int(value)
+                values[name] = value if (name, value) == ("step", "best") else int(value)
             except ValueError:
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}") from None
-        return cls(checkpoint.load(str(workdir), make_mesh()), **values)
+        step = values.pop("step", None)
+        return cls(checkpoint.load(str(workdir), make_mesh(), step), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":

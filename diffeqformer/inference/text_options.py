@@ -5,6 +5,7 @@ import os
 from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
 from diffeqformer.data.preparation import matching_files, store_folder
 from diffeqformer.data.remote import read_split
@@ -16,6 +17,7 @@ from diffeqformer.inference.scoring import window_size
 def define_text_flags(folder: str) -> None:
     """The options that choose a model, a text and the `folder` of results, for all commands that score."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    command_line.define_step()
     flags.DEFINE_string("task", None, "The corpus; by default the training's.")
     flags.DEFINE_string("split", "validation", "Its split: validation, or test if there is one.")
     flags.DEFINE_string(

@@ -204,19 +204,28 @@ def check_same(what: str, digest: str, remedy: str) -> None:
 
 
 class Notice(contextlib.AbstractContextManager):
-    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it reclaims the machine."""
+    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it reclaims the machine, or Ctrl-C.
+
+    A second Ctrl-C interrupts at once. Where SIGINT is ignored, as in a shell's background jobs, it stays ignored.
+    """
 
     def __enter__(self) -> "Notice":
-        self.told, self.previous, self.before = False, None, None
+        self.told, self.previous, self.before, self.status = False, {}, None, 143
         if threading.current_thread() is threading.main_thread():
-            self.previous = signal.signal(signal.SIGTERM, self._tell)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.previous[number] = signal.signal(number, self._tell)
         mesh = Mesh(jax.devices(), ("all",))
         self.flags = NamedSharding(mesh, PartitionSpec("all"))
         self.any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
         return self
 
-    def _tell(self, *_) -> None:
+    def _tell(self, number: int, _) -> None:
         self.told = True
+        if number == signal.SIGINT:
+            self.status = 130
+            signal.signal(number, self.previous.pop(number))
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again stops at once, without\n")
 
     def now(self) -> bool:
         """Whether to stop after this step. The answer is the same on all hosts, no matter which one got the notice.
@@ -231,5 +240,5 @@ class Notice(contextlib.AbstractContextManager):
         return before is not None and bool(before)
 
     def __exit__(self, *_) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGTERM, self.previous)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)

@@ -47,7 +47,7 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
 
     Raises:
         UserError: for anything the user can fix; the message says how.
-        Stopped: after SIGTERM, once the run has saved a checkpoint.
+        Stopped: after SIGTERM or Ctrl-C, once the run has saved a checkpoint.
     """
     started = time.monotonic() if started is None else started
     check_fields(config)
@@ -67,23 +67,20 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
         if not finished:
             with hosts.Notice() as notice:
                 state = train_steps(run, state, notice)
-        report_end(run, int(state["step"]), finished)
+                if int(state["step"]) < config.steps:
+                    said = f"told to stop, and saved at step {int(state['step']):,} in {folder}"
+                    raise Stopped(f"{said}; the same command resumes from it", notice.status)
+        report_end(run, finished)
     model = nnx.merge(run.program.graph, run.program.undivided(state["params"]))
     print(f"--- sample ---\n{printable(sample(config, model, tokenizer))}\n--------------", flush=True)
     return model
 
 
-def report_end(run: Run, step: int, finished_before: bool) -> None:
-    """Print how the run ended, and its goodput.
-
-    Raises:
-        Stopped: if steps remain.
-    """
-    steps, folder = run.config.steps, run.folder
-    if step < steps:
-        raise Stopped(f"told to stop, and saved at step {step:,} in {folder}; the same command resumes from it")
+def report_end(run: Run, finished_before: bool) -> None:
+    """Print how a complete run ended, and its goodput."""
+    folder = run.folder
     if finished_before:
-        print(f"{folder}: this run has already finished its {steps:,} steps; here is its sample again")
+        print(f"{folder}: this run has already finished its {run.config.steps:,} steps; here is its sample again")
         return
     print(goodput.said(run.clock.record()))
     beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
@@ -168,10 +165,9 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
                 show_scalars(run, *pending.popleft(), progress)
             if evaluating or saving:
                 clock.lap("steps")  # all have ended
-            if evaluating:
-                show_validation(run, step, state["params"], progress, dynamics)
+            found = show_validation(run, step, state["params"], progress, dynamics) if evaluating else None
             if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
-                save(run, step, state, progress, validation_due=not evaluating and step % config.eval_every == 0)
+                save(run, step, state, progress, found)
             checkpoint.check(run.checkpoints)
             if stopping:
                 break
@@ -197,8 +193,14 @@ def show_scalars(run: Run, step: int, seconds_at_peak: float, scalars: dict[str,
         progress.train(step, scalars)
 
 
-def show_validation(run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None) -> None:
-    """Print and write the validation after `step` steps, and the dynamics each `config.dynamics_every`-th time."""
+def show_validation(
+    run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None
+) -> dict[str, float]:
+    """Print and write the validation after `step` steps, and the dynamics each `config.dynamics_every`-th time.
+
+    Returns:
+        The validation (`validate`), with bits per byte at the other depths of training.
+    """
     config, split = run.config, run.splits["validation"]
     results = validate(run.program, params, split, config)
     for depth in run.other_depths():
@@ -207,14 +209,20 @@ def show_validation(run: Run, step: int, params: dict, progress: Progress, dynam
     if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
         progress.dynamics(step, dynamics(params))
     progress.pause(run.clock.lap("evaluation"))
+    return results
 
 
-def save(run: Run, step: int, state: dict, progress: Progress, validation_due: bool) -> None:
-    """Start saving the state after `step` steps, without frozen parameters, when all curves are on disk."""
+def save(run: Run, step: int, state: dict, progress: Progress, validation: dict[str, float] | None) -> None:
+    """Start saving the state after `step` steps, without frozen parameters, when all curves are on disk.
+
+    Args:
+        validation: of this step; None if there was none.
+    """
     progress.flush()
     trained = {**state, "params": run.program.trained(state["params"])}
-    about = dataclasses.replace(run.about, validation_due=validation_due, time_spent=run.clock.record())
-    checkpoint.save(run.checkpoints, step, trained, about)
+    due = validation is None and step % run.config.eval_every == 0
+    about = dataclasses.replace(run.about, validation_due=due, time_spent=run.clock.record())
+    checkpoint.save(run.checkpoints, step, trained, about, validation)
     progress.pause(run.clock.lap("saves"))
 
 

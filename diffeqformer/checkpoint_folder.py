@@ -1,0 +1,132 @@
+"""The folder that holds a run's checkpoints: which are kept, and which one is opened."""
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Literal
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from orbax.checkpoint import checkpoint_managers as policies
+
+from diffeqformer.errors import UserError, out_of_memory, reason_of
+
+REPLACED = "restore its files or, if a running training has replaced it, start again"
+"""The remedy if a checkpoint of a run that may be training can't be read."""
+
+BEST = "best"
+Step = int | Literal["best"] | None
+"""Which checkpoint of a folder: its training step, the one that validated best, or (None) the newest."""
+
+
+class NoCheckpoint(UserError):
+    """There is no complete checkpoint in a folder."""
+
+
+def handlers() -> dict[str, ocp.CheckpointHandler]:
+    """The Orbax handler of each item."""
+    return {
+        "params": ocp.StandardCheckpointHandler(),
+        "optimizer": ocp.StandardCheckpointHandler(),
+        "about": ocp.JsonCheckpointHandler(),
+    }
+
+
+def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
+    """The folder of a work folder's checkpoints, which can be on gs://."""
+    folder = epath.Path(workdir) / name
+    return folder if "://" in str(folder) else folder.absolute()
+
+
+def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> ocp.CheckpointManager:
+    """The manager of a run's checkpoints, for writing. The newest `kept` are kept, and the one that validated best.
+
+    Saves run in the background. The remains of an interrupted save are removed.
+
+    Raises:
+        UserError: if the folder can't be written, or one of its validations can't be read.
+    """
+    loss = operator.itemgetter("loss")
+    best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(kept), best]),
+        best_fn=loss,  # without it, validations aren't saved
+        cleanup_tmp_directories=True,
+        enable_background_delete=True,
+    )
+    return _opened(folder_of(workdir, name), options)
+
+
+def open_read_only(folder: epath.Path) -> ocp.CheckpointManager:
+    """The manager of the checkpoints in a folder, for reading. It writes nothing.
+
+    Raises:
+        UserError: if one of their validations can't be read.
+    """
+    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # Orbax would warn that it only reads, which is intended
+    try:
+        return _opened(folder, options)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _opened(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    try:
+        return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
+    except (OSError, ValueError) as error:  # Orbax reads the validations of all checkpoints
+        raise UserError(
+            f"{folder}: these checkpoints can't be opened: {reason_of(error)}; restore their files, or delete the "
+            "folder of the damaged one"
+        ) from error
+
+
+def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathLike) -> int:
+    """The training step of one of the checkpoints in a work folder.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        UserError: if there is none for `step`, or its validation can't be read.
+    """
+    steps = sorted(manager.all_steps())
+    if not steps:
+        raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
+    there = " or ".join(map(str, steps))
+    if step == BEST:
+        best = best_step(manager)
+        if best is None:
+            raise UserError(f"--step: no checkpoint in {workdir} was saved with a validation; give {there}")
+        return best
+    if step is not None and step not in steps:
+        raise UserError(f"--step: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}")
+    return steps[-1] if step is None else step
+
+
+def best_step(manager: ocp.CheckpointManager) -> int | None:
+    """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation.
+
+    Raises:
+        UserError: if a validation can't be read.
+    """
+    losses = {}
+    for step in sorted(manager.all_steps(), reverse=True):  # of equal ones, the newest, as in `open_checkpoints`
+        with readable(manager, step, REPLACED):
+            if validation := manager.metrics(step):
+                losses[step] = float(validation["loss"])
+    return min(losses, key=losses.get, default=None)
+
+
+@contextlib.contextmanager
+def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
+    """Turn an error in reading a checkpoint's files into a UserError that ends with a remedy."""
+    remedy = remedy or "restore its files, or delete the folder to resume from the previous checkpoint"
+    try:
+        yield
+    except Exception as error:  # from the file system, TensorStore or a file's content
+        if out_of_memory(error):
+            raise
+        raise UserError(
+            f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
+        ) from error

@@ -1,0 +1,81 @@
+"""Which checkpoints of a run are kept, and which one a command opens."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from absl import flags
+
+from diffeqformer import checkpoint
+from diffeqformer.console import command_line
+from diffeqformer.errors import UserError
+from helpers import toy_config
+
+pytestmark = pytest.mark.fast
+
+
+def save(folder, losses: dict[int, float | None], kept: int) -> None:
+    """Save a checkpoint at each of the steps, some with a validation."""
+    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
+    with checkpoint.open_to_write(folder, kept) as manager:
+        for step, loss in losses.items():
+            validation = None if loss is None else {"loss": loss}
+            checkpoint.save(manager, step, {"params": {"w": jnp.full(2, step)}}, about, validation)
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
+def opened(folder, step) -> int:
+    with checkpoint.open_to_read(folder, step=step) as (_, chosen, _, _):
+        return chosen
+
+
+def test_the_best_validation_is_kept_beside_the_newest_also_after_a_restart(tmp_path):
+    save(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: None}, kept=1)
+    assert names(tmp_path) == {"2", "4"}
+    save(tmp_path, {5: 1.5, 6: None}, kept=2)
+    assert names(tmp_path) == {"2", "5", "6"}
+    assert [opened(tmp_path, step) for step in ("best", None, 5)] == [2, 6, 5]
+    save(tmp_path, {7: 1.0}, kept=1)  # of equal ones, the newest
+    assert names(tmp_path) == {"7"} and opened(tmp_path, "best") == 7
+
+
+def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(tmp_path):
+    save(tmp_path, {1: None, 2: None, 3: None}, kept=2)
+    assert names(tmp_path) == {"2", "3"}
+    with pytest.raises(UserError, match="^--step: no checkpoint in .* was saved with a validation; give 2 or 3$"):
+        opened(tmp_path, "best")
+    with pytest.raises(
+        UserError, match="^--step: must be best or the step of a checkpoint in .*, 2 or 3, but it is 1$"
+    ):
+        opened(tmp_path, 1)
+
+
+def test_a_damaged_validation_is_said_by_readers_and_writers(tmp_path):
+    save(tmp_path, {1: 3.0, 2: 2.0}, kept=2)
+    [file] = (tmp_path / "checkpoints" / "1" / "metrics").glob("metrics")
+    file.write_text("{")
+    for use in (lambda: opened(tmp_path, "best"), lambda: save(tmp_path, {3: 1.0}, kept=2)):
+        with pytest.raises(UserError, match="checkpoints: these checkpoints can't be opened: "):
+            use()
+    file.write_text(json.dumps({"perplexity": 1.0}))
+    with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: 'loss'"):
+        opened(tmp_path, "best")
+    file.write_text(json.dumps({"loss": 1.0}))
+    assert opened(tmp_path, "best") == 1
+
+
+def test_the_option_takes_a_step_or_best(monkeypatch):
+    values = flags.FlagValues()
+    monkeypatch.setattr(command_line.flags, "FLAGS", values)
+    monkeypatch.setattr(
+        command_line.flags, "DEFINE", lambda *args, define=flags.DEFINE, **more: define(*args, values, **more)
+    )
+    option = command_line.define_step()
+    for text, expected in (("1000", 1000), ("best", "best")):
+        values(["command", f"--step={text}"])
+        assert option.value == expected
+    with pytest.raises(flags.Error, match="--step=-1: must be a whole number or best"):
+        values(["command", "--step=-1"])

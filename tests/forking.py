@@ -17,7 +17,18 @@ import subprocess
 import sys
 import types
 
-COMMANDS = ("analyze", "downstream", "evaluate", "generate", "inspect", "main", "materialize", "ode", "prepare")
+COMMANDS = (
+    "analyze",
+    "compare",
+    "downstream",
+    "evaluate",
+    "generate",
+    "inspect",
+    "main",
+    "materialize",
+    "ode",
+    "prepare",
+)
 
 
 def become(request: dict) -> None:

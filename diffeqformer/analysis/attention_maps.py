@@ -32,19 +32,20 @@ def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) 
 @functools.partial(jax.jit, static_argnames=("graph", "summary"))
 def _maps(graph, params, weights, tokens, summary):
     model = nnx.merge(graph, params)
+    solver = model.solver
 
-    def body(x, step):
-        layers, dt = weights.at_step(step, len(model.solver.nodes))
+    def body(state, step):
+        layers, dt = weights.at_step(step, len(solver.nodes))
         seen = []
 
         def attend(query, key, value):
             seen.append(summary(probabilities(query, key)))
             return attention.plain(query, key, value)
 
-        return model.solver.step(model.field, layers, x, dt, Context(attend=attend)), seen[0]
+        return solver.step(model.field, layers, state, dt, Context(attend=attend)), seen[0]
 
-    x = model.embed(tokens, Context())
-    return jax.lax.scan(body, x, jnp.arange(len(weights.step_sizes)))[1]
+    state = solver.begin(model.embed(tokens, Context()), weights.step_sizes[0])
+    return jax.lax.scan(body, state, jnp.arange(len(weights.step_sizes)))[1]
 
 
 def _whole(probabilities):

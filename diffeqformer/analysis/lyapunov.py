@@ -12,12 +12,13 @@ Over few steps they depend on the order of the coordinates. `total_derivative` i
 """
 
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.depth.grid import Grid
@@ -28,7 +29,8 @@ from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, weights_at
 
 CHUNK = 64  # number of rows of a Jacobian that are computed at once
-OTHERS_WAIT = SOLVERS["euler"], SOLVERS["lie_trotter"]  # with these, other tokens move only at the end of a step
+OTHERS_WAIT = [SOLVERS[name] for name in ("euler", "lie_trotter", "adams_bashforth")]
+"""With these, other tokens move only at the end of a step."""
 
 
 class LastToken(VectorField):
@@ -67,32 +69,58 @@ class LastToken(VectorField):
         return self.attention(weights, row, context) + self.feed_forward(weights, row, context)
 
 
-def last_increment(
-    solver: Solver, field: VectorField, layers: list[dict], x: Float[Array, "B S D"], dt: Float[Array, ""]
-) -> Float[Array, "B D"]:
-    """The increment of the last token's state in one step.
+def of_tokens(state: PyTree, x: Float[Array, "... 1 S D"]) -> list[Array]:
+    """What a solver's state holds of every token: x first, and the rest, which is as large as x."""
+    return [x, *(leaf for leaf in jax.tree.leaves(state) if leaf is not x and leaf.shape == x.shape)]
+
+
+def last_increments(
+    solver: Solver, field: VectorField, layers: list[dict], state: PyTree, dt: Float[Array, ""]
+) -> Float[Array, "parts D"]:
+    """The increment of the last token's state in one step: of x, and of what else the solver carries.
 
     Args:
         layers: the weights at each of the solver's nodes in this step.
         dt: the length of the step.
     """
-    row = x[:, -1:]
+    x = solver.read(state)
     if solver in OTHERS_WAIT:
-        return (solver.step(LastToken(field, x), layers, row, dt, Context()) - row)[:, 0]
-    return (solver.step(field, layers, x, dt, Context()) - x)[:, -1]
+        state = jax.tree.map(lambda leaf: leaf[:, -1:] if leaf.shape == x.shape else leaf, state)
+        field = LastToken(field, x)
+    after = solver.step(field, layers, state, dt, Context())
+    parts = zip(of_tokens(after, solver.read(after)), of_tokens(state, solver.read(state)), strict=True)
+    return jnp.stack([(new - old)[0, -1] for new, old in parts])
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field"), donate_argnames="tangents")
-def advance(solver, field, layers, dt, x, tangents):
-    """Y -> (I + J) Y for every input token, as Q and log |diag R|."""
-    increment, pull = jax.vjp(lambda x: last_increment(solver, field, layers, x[None], dt)[0], x)
+def advance(solver, field, layers, dt, state, tangents):
+    """Y -> (I + J) Y for every input token, as Q and log |diag R|.
+
+    Y [S, parts * D, D] also has the derivatives of what else the solver carries for the last token, times R^-1.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    x = solver.read(state)
+    moving = [n for n, leaf in enumerate(leaves) if leaf.shape == x.shape]
+    moving.sort(key=lambda n: leaves[n] is not x)  # x first
+
+    def increments(parts):
+        changed = dict(zip(moving, parts))
+        state = tree.unflatten([changed.get(n, leaf) for n, leaf in enumerate(leaves)])
+        return last_increments(solver, field, layers, state, dt).reshape(-1)
+
+    increment, pull = jax.vjp(increments, [leaves[n] for n in moving])
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    jacobian = jax.lax.map(lambda row: pull(row)[0], rows, batch_size=CHUNK).swapaxes(0, 1)  # [S, out, in]
+    of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=CHUNK)
+    of_rest = [jnp.broadcast_to(part[:, None, -1], of_x.shape) for part in of_rest]  # the last token's own
+    jacobian = jnp.concatenate([of_x, *of_rest], axis=-1).swapaxes(0, 1)  # [S, out, in]
+    width = x.shape[-1]
 
     def orthogonal(of_token):  # a few tokens at a time: for all of them, each array here would have S D^2 numbers
         tangent, block = of_token
-        tangent, triangle = jnp.linalg.qr(tangent + block @ tangent)
-        return tangent, jnp.log(jnp.abs(jnp.diagonal(triangle)))
+        tangent = tangent + block @ tangent
+        q, triangle = jnp.linalg.qr(tangent[:width])
+        rest = jax.scipy.linalg.solve_triangular(triangle, tangent[width:].T, trans=1).T if of_rest else q[:0]
+        return jnp.concatenate([q, rest]), jnp.log(jnp.abs(jnp.diagonal(triangle)))
 
     return jax.lax.map(orthogonal, (tangents, jacobian), batch_size=CHUNK // 4)
 
@@ -131,17 +159,20 @@ def exponents(
             its solver isn't Euler's.
     """
     weights, solver = weights_at(model, num_steps), model.solver
-    states = model.trajectory(tokens[None], weights)[:, 0]
+    states = model.solver_states(tokens[None], weights)
     if published:
         check_published(model)
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
-    tangents = jnp.tile(jnp.eye(states.shape[-1]), (len(tokens), 1, 1))
+    parts, width = len(of_tokens(states, solver.read(states))), model.field.width
+    first = jnp.eye(parts * width, width)  # nothing but x depends on x(0) yet
+    tangents = jnp.tile(first, (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
         for step in range(steps):
             layers, dt = weights.at_step(step, len(solver.nodes))
-            tangents, logs = advance(solver, model.field, layers, dt, states[step], tangents)
+            state = jax.tree.map(operator.itemgetter(step), states)
+            tangents, logs = advance(solver, model.field, layers, dt, state, tangents)
             added.append(np.asarray(logs))
             progress(step + 1, steps)
     return np.stack(added)

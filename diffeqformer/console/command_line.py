@@ -40,14 +40,14 @@ def define_step() -> flags.FlagHolder:
     return flags.DEFINE(_Step(), "step", None, help_text)
 
 
-def parse_flags(arguments: list[str]) -> list[str]:
-    """Parse the command line.
+def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
+    """Parse the command line, whose arguments are options but for the first, and others only if `positional`.
 
     Raises:
         UserError, flags.Error: if it is invalid.
     """
     rest = flags.FLAGS(arguments)
-    if len(rest) > 1:
+    if len(rest) > 1 and not positional:
         raise UserError(f"{rest[1]}: this argument has no meaning here; options begin with --")
     return rest
 
@@ -87,9 +87,10 @@ def _but_for_late_news(unraisable) -> None:
 
 
 def run(
-    command: Callable[[], None],
+    command: Callable[..., None],
     check: Callable[[list[str]], None] | None = None,
     *,
+    arguments: bool = False,
     interrupted: str = "interrupted",
     verbosity: int = logging.WARNING,
 ) -> None:
@@ -100,22 +101,23 @@ def run(
     Args:
         check: of a command that takes --config: checks its arguments and may raise a UserError
             (`diffeqformer.config.check_overrides`).
+        arguments: whether the command takes arguments that aren't options; it is called with them.
         interrupted: the message after Ctrl-C.
         verbosity: log level of the libraries.
     """
 
-    def parse_or_exit(arguments):
+    def parse_or_exit(line):
         try:
-            return parse_config(arguments, check) if check else parse_flags(arguments)
+            return parse_config(line, check) if check else parse_flags(line, arguments)
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else error}")
 
-    def main(_):
+    def main(line):
         logging.set_verbosity(verbosity)
         sys.unraisablehook = _but_for_late_news
         try:
-            command()
+            command(*line[1:])
         except UserError as error:
             leave(1, str(error))
         except Stopped as stopped:

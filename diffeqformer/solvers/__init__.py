@@ -1,5 +1,6 @@
 """Solvers, by name: numerical methods that move a state through depth. Each file defines one `walk.Solver`."""
 
+from diffeqformer.solvers.adams_bashforth import ADAMS_BASHFORTH
 from diffeqformer.solvers.cache import KeyValueCache
 from diffeqformer.solvers.euler import EULER
 from diffeqformer.solvers.heun import HEUN
@@ -16,6 +17,7 @@ SOLVERS = {
     "rk4": RK4,
     "lie_trotter": LIE_TROTTER,
     "strang": STRANG,
+    "adams_bashforth": ADAMS_BASHFORTH,
 }
 
 __all__ = ["SOLVERS", "KeyValueCache", "Solver", "walk"]

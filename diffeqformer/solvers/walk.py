@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.weights import StackedWeights
@@ -48,24 +48,44 @@ weights, and attention. Gathered weights, and kernels in another type, are never
 """
 
 
+def x_alone(x: Array, dt: Array) -> Array:
+    """The state of a solver that remembers nothing of earlier steps."""
+    return x
+
+
+def as_x(state: Array) -> Array:
+    """x of such a state."""
+    return state
+
+
 @dataclasses.dataclass(frozen=True)
 class Solver:
     """A method with fixed steps.
 
-    step: (field, layers, x, dt, context) -> x after a step of length dt; `layers` has the weights at each node.
+    step: (field, layers, state, dt, context) -> the state after a step of length dt; `layers` has the weights at each
+        node.
     nodes: the points in a step at which weights are taken, from 0 (its start) to 1 (its end).
     order: order of convergence if the weights are smooth in time.
+    begin: (x, dt) -> the state before the first step, which has the length dt. A multistep method's holds more than x.
+        Whatever has the shape of x belongs to the same tokens.
+    read: (state) -> x.
     """
 
-    step: Callable[[VectorField, list[dict], Array, Array, Context], Array]
+    step: Callable[[VectorField, list[dict], PyTree, Array, Context], PyTree]
     nodes: tuple[float, ...]
     order: int
+    begin: Callable[[Array, Array], PyTree] = x_alone
+    read: Callable[[PyTree], Array] = as_x
 
     @functools.cached_property
     def evaluations(self) -> int:
         """Evaluations of the attention in a step, counted by tracing it. A cache holds keys and values for each."""
         field = _CountedField()
-        jax.eval_shape(lambda x: self.step(field, [{}] * len(self.nodes), x, x.sum(), Context()), jnp.zeros((1, 1, 1)))
+
+        def one_step(x):
+            return self.step(field, [{}] * len(self.nodes), self.begin(x, x.sum()), x.sum(), Context())
+
+        jax.eval_shape(one_step, jnp.zeros((1, 1, 1)))
         return field.evaluations
 
 
@@ -101,22 +121,23 @@ def walk(
     Args:
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
         remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
-        trajectory: return the state after every step, [T, B, S, D], instead of the last one.
+        trajectory: return the solver's state after every step, [T, ...], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """
     steps, nodes = len(weights.step_sizes), len(solver.nodes)
 
     def body(carry, inputs):
-        x, cache = carry
+        state, cache = carry
         index, dt, layers = inputs
         here = context.at_step(index)
         if cache is not None:
             attention = CachedAttention(cache, (index - 1) * solver.evaluations, context.position)
             here = here._replace(attend=attention)
         at_nodes = whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
-        x = solver.step(field, at_nodes, x, dt, here).astype(x.dtype)
-        return (x, None if cache is None else attention.cache), x if trajectory else None
+        after = solver.step(field, at_nodes, state, dt, here)
+        state = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+        return (state, None if cache is None else attention.cache), state if trajectory else None
 
     adapted = any("a" in layer for layer in weights.layers.values())
     if remat != "none" or adapted or weights.gather is not as_it_is:
@@ -127,7 +148,8 @@ def walk(
     else:
         whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
     indices = jnp.arange(1, steps + 1)  # 0 is the embedding
-    (last, cache), states = jax.lax.scan(body, (x, cache), (indices, weights.step_sizes, layers))
+    state = solver.begin(x, weights.step_sizes[0])
+    (state, cache), states = jax.lax.scan(body, (state, cache), (indices, weights.step_sizes, layers))
     if cache is not None:
-        return last, cache
-    return states if trajectory else last
+        return solver.read(state), cache
+    return states if trajectory else solver.read(state)

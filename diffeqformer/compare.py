@@ -1,0 +1,204 @@
+"""Compare runs: `python -m diffeqformer.compare runs/* [--output=comparison]`.
+
+Draws their validation curves in one picture, and writes a table with mean and spread over the seeds of equal configs.
+Reads curves and configs alone, so it works on any machine, even while runs are training.
+"""
+
+import itertools
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from diffeqformer import checkpoint
+from diffeqformer.checkpoint_folder import REPLACED
+from diffeqformer.config import CHANGEABLE, field_names, get_field
+from diffeqformer.console import command_line
+from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.console.progress import read_curves
+from diffeqformer.console.results import results_folder, write_text
+from diffeqformer.console.terminal import printable
+from diffeqformer.errors import UserError
+
+METRIC = "validation/bits_per_byte"
+LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
+COLUMNS = ("runs", "seeds", "parameters", "at step", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
+
+
+class Validated(NamedTuple):
+    """What is known of one run.
+
+    curve: bits per byte by step; parameters: those that are trained; tokens_per_second: the best of all lines.
+    """
+
+    folder: str
+    config: ConfigDict
+    data_sha256: str
+    parameters: int
+    curve: dict[int, float]
+    tokens_per_second: float | None
+
+    def end(self) -> float:
+        """The last validation."""
+        return self.curve[max(self.curve)]
+
+    def best_step(self) -> int:
+        """The step of the best validation."""
+        return min(self.curve, key=self.curve.get)
+
+    def best(self) -> float:
+        """The best validation."""
+        return self.curve[self.best_step()]
+
+
+def read_run(folder: str) -> Validated:
+    """Read a run's config and curves.
+
+    Raises:
+        UserError: if it has no checkpoint or no validation yet, or can't be read.
+    """
+    with checkpoint.open_to_read(folder) as (manager, step, about, config):
+        shapes = checkpoint.saved_arrays(manager, step, REPLACED)
+    curves = read_curves(folder)
+    if not curves.get(METRIC):
+        raise UserError(f"{folder}: there is no validation here yet")
+    return Validated(
+        folder,
+        config,
+        about.data_sha256,
+        sum(math.prod(leaf.shape) for leaf in shapes.values()),
+        curves[METRIC],
+        max(curves.get("train/tokens_per_second", {}).values(), default=None),
+    )
+
+
+def setting(config: ConfigDict) -> dict:
+    """The fields that decide a run's result, but for its seed."""
+    names = [name for name in field_names(config) if name != "seed" and not name.startswith(CHANGEABLE)]
+    return {name: get_field(config, name) for name in names}
+
+
+def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
+    """Runs of equal configs on equal data together, by a label that says what sets them apart."""
+    groups = {}
+    for run in runs:
+        key = json.dumps([setting(run.config), run.data_sha256], sort_keys=True, default=list)
+        groups.setdefault(key, []).append(run)
+    members = list(groups.values())
+    labels = [f"{group[0].config.name}: {group[0].config.model.kind}" for group in members]
+    for label in {label for label in labels if labels.count(label) > 1}:
+        alike = [n for n, other in enumerate(labels) if other == label]
+        settings = [setting(members[n][0].config) for n in alike]
+        names = sorted(set().union(*settings))
+        apart = [name for name in names if len({repr(fields.get(name)) for fields in settings}) > 1]
+        for n, fields in zip(alike, settings):
+            values = [f"{name.rpartition('.')[2]} {fields[name]}" for name in apart if name in fields]
+            labels[n] = ", ".join([label, *values] if values else [label, f"data {members[n][0].data_sha256[:8]}"])
+    return dict(zip(labels, members, strict=True))
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean of some values, with their standard deviation if there are several."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
+
+
+def distinct(values: Iterable[int]) -> str:
+    """Whole numbers, each once."""
+    return ", ".join(f"{value:,}" for value in sorted(set(values)))
+
+
+def table(groups: dict[str, list[Validated]]) -> str:
+    """The groups as a Markdown table, the best first."""
+    lines = ["| model | " + " | ".join(COLUMNS) + " |", "|" + " --- |" * (len(COLUMNS) + 1)]
+    for label, runs in groups.items():
+        rates = [run.tokens_per_second for run in runs if run.tokens_per_second]
+        ends = {max(run.curve) for run in runs}
+        unfinished = " (unfinished)" * any(max(run.curve) < run.config.steps for run in runs)
+        cells = [label, str(len(runs)), distinct([run.config.seed for run in runs])]
+        cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
+        cells += [spread([run.end() for run in runs]), spread([run.best() for run in runs])]
+        cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
+    """Plot the validation curves of all runs, and the mean of each group at the steps that all its runs have."""
+    figure, [[panel]] = new_figure(1, 1, (11, 5))
+    sizes = {run.config.batch_size * run.config.sequence_length for runs in groups.values() for run in runs}
+    for (line, colour), (label, runs) in zip(itertools.product(LINES, COLOURS), groups.items()):
+        for run in runs:
+            unit = run.config.batch_size * run.config.sequence_length if len(sizes) > 1 else 1
+            steps = sorted(run.curve)
+            thin = {"linewidth": 0.8, "alpha": 0.5} if len(runs) > 1 else {"label": label}
+            panel.plot([unit * n for n in steps], [run.curve[n] for n in steps], f".{line}", color=colour, **thin)
+        if len(runs) > 1:
+            steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
+            means = [statistics.mean(run.curve[n] for run in runs) for n in steps]
+            seeds = distinct([run.config.seed for run in runs])
+            panel.plot(
+                [unit * n for n in steps], means, line, color=colour, linewidth=2, label=f"{label}; seeds {seeds}"
+            )
+    panel.set(xlabel="training tokens" if len(sizes) > 1 else "training step", ylabel="validation, bits per byte")
+    curves = [[run.curve[n] for n in sorted(run.curve)] for runs in groups.values() for run in runs]
+    highest = max(max(curve[len(curve) // 4 :]) for curve in curves)  # the first values would flatten all others
+    lowest = min(map(min, curves))
+    panel.set_ylim(top=highest + 0.05 * (highest - lowest or highest))
+    panel.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def as_data(groups: dict[str, list[Validated]]) -> dict:
+    """The comparison as plain data: the runs of each label."""
+    return {
+        label: [
+            run._asdict() | {"config": run.config.to_dict(), "curve": dict(sorted(run.curve.items()))} for run in runs
+        ]
+        for label, runs in groups.items()
+    }
+
+
+def compare(folders: Sequence[str], output: str | None) -> None:
+    """Compare the runs in some folders, and write and print the results. Folders without a run are named and left out.
+
+    Raises:
+        UserError: if there is no run to show, or the results can't be written.
+    """
+    runs = []
+    for folder in (folder for folder in folders if not pathlib.Path(folder).is_file()):
+        try:
+            runs.append(read_run(folder))
+        except UserError as error:
+            print(f"left out: {printable(str(error))}")
+    if not runs:
+        raise UserError("the folders of runs that were validated are needed, for example runs/*")
+    groups = grouped(sorted(runs, key=lambda run: run.config.seed))
+    groups = dict(sorted(groups.items(), key=lambda item: statistics.mean(run.end() for run in item[1])))
+    folder = results_folder(output, "runs", "comparisons")
+    write_text(folder / "results.json", json.dumps(as_data(groups), indent=1) + "\n")
+    write_text(folder / "results.md", table(groups) + "\n")
+    plot(groups, folder / "validation.png")
+    print(f"\n{printable(table(groups))}\n")
+    if len({run.data_sha256 for run in runs}) > 1:
+        print("WARNING: these runs read different tokens, so their figures can't be compared as they are")
+    print(f"This table, results.json and validation.png are in {folder}")
+
+
+if __name__ == "__main__":
+    output_option = flags.DEFINE_string(
+        "output", None, "Folder for the results; by default runs/comparisons/<date and time>."
+    )
+
+    def command(*folders: str) -> None:
+        jax.config.update("jax_platforms", "cpu")  # a running training may hold the accelerator
+        compare(folders, output_option.value)
+
+    command_line.run(command, arguments=True, verbosity=logging.FATAL)

@@ -1,0 +1,76 @@
+"""The comparison of runs."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from diffeqformer import checkpoint, compare
+from diffeqformer.console.progress import Progress
+from diffeqformer.errors import UserError
+from helpers import toy_config
+from runs import command
+
+pytestmark = pytest.mark.fast
+
+
+def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="hash", **changes) -> None:
+    """A run with the given validations, bits per byte by step."""
+    config = toy_config(kind, steps=20, **changes)
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256=data)
+    with checkpoint.open_to_write(folder, 1) as manager:
+        checkpoint.save(manager, 20, {"params": {"w": jnp.ones((4, 3))}}, about)
+    progress = Progress(folder, 0, 20, 64)
+    for step, value in validations.items():
+        progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value})
+    progress.close()
+
+
+@pytest.fixture
+def runs(tmp_path, capsys):
+    for seed, end in ((3, 2.0), (1, 2.2)):
+        pretend(tmp_path / f"ours-{seed}", {10: 2.5, 20: end}, seed=seed, eval_every=7 + seed)
+    pretend(tmp_path / "fast", {10: 1.9, 20: 2.4}, optimizer__learning_rate=0.5)
+    pretend(tmp_path / "gpt", {10: 3.0}, "gpt")
+    capsys.readouterr()
+    return tmp_path
+
+
+def test_seeds_of_equal_configs_are_one_row_and_others_say_what_sets_them_apart(runs, capsys):
+    (runs / "log.txt").touch()
+    (runs / "empty").mkdir()
+    compare.compare([str(path) for path in sorted(runs.iterdir())], str(runs / "out"))
+    rate = toy_config().optimizer.learning_rate
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("left out")] == [
+        f"left out: {runs}/empty: there is no checkpoint here; give the --workdir of a run"
+    ]
+    assert (runs / "out" / "results.md").read_text().splitlines()[2:] == [
+        f"| toy: diffeqformer, learning_rate {rate} | 2 | 1, 3 | 12 | 20 | 2.1000 ± 0.1414 | 2.1000 ± 0.1414 | 20 |  |",
+        "| toy: diffeqformer, learning_rate 0.5 | 1 | 0 | 12 | 20 | 2.4000 | 1.9000 | 10 |  |",
+        "| toy-gpt: gpt | 1 | 0 | 12 | 10 (unfinished) | 3.0000 | 3.0000 | 10 |  |",
+    ]
+    assert "WARNING" not in said and (runs / "out" / "validation.png").stat().st_size > 1e4
+    results = json.loads((runs / "out" / "results.json").read_text())
+    assert [run["curve"]["20"] for run in results[f"toy: diffeqformer, learning_rate {rate}"]] == [
+        pytest.approx(2.2),
+        2.0,
+    ]
+
+
+def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
+    pretend(runs / "elsewhere", {20: 2.0}, seed=5, data="another")
+    ours, elsewhere = (compare.read_run(str(runs / name)) for name in ("ours-1", "elsewhere"))
+    assert list(compare.grouped([ours, elsewhere])) == [
+        "toy: diffeqformer, data hash",
+        "toy: diffeqformer, data another",
+    ]
+    compare.compare([ours.folder, elsewhere.folder], str(runs / "out"))
+    assert "WARNING: these runs read different tokens" in capsys.readouterr().out
+
+
+def test_without_a_run_there_is_nothing_to_compare(tmp_path):
+    with pytest.raises(UserError, match="^the folders of runs that were validated are needed, for example runs/"):
+        compare.compare([str(tmp_path)], None)
+    refused = command("compare")
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "for example runs/*" in refused.stderr

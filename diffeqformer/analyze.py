@@ -23,7 +23,8 @@ def define_flags() -> None:
     """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     command_line.define_step()
-    flags.DEFINE_list("parts", list(ANALYSES), f"Parts of the report: {', '.join(ANALYSES)}.")
+    parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
+    flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
     flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
     flags.DEFINE_string("text_file", None, "A file with that text; a final newline is ignored.")
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")

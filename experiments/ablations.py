@@ -202,13 +202,16 @@ def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
 
     explodes = STUDY.value == "overfitting"
     figure, [[panel]] = new_figure(1, 1, (7, 4))
-    for colour, (name, each) in zip(itertools.cycle(COLOURS), found.items()):
+    lines = itertools.cycle(("-", "--", ":", "-."))  # curves may cover one another
+    for colour, line, (name, each) in zip(itertools.cycle(COLOURS), lines, found.items()):
         steps = list(each.runs[0]["perplexities"])
         steps = steps if explodes else steps[1:]  # the first would flatten all others
         curves = [[run["perplexities"][step] for run in each.runs] for step in steps]
-        panel.plot(steps, [statistics.mean(values) for values in curves], color=colour, label=f"{name}, {each.rate:g}")
+        panel.plot(
+            steps, [statistics.mean(values) for values in curves], line, color=colour, label=f"{name}, {each.rate:g}"
+        )
         panel.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
-    panel.set(title="validation perplexity", xlabel="step", yscale="log" if explodes else "linear")
+    panel.set(ylabel="validation perplexity", xlabel="training step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -232,7 +235,7 @@ def plot_sweep(found: dict[str, Found], path: pathlib.Path) -> None:
         panel.errorbar(list(of_widths), means, errors, fmt="o-", capsize=3, label="diffeqformer")
         if "gpt" in found:
             panel.axhline(statistics.mean(values(found["gpt"])), linestyle="--", color=COLOURS[1], label="gpt")
-        panel.set(title=title, xlabel="E, the width of the time embedding")
+        panel.set(ylabel=title, xlabel="E, the width of the time embedding")
         if panel is not panels[0]:
             panel.set_ylim(0)
         panel.grid(alpha=0.3)

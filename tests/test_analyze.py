@@ -19,6 +19,8 @@ from diffeqformer.errors import UserError
 from helpers import drawn, lively_model, toy_config
 from runs import command
 
+PARTS = [name for name, analysis in ANALYSES.items() if analysis.by_default]
+
 
 class Page(HTMLParser):
     """The tags, the text, and everything that a page loads from elsewhere: images, links, scripts, style sheets."""
@@ -42,7 +44,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert len(page.sources) == 10 and all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert len(page.sources) == 7 and all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert "a <b> & b a" in page.text and "b" not in page.tags
     assert "url(" not in page.text and "@import" not in page.text  # in its style sheet
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -76,7 +78,7 @@ def open_instead(opened, monkeypatch):
 
 def options_of(**changes):
     default = {
-        "workdir": "runs/x", "step": None, "feed_forward": True, "parts": list(ANALYSES), "text": None,
+        "workdir": "runs/x", "step": None, "feed_forward": True, "parts": PARTS, "text": None,
         "text_file": None, "num_steps": None, "times": None,
         "heads": [], "flow": 4, "published_pairing": False, "output": None,
     }  # fmt: skip
@@ -130,17 +132,14 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-EXCEPT_CLUSTERING = [part for part in ANALYSES if part != "clustering"]  # most of which is the same for all
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "kind, field, changes, parts",
     [
-        ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}, EXCEPT_CLUSTERING),
-        ("shared", "llama", {"solver": "midpoint"}, EXCEPT_CLUSTERING),
+        ("gpt", "gpt", {"dtype": "bfloat16", "state_dtype": "bfloat16"}, PARTS),
+        ("shared", "llama", {"solver": "midpoint"}, PARTS),
         ("discretized", "gpt", {"lora_rank": 2}, ["spectra", "induction"]),
-        pytest.param("discretized", "gpt", {"lora_rank": 2}, EXCEPT_CLUSTERING, marks=pytest.mark.slow),
+        pytest.param("discretized", "gpt", {"lora_rank": 2}, PARTS, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from diffeqformer.analysis.clustering import relative_distances, simulate
+from diffeqformer.analysis import simulation
+from diffeqformer.analysis.clustering import relative_distances
+from diffeqformer.analysis.simulation import simulate
 
 
 def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
@@ -47,3 +50,14 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
     pairs = np.linalg.norm(swarm[:, None] - swarm, axis=-1)[np.triu_indices(60, 1)]
     assert sizes[0] == pytest.approx(np.sqrt((pairs**2).mean()))
     assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])
+
+
+def test_the_report_draws_the_simulation_with_each_control(monkeypatch):
+    monkeypatch.setattr(simulation, "DRAWS", 2)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
+    found = simulation.section(None)
+    assert found.html.count("<img") == 3
+    last = {kind: found.numbers[kind]["degree 3"][1] for kind in ("equal_end", "equal_total_of_v", "equal_total")}
+    assert last["equal_end"] > last["equal_total_of_v"] > last["equal_total"]
+    assert {tuple(found.numbers[kind]["constant"]) for kind in last} == {tuple(found.numbers["equal_end"]["constant"])}
+    assert found.arrays["equal_end/constant/paths"].shape == (201, 40, 3)

@@ -64,15 +64,17 @@ def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
     return model.grid(num_steps).times[:: len(model.solver.nodes)]
 
 
-def picture(scores: np.ndarray, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
-    """Plot all heads' induction scores beside the signs of the spectra that the paper infers them from."""
+def picture(scores: np.ndarray, even: float, qk: Spectrum, ov: Spectrum, times: np.ndarray, axis_label: str):
+    """Plot all heads' induction scores, from uniform attention's to 1, beside the signs of the spectra from which the
+    paper infers induction.
+    """
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    figures.heat_map(figure, axes[0], scores, times, "induction score", vmin=0)
+    figures.heat_map(figure, axes[0], scores, times, "induction score, from uniform attention's", vmin=even, vmax=1)
     for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
         share = np.broadcast_to(found.positive_share(), scores.shape)
         figures.heat_map(figure, axis, share, times, f"{name}: share with a positive real part", **figures.SHARES)
     for axis in axes:
-        figures.time_axis(axis, axis_label)
+        figures.time_axis(axis, axis_label, times)
     return figure
 
 
@@ -96,7 +98,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
             f"{even:.3f}, a perfect induction head 1. The paper infers induction heads from positive eigenvalues of "
             "both QK and OV; the score measures induction directly."
         ),
-        figures.as_html(picture(scores, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
+        figures.as_html(picture(scores, even, found["QK"], found["OV"], times, time_label(model)), "induction scores"),
         table([time_label(model), "head", "score", "QK positive", "OV positive"], rows),
     ]
     print(f"induction: the best head scores {scores.max():.3f}; uniform attention {even:.3f}", flush=True)

@@ -197,25 +197,27 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     for entry in range(values.shape[1]):
         over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
         over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
-    over_time.set(xlabel="t", title="a few weights over time (minus their means over the trained times, the dots)")
+    over_time.set(
+        xlabel="t", ylabel="weight, less its mean at the dots", title="a few weights over time; dots: trained"
+    )
 
     names = list(results["smoothness"])
     smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
     smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
     smooth.set(
+        ylabel="share",
         title="between trained times: distance of kernels from their neighbours' mean,\n"
-        "as a share of half the neighbours' difference"
+        "as a share of half the neighbours' difference",
     )
     smooth.tick_params(axis="x", rotation=20)
     smooth.legend()
 
     rows = results["perplexities"]
-    grids.barh(list(rows)[::-1], list(rows.values())[::-1])
+    grids.plot(list(rows.values())[::-1], list(rows)[::-1], "o")
     for number, value in enumerate(list(rows.values())[::-1]):
-        grids.annotate(f"{value:,.4g}", (value, number), xytext=(4, 0), textcoords="offset points", va="center")
-    grids.set(
-        title="perplexity on other grids", xscale="log" if max(rows.values()) > 10 * min(rows.values()) else "linear"
-    )
+        grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
+    wide = max(rows.values()) > 10 * min(rows.values())
+    grids.set(title="on other grids", xlabel="perplexity", xscale="log" if wide else "linear")
     grids.xaxis.set_minor_formatter(ticker.NullFormatter())
     grids.margins(x=0.15)
 
@@ -225,11 +227,16 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
         errors.loglog(
             found["num_steps"], series, "o-", label=method + ("" if order is None else f", order {order:.2f}")
         )
-    errors.set(xlabel="steps", title="relative error of the last state", xticks=found["num_steps"])
+    errors.set(
+        xlabel="steps of depth",
+        ylabel="error, relative to the length of x(1)",
+        title="relative error of the last state",
+        xticks=found["num_steps"],
+    )
     errors.set_xticklabels(found["num_steps"])
     errors.minorticks_off()
     errors.legend()
-    for axis in (over_time, smooth, errors):
+    for axis in (over_time, smooth, grids, errors):
         axis.grid(alpha=0.3)
     figure.suptitle(table(results).splitlines()[0])
     figure.savefig(path, dpi=120)

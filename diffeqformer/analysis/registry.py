@@ -8,7 +8,7 @@ returns a `report.Section`. To add an analysis, write such a file and add a row 
 import dataclasses
 from collections.abc import Callable
 
-from diffeqformer.analysis import clustering, flow, induction, sensitivity, spectra
+from diffeqformer.analysis import clustering, flow, induction, sensitivity, simulation, spectra
 from diffeqformer.analysis.report import Section
 
 
@@ -18,11 +18,13 @@ class Analysis:
 
     section: computes the section from an opened checkpoint.
     reads_text: whether `section` takes the ids of a text after the checkpoint.
+    by_default: whether it is part of a report that asks for no parts.
     options: the command's options that `section` takes besides `num_steps`, as arguments of the same names.
     """
 
     section: Callable[..., Section]
     reads_text: bool = False
+    by_default: bool = True
     options: tuple[str, ...] = ()
 
 
@@ -32,4 +34,5 @@ ANALYSES = {
     "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
     "flow": Analysis(flow.section, reads_text=True, options=("flow",)),
     "clustering": Analysis(clustering.section, reads_text=True),
+    "simulation": Analysis(simulation.section, by_default=False),  # has nothing to do with the checkpoint
 }

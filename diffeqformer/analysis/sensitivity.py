@@ -42,7 +42,8 @@ def picture(labels: list[str], measures: dict[str, np.ndarray]):
     shown = range(0, len(labels), every)
     names = [labels[i].replace("$", r"\$") for i in shown]  # $ would start a formula
     size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
-    axes[-1][0].set_xticks(shown, names, rotation=90 if len(names) > 20 else 45, fontsize=size)
+    rotation = 0 if max(map(len, names)) == 1 else 90 if len(names) > 20 else 45
+    axes[-1][0].set_xticks(shown, names, rotation=rotation, fontsize=size)
     return figure
 
 

@@ -172,11 +172,12 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, head
     figure, axes = figures.new_figure(2, 3, (13, 7))
     (real, modulus, plane), (positive, radius, rank) = axes
     values, only = found.eigenvalues, found.eigenvalues.shape[1] == 1
+    edges = figures.column_edges(times)
     for place, head in enumerate(heads):
-        shown = values[:, head].real
-        label = None if only else f"head {head}"
-        real.plot(times, shown, ".", markersize=2.5, color=figures.COLOURS[place % len(figures.COLOURS)])
-        real.plot([], [], "o", color=figures.COLOURS[place % len(figures.COLOURS)], label=label)
+        beside = (place - (len(heads) - 1) / 2) * 0.6 / len(heads) * np.diff(edges)  # heads would cover one another
+        label, colour = None if only else f"head {head}", figures.COLOURS[place % len(figures.COLOURS)]
+        real.plot(times + beside, values[:, head].real, ".", markersize=2.5, color=colour)
+        real.plot([], [], "o", color=colour, label=label)
     if not only:
         real.legend(fontsize=8)
     real.axhline(0, color="grey", linewidth=0.8)
@@ -198,10 +199,9 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, head
     )
     figures.over_time(figure, radius, found.radius(), times, "spectral radius", **figures.colours_of(found.radius()))
     figures.over_time(figure, rank, found.effective_rank(), times, f"effective rank (of {values.shape[-1]})")
-    edges = figures.column_edges(times)
     for axis in (real, modulus, positive, radius, rank):
         axis.set_xlim(edges[0], edges[-1])
-        figures.time_axis(axis, axis_label)
+        figures.time_axis(axis, axis_label, times)
     for axis in (real, modulus, plane):
         axis.grid(alpha=0.3)
     return figure

@@ -1,6 +1,7 @@
 """Figures in one style: colours that colour-blind readers can distinguish, and labelled axes."""
 
 import base64
+import functools
 import io
 import warnings
 
@@ -8,6 +9,7 @@ import numpy as np
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
+FEW = 12  # times that all get a tick
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningful middle
 
 
@@ -19,12 +21,13 @@ def new_figure(rows: int, columns: int, size: tuple, **options):
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.titlesize": 10, "axes.labelsize": 9}
+    style = {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.labelsize": 9}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.tick_params(labelsize=9)
+        axis.set_title = functools.partial(axis.set_title, fontsize=10)  # it takes no size from the style above
     return figure, axes
 
 
@@ -44,15 +47,18 @@ def log_if_wide(axis) -> None:
     low, high = axis.dataLim.intervaly
     if 0 < 3 * low < high:
         axis.set_yscale("log")
-        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5) if high > 30 * low else (1.5, 2, 3, 4, 5, 7)))
         for level in ("major", "minor"):
             getattr(axis.yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
 
 
-def time_axis(axis, label: str) -> None:
-    """Label a horizontal axis of times; layers get whole numbers."""
+def time_axis(axis, label: str, times: np.ndarray) -> None:
+    """Label a horizontal axis of times. A few of them are its ticks; of many layers, whole numbers are."""
     axis.set_xlabel(label)
-    axis.xaxis.get_major_locator().set_params(integer=label == "layer")
+    if len(times) <= FEW:
+        axis.set_xticks(times, [f"{time:.3g}" for time in times])
+    else:
+        axis.xaxis.get_major_locator().set_params(integer=label == "layer")
 
 
 def column_edges(times: np.ndarray) -> np.ndarray:
@@ -71,12 +77,12 @@ def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **
 
 
 def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
-    """Draw values [T, H] as a heat map, or as a line if there is a single head."""
+    """Draw values [T, H] as a heat map, or as a line between the same limits if there is a single head."""
     if values.shape[1] > 1:
         heat_map(figure, axis, values, times, title, **colours)
     else:
         axis.plot(times, values[:, 0], "o-", markersize=3)
-        axis.set(title=title)
+        axis.set(title=title, ylim=(colours.get("vmin"), colours.get("vmax")))
         axis.grid(alpha=0.3)
 
 

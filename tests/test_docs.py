@@ -6,7 +6,7 @@ import pytest
 
 from helpers import ROOT
 
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"})
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"})
 FOLDERS = ("benchmarks", "configs", "diffeqformer", "experiments", "launch", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -35,7 +35,7 @@ def test_every_page_and_picture_is_linked():
     linked = {
         (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in LINK.findall(page.read_text())
     }
-    for path in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/pictures/*")]:
+    for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/pictures/*")]:
         assert path.resolve() in linked, path
 
 

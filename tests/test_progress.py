@@ -4,7 +4,7 @@ import types
 
 from diffeqformer.console import progress as progress_module
 from diffeqformer.console.progress import Progress
-from runs import curves
+from runs import EventAccumulator, curves
 
 
 def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
@@ -28,3 +28,13 @@ def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, mo
     progress.train(3, {"loss": 4.0})
     progress.close()
     assert "10 tokens/s  26:40 left" in capsys.readouterr().out
+
+
+def test_the_config_is_a_text_of_tensorboard(tmp_path):
+    progress = Progress(tmp_path, 0, steps=1, tokens_per_step=1)
+    progress.config({"model.kind": "gpt", "sample.prompt": "a | b"})
+    progress.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [event] = events.Tensors("config/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "| model.kind | gpt |\n| sample.prompt | a &#124; b |" in text

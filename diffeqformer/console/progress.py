@@ -107,6 +107,12 @@ class Progress:
             layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
             self._put(lambda writer: writer.write_event(Event(wall_time=time.time(), summary=layout)))
 
+    def config(self, fields: dict) -> None:
+        """Write the config's fields as a table, for TensorBoard's page of texts."""
+        rows = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in fields.items()]
+        table = summary.text("config", "\n".join(["| field | value |", "| - | - |", *rows]))
+        self._put(lambda writer: writer.write_event(Event(wall_time=time.time(), step=self.first_step, summary=table)))
+
     def first(self, step: int, loss: float, seconds: float) -> None:
         """Report the first step of this process, `seconds` after its start; most of that time is compilation.
 

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_fields, check_tokenizer
+from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
@@ -134,6 +134,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     config, clock, first = run.config, run.clock, int(state["step"])
     traced, tokens = traced_steps(config.profile_steps), config.batch_size * config.sequence_length
     progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths())
+    progress.config({name: get_field(config, name) for name in field_names(config)})
     dynamics = (
         Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))
         if config.dynamics_every

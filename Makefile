@@ -7,6 +7,7 @@
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
+# make docs-figures  draw the pictures of docs/ anew from runs (an hour on two cores)
 # make format     format Python and Markdown
 # make help       this list
 #
@@ -19,7 +20,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format help
+.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format docs-figures help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -55,6 +56,9 @@ format: .venv/installed-test
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
 	$(MDFORMAT) $(MARKDOWN)
+
+docs-figures: .venv/installed
+	$(BIN)/python experiments/docs_figures.py $(FIGURES)
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))

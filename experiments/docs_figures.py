@@ -4,7 +4,7 @@
     python experiments/docs_figures.py --only=ode_jitter  # one of them
     python experiments/docs_figures.py --studies          # those of studies, where these have left results
 
-One of them needs WikiText-103's file wiki.valid.tokens, given by --wikitext, and is left out otherwise. Runs are trained
+One of them needs WikiText-103's wiki.valid.tokens, given by --wikitext, and is left out otherwise. Runs are trained
 in --folder unless they have finished there. Look at every picture before you commit it.
 """
 
@@ -33,7 +33,7 @@ RUNS = {
     "wikitext": ["--config.steps=2000"],
     "deep": ["--config.model.num_steps=18", "--config.steps=3000"],
 }
-"""What a run changes in configs/tiny.py. `wikitext` also reads 50 articles of WikiText, and is validated on the rest."""
+"""What a run changes in configs/tiny.py. `wikitext` reads 50 articles of WikiText, and is validated on the rest."""
 CALIBRATION = 4000  # bytes of the training text
 
 

@@ -1,5 +1,7 @@
 """The simulation and the clustering measure: results that are known in advance."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -7,6 +9,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from diffeqformer.analysis import simulation
 from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.simulation import simulate
+from diffeqformer.checkpoint import Checkpoint
 
 
 def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
@@ -55,7 +58,7 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
 def test_the_report_draws_the_simulation_with_each_control(monkeypatch):
     monkeypatch.setattr(simulation, "DRAWS", 2)
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
-    found = simulation.section(None)
+    found = simulation.section(mock.Mock(Checkpoint))
     assert found.html.count("<img") == 3
     last = {kind: found.numbers[kind]["degree 3"][1] for kind in ("equal_end", "equal_total_of_v", "equal_total")}
     assert last["equal_end"] > last["equal_total_of_v"] > last["equal_total"]

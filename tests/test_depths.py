@@ -110,7 +110,7 @@ def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
         evaluate.calibrated(opened, types.SimpleNamespace(tolerance=["0.1"], calibration_files="a"), 8)
     monkeypatch.setattr(ode.checkpoint, "load_on_all", lambda *_: opened)
     with pytest.raises(UserError, match=r"^--workdir: must hold a model with steps of at most 1 / 8 .*num_steps is 6"):
-        ode.examine(types.SimpleNamespace(workdir="runs/toy"))
+        ode.examine(types.SimpleNamespace(workdir="runs/toy", step=None))
 
 
 def test_only_steps_of_the_differential_equation_are_moved_in_training():

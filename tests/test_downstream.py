@@ -119,7 +119,7 @@ def local_tasks(tmp_path, monkeypatch):
 def options(runs, **changes):
     values = dict(
         workdir=[str(runs[0])], shots=["0"], tasks=[], include="tests/data/tasks", num_steps=[], batch_size=4,
-        window=None, limit=None, output=None,
+        window=None, limit=None, output=None, step=None,
     )  # fmt: skip
     return types.SimpleNamespace(**{**values, **changes})
 

@@ -199,7 +199,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
-    options = dict.fromkeys(("task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
+    options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     options |= {"tolerance": [], "calibration_files": None}
     with pytest.raises(UserError, match=f"^{sentence}"):

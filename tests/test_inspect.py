@@ -141,7 +141,9 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     assert "\n  base = ''\n" in inspect.text(found, all_fields=True) and list(found["config"]) == field_names(config)
     assert "mean" not in inspect.inspect_run(tmp_path, with_statistics=False)["parameters"][0]
 
-    with pytest.raises(UserError, match="^--step: must be the step of a checkpoint in .*, 5 or 10, but it is 7$"):
+    with pytest.raises(
+        UserError, match="^--step: must be best or the step of a checkpoint in .*, 5 or 10, but it is 7$"
+    ):
         inspect.inspect_run(tmp_path, step=7)
     with pytest.raises(UserError, match="there is no checkpoint here"):
         inspect.inspect_run(tmp_path / "absent")

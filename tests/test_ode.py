@@ -91,7 +91,7 @@ def test_models_without_times_are_refused(monkeypatch):
     opened = type("Opened", (), {"model": lively_model("gpt"), "config": toy_config("gpt")})
     monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda *_: opened)
     with pytest.raises(UserError, match="^--workdir: must hold a model whose kernels are generated .* kind gpt with 6"):
-        command_module.examine(type("Options", (), {"workdir": "runs/gpt"}))
+        command_module.examine(type("Options", (), {"workdir": "runs/gpt", "step": None}))
 
 
 def test_other_solvers_have_other_trained_times_and_grids():

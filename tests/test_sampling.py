@@ -249,7 +249,9 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
     shown = []
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
     (tmp_path / "prompt").write_bytes(b"a\r\n")
-    options = dict(workdir=run, prompt=None, prompt_file=tmp_path / "prompt", tokens=None, samples=1, temperature=1.0)
+    options = dict(
+        workdir=run, step=None, prompt=None, prompt_file=tmp_path / "prompt", tokens=None, samples=1, temperature=1.0
+    )
     generate_command.write(
         types.SimpleNamespace(**options, top_k=0, top_p=1.0, seed=0, num_steps=None, draft_steps=None)
     )

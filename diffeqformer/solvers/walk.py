@@ -113,7 +113,7 @@ def walk(
     remat: str = "none",
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
-) -> Float[Array, "B S D"] | Float[Array, "T B S D"] | tuple[Float[Array, "B S D"], KeyValueCache]:
+) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], KeyValueCache] | PyTree:
     """Move the state x(0) along a vector field to x(1), in one `jax.lax.scan` over the stacked weights.
 
     The state keeps its type. The compiled program does not grow with the number of steps.

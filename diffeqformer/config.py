@@ -74,8 +74,10 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # that of the weights, too; otherwise that is dtype.
     config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
-    # products: every step except for its products with weights and its attention.
+    # products: every step except for its products with weights and its attention; binomial: every step, some of them
+    # several times, so that only `snapshots` of the states between steps are stored.
     config.model.remat = "step"
+    config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 6e-4  # peak rate, after the warm-up
@@ -255,9 +257,9 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
 
 
 CHANGEABLE = tuple(
-    "name kernels microbatches model.remat mesh. log_every eval_every dynamics_every profile_steps checkpoint_every "
-    "checkpoints_kept data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote "
-    "data.tfds_dir data.processes sample.".split()
+    "name kernels microbatches model.remat model.snapshots mesh. log_every eval_every dynamics_every profile_steps "
+    "checkpoint_every checkpoints_kept data.module data.train_files data.validation_files data.tokenizer_file data.dir "
+    "data.remote data.tfds_dir data.processes sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""

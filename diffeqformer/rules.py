@@ -74,7 +74,7 @@ RULES = [
     *_every(
         "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
         "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every "
-        "checkpoint_every checkpoints_kept",
+        "checkpoint_every checkpoints_kept model.snapshots",
         lambda v: v >= 1,
         "must be at least 1",
     ),
@@ -247,6 +247,7 @@ IGNORED = [
         lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
         "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
     ),
+    Ignored("model.snapshots", lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
     Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
 ]
 """What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model. With

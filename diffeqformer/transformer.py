@@ -93,6 +93,7 @@ class Transformer(nnx.Module):
         self.deepest = max(trained_depths(config))  # the highest number of steps in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
+        self.snapshots = config.snapshots
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size = config.max_length, config.vocab_size
         self.field = field = vector_field(config)
@@ -183,7 +184,7 @@ class Transformer(nnx.Module):
         """
         check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, context).astype(self.state_dtype)
-        return walk(self.solver, self.field, weights, x, context, remat=self.remat)
+        return walk(self.solver, self.field, weights, x, context, remat=self.remat, snapshots=self.snapshots)
 
     @at_its_precision
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:

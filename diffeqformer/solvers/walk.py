@@ -14,6 +14,7 @@ from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
+from diffeqformer.solvers.checkpointing import last_state
 
 
 def _of_examples(_, *operands, **__) -> bool:
@@ -42,9 +43,11 @@ REMAT = {
         _products_of_examples,
         POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
     ),
+    "binomial": None,
 }
-"""What is stored for the backward pass: everything; the state between steps; or the state between steps, products with
-weights, and attention. Gathered weights, and kernels in another type, are never stored.
+"""What is stored for the backward pass: everything; the state between steps; the state between steps, products with
+weights, and attention; or some of the states between steps, by an optimal schedule (`checkpointing`). Gathered weights,
+and kernels in another type, are never stored.
 """
 
 
@@ -111,6 +114,7 @@ def walk(
     context: Context,
     *,
     remat: str = "none",
+    snapshots: int = 8,
     trajectory: bool = False,
     cache: KeyValueCache | None = None,
 ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], KeyValueCache] | PyTree:
@@ -121,23 +125,27 @@ def walk(
     Args:
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
         remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
+        snapshots: number of states that are stored, with the `remat` binomial.
         trajectory: return the solver's state after every step, [T, ...], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """
     steps, nodes = len(weights.step_sizes), len(solver.nodes)
 
-    def body(carry, inputs):
-        state, cache = carry
-        index, dt, layers = inputs
-        here = context.at_step(index)
-        if cache is not None:
-            attention = CachedAttention(cache, (index - 1) * solver.evaluations, context.position)
-            here = here._replace(attend=attention)
+    def advance(state, layers, whole, step, dt, keys, attend=context.attend):
+        here = context._replace(keys=keys, attend=attend).at_step(step + 1)  # 0 is the embedding
         at_nodes = whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
         after = solver.step(field, at_nodes, state, dt, here)
-        state = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-        return (state, None if cache is None else attention.cache), state if trajectory else None
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+
+    def body(carry, inputs):
+        state, cache = carry
+        step, dt, layers = inputs
+        attend = context.attend
+        if cache is not None:
+            attend = CachedAttention(cache, step * solver.evaluations, context.position)
+        state = advance(state, layers, whole, step, dt, context.keys, attend)
+        return (state, None if cache is None else attend.cache), state if trajectory else None
 
     adapted = any("a" in layer for layer in weights.layers.values())
     if remat != "none" or adapted or weights.gather is not as_it_is:
@@ -147,9 +155,10 @@ def walk(
         whole, layers = nodes * [weights.gather(weights.layers)], None
     else:
         whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
-    indices = jnp.arange(1, steps + 1)  # 0 is the embedding
     state = solver.begin(x, weights.step_sizes[0])
-    (state, cache), states = jax.lax.scan(body, (state, cache), (indices, weights.step_sizes, layers))
+    if remat == "binomial" and cache is None and not trajectory:
+        return solver.read(last_state(advance, snapshots, state, layers, whole, weights.step_sizes, context.keys))
+    (state, cache), states = jax.lax.scan(body, (state, cache), (jnp.arange(steps), weights.step_sizes, layers))
     if cache is not None:
         return solver.read(state), cache
     return states if trajectory else solver.read(state)

@@ -1,0 +1,190 @@
+"""Optimal offline checkpointing: a backward pass through depth that stores few states, and computes the rest again.
+
+The paper trains with online checkpointing (section C.4), for a number of steps that isn't known beforehand. Here it is
+known, so the optimal schedule is, too.
+
+@article{griewank2000algorithm,
+  title={Algorithm 799: Revolve: An Implementation of Checkpointing for the Reverse or Adjoint Mode of Computational
+         Differentiation},
+  author={Griewank, Andreas and Walther, Andrea},
+  journal={ACM Transactions on Mathematical Software}, volume={26}, pages={19--45}, year={2000}}
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+NOWHERE = -1
+
+
+def fewest_advances(steps: int, snapshots: int) -> int:
+    """The least number of steps that are computed beside those that are differentiated.
+
+    With c snapshots, the first state among them, and r the least integer for which binom(c + r, c) >= steps, it is
+    r steps - binom(c + r, c + 1).
+    """
+    if steps <= 1:
+        return 0
+    repeats = next(r for r in range(steps) if math.comb(snapshots + r, snapshots) >= steps)
+    return repeats * steps - math.comb(snapshots + repeats, snapshots + 1)
+
+
+class Schedule(NamedTuple):
+    """What to compute again, and what to store, to differentiate all steps from the last one to the first.
+
+    State n is the one before step n. There is a slot for each snapshot, and another for the state before the last step.
+
+    stored: [steps] the slot into which the forward pass puts each state, or `NOWHERE`.
+    slots: [steps] the slot from which the backward pass begins again before it differentiates step n.
+    offsets, counts: [steps] where the steps that it then computes, up to state n, are in the next two arrays.
+    advanced: [advances] these steps, in order.
+    kept: [advances] the slot into which the state after each of them is put, or `NOWHERE`.
+    """
+
+    stored: Int[np.ndarray, "steps"]
+    slots: Int[np.ndarray, "steps"]
+    offsets: Int[np.ndarray, "steps"]
+    counts: Int[np.ndarray, "steps"]
+    advanced: Int[np.ndarray, "advances"]
+    kept: Int[np.ndarray, "advances"]
+
+
+def actions(steps: int, snapshots: int) -> Iterator[tuple[str, int]]:
+    """The optimal schedule: ("advance", step), ("store", slot), ("turn", step) and ("restore", slot), one by one.
+
+    Before the first action, state 0 is in slot 0.
+    """
+    todo = [(0, steps, 0)]  # segments of steps: the first, the one after the last, the slot of the first state
+    while todo:
+        first, end, slot = todo.pop()
+        if end == first:
+            yield "restore", slot
+        elif end - first == 1:
+            yield "turn", first
+        elif slot == snapshots - 1:
+            yield from (("advance", step) for step in range(first, end - 1))
+            yield "turn", end - 1
+            todo += [(first, end - 1, slot), (first, first, slot)]
+        else:
+            middle = first + _split(end - first, snapshots - slot)
+            yield from (("advance", step) for step in range(first, middle))
+            yield "store", slot + 1
+            todo += [(first, middle, slot), (first, first, slot), (middle, end, slot + 1)]
+
+
+def _split(steps: int, snapshots: int) -> int:
+    """After how many of some steps to store a state, with as many snapshots left, that of the first state included."""
+    costs = [n + fewest_advances(steps - n, snapshots - 1) + fewest_advances(n, snapshots) for n in range(1, steps)]
+    return 1 + int(np.argmin(costs))
+
+
+@functools.cache
+def schedule(steps: int, snapshots: int) -> Schedule:
+    """The schedule with the fewest advances (`fewest_advances`) in tables.
+
+    Args:
+        steps: of depth.
+        snapshots: states that are stored, the first one among them.
+    """
+    slots, offsets, counts, stored = (np.full(steps, NOWHERE) for _ in range(4))
+    stored[0], begin, path, done = 0, 0, [], []
+    for action, number in actions(steps, snapshots):
+        if action == "restore":
+            begin, path = number, []
+        elif action == "advance":
+            path.append([number, NOWHERE])
+        elif action == "store":
+            path[-1][1] = number
+        elif number == steps - 1:  # what leads to the first turn is the forward pass
+            for step, slot in path:
+                stored[step + 1] = slot
+            stored[number] = snapshots if stored[number] == NOWHERE else stored[number]
+            slots[number], offsets[number], counts[number] = stored[number], 0, 0
+        else:
+            slots[number], offsets[number], counts[number] = begin, len(done), len(path)
+            done += path
+    advanced, kept = np.array(done or [[0, NOWHERE]]).T  # never empty, so that it can be indexed
+    return Schedule(stored, slots, offsets, counts, advanced, kept)
+
+
+def _put(kept: PyTree, slot: Int[Array, ""], state: PyTree) -> PyTree:
+    """Put a state into a slot, unless that is `NOWHERE`. Nothing but the slot is written, so nothing is copied."""
+    at = jnp.maximum(slot, 0)
+
+    def put(slots, leaf):
+        return slots.at[at].set(jnp.where(slot == NOWHERE, slots[at], leaf))
+
+    return jax.tree.map(put, kept, state)
+
+
+def _at(tree: PyTree, index: Int[Array, ""]) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def last_state(
+    advance: Callable[..., PyTree],
+    snapshots: int,
+    state: PyTree,
+    stacked: PyTree,
+    constant: PyTree,
+    step_sizes: Float[Array, "T"],
+    keys: Array | None,
+) -> PyTree:
+    """The state after all steps. For the backward pass, `snapshots` states are stored, and that before the last step.
+
+    Args:
+        advance: (state, layers, constant, step, dt, keys) -> the state after a step, counted from 0.
+        stacked: the layers of all steps, with a leading axis T. Each step's gradient is written once.
+        constant: what is the same in all steps.
+    """
+    return _forward(advance, snapshots, state, stacked, constant, step_sizes, keys)[0]
+
+
+def _forward(advance, snapshots, state, stacked, constant, step_sizes, keys):
+    steps = len(step_sizes)
+    stored = jnp.asarray(schedule(steps, min(snapshots, steps)).stored)
+
+    def body(carry, inputs):
+        state, kept = carry
+        step, slot, dt, layers = inputs
+        kept = _put(kept, slot, state)
+        return (advance(state, layers, constant, step, dt, keys), kept), None
+
+    kept = jax.tree.map(lambda leaf: jnp.zeros((min(snapshots, steps) + 1, *leaf.shape), leaf.dtype), state)
+    (state, kept), _ = jax.lax.scan(body, (state, kept), (jnp.arange(steps), stored, step_sizes, stacked))
+    return state, (kept, stacked, constant, step_sizes, keys)
+
+
+def _backward(advance, snapshots, residuals, d_state):
+    kept, stacked, constant, step_sizes, keys = residuals
+    steps = len(step_sizes)
+    plan = jax.tree.map(jnp.asarray, schedule(steps, min(snapshots, steps)))
+
+    def again(index, carry):
+        state, kept = carry
+        step = plan.advanced[index]
+        state = advance(state, _at(stacked, step), constant, step, step_sizes[step], keys)
+        return state, _put(kept, plan.kept[index], state)
+
+    def turn(carry, inputs):
+        kept, d_state, d_constant = carry
+        step, slot, offset, count, dt, layers = inputs
+        state, kept = jax.lax.fori_loop(offset, offset + count, again, (_at(kept, slot), kept))
+        _, pull = jax.vjp(lambda *parts: advance(*parts, step, dt, keys), state, layers, constant)
+        d_state, d_layers, d_added = pull(d_state)
+        return (kept, d_state, jax.tree.map(jnp.add, d_constant, d_added)), d_layers
+
+    tables = jnp.arange(steps), plan.slots, plan.offsets, plan.counts, step_sizes, stacked
+    start = kept, d_state, jax.tree.map(jnp.zeros_like, constant)
+    (_, d_state, d_constant), d_stacked = jax.lax.scan(turn, start, tables, reverse=True)
+    return d_state, d_stacked, d_constant, None, None
+
+
+last_state.defvjp(_forward, _backward)

@@ -1,0 +1,128 @@
+"""Optimal checkpointing: the counts of the theory, and the gradients of a backward pass that stores everything."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.solvers.checkpointing import NOWHERE, actions, fewest_advances, schedule
+from diffeqformer.transformer import split_model, weights_at
+from helpers import lively_model, run_steps, toy_config
+
+pytestmark = pytest.mark.fast
+
+
+@functools.cache
+def by_dynamic_programming(steps: int, snapshots: int) -> int:
+    """The fewest advances: with one snapshot, each step begins anew; otherwise the best place of the next snapshot."""
+    if steps == 1:
+        return 0
+    if snapshots == 1:
+        return steps * (steps - 1) // 2
+    best = math.inf
+    for first in range(1, steps):
+        left, right = by_dynamic_programming(first, snapshots), by_dynamic_programming(steps - first, snapshots - 1)
+        best = min(best, first + left + right)
+    return best
+
+
+def test_the_schedule_has_the_fewest_advances_and_is_right():
+    for snapshots in range(1, 13):
+        for steps in range(1, 65):
+            state, held, advances, turned = 0, {0: 0}, 0, []
+            for action, number in actions(steps, snapshots):
+                if action == "advance":
+                    assert state == number
+                    state, advances = state + 1, advances + 1
+                elif action == "store":
+                    held[number] = state
+                elif action == "restore":
+                    state = held[number]
+                else:
+                    assert state == number
+                    turned.append(number)
+            assert turned == list(range(steps))[::-1] and set(held) <= set(range(snapshots))
+            assert advances == fewest_advances(steps, snapshots) == by_dynamic_programming(steps, snapshots)
+            plan = schedule(steps, snapshots)
+            again = plan.counts.sum()
+            assert steps - 1 + again == advances  # the forward pass makes one more, for x(1)
+            assert len(plan.advanced) == max(again, 1) and max(*plan.kept, *plan.stored) <= snapshots
+
+
+def test_the_tables_lead_every_turn_to_its_state():
+    for steps, snapshots in ((1, 1), (2, 1), (2, 2), (7, 1), (7, 3), (36, 8), (20, 20)):
+        plan, held = schedule(steps, snapshots), {}
+        for state, slot in enumerate(plan.stored):
+            held |= {slot: state} if slot != NOWHERE else {}
+        for step in reversed(range(steps)):
+            state = held[plan.slots[step]]
+            for index in range(plan.offsets[step], plan.offsets[step] + plan.counts[step]):
+                assert plan.advanced[index] == state
+                state += 1
+                if plan.kept[index] != NOWHERE:
+                    held[plan.kept[index]] = state
+            assert state == step
+
+
+def loss_and_gradient(kind, field, solver, remat, snapshots=1, steps=7):
+    sizes = dict(width=16, heads=2, mlp=16, num_steps=steps, solver=solver, remat=remat, snapshots=snapshots)
+    graph, params = split_model(lively_model(kind, field, **sizes))
+    tokens = jnp.arange(24).reshape(2, 12)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return jnp.sin(model(tokens, weights_at(model))).mean()
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+CASES = [("diffeqformer", "gpt", name) for name in SOLVERS]
+CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("gpt", "gpt", "lie_trotter")]
+
+
+@pytest.mark.parametrize("kind, field, solver", CASES)
+def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, field, solver):
+    expected, gradient = loss_and_gradient(kind, field, solver, "none")
+    for snapshots in (1, 3, 20) if solver == "euler" else (2,):
+        loss, found = loss_and_gradient(kind, field, solver, "binomial", snapshots)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max() + 1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh, changes",
+    [
+        ((1, 1, 1), {"model__dropout": 0.3, "microbatches": 2, "model__dtype": "bfloat16"}),
+        ((2, 2, 1), {"model__dropout": 0.3, "model__training_times": "shifted"}),
+        ((1, 2, 2), {"model__field": "llama"}),
+    ],
+)
+def test_training_is_the_same_on_meshes_with_dropout_and_accumulation(mesh, changes):
+    """Masks and drawn times are those of the steps, however often a step is computed."""
+    devices = make_mesh(mesh, jax.devices()[: math.prod(mesh)])
+    scalars = {}
+    for remat in ("step", "binomial"):
+        config = toy_config(**changes, model__remat=remat, model__snapshots=2)
+        scalars[remat] = run_steps(config, devices, 3)[2]
+    np.testing.assert_allclose(scalars["binomial"], scalars["step"], rtol=2e-5)
+
+
+def test_only_the_snapshots_are_stored():
+    """Of the state's shape, with a leading axis, the compiled program has c snapshots and the last, and no T states."""
+    graph, params = split_model(lively_model("diffeqformer", num_steps=36, remat="binomial", snapshots=5))
+    tokens = jnp.ones((3, 16), jnp.int32)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return model(tokens, weights_at(model)).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    assert "f32[6,3,16,32]" in text and "[36,3,16," not in text and "[35,3,16," not in text

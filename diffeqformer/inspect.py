@@ -13,7 +13,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import base_config, field_names, get_field
+from diffeqformer.config import base_config, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.training import goodput
@@ -129,7 +129,7 @@ def inspect_run(workdir: os.PathLike, step: int | None = None, with_statistics: 
         "workdir": str(workdir),
         "step": step,
         "steps": steps,
-        "name": config.name,
+        "name": title(config),
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
         "data_sha256": about.data_sha256,
         "base": about.base,

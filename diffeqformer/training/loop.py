@@ -17,7 +17,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_fields, check_tokenizer
+from diffeqformer.config import check_config, check_fields, check_tokenizer, title
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
@@ -115,7 +115,7 @@ def describe(run: Run, params: dict) -> None:
     depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
+    print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""

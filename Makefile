@@ -66,7 +66,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv || \
 	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
 
-.venv/installed: setup.py constraints.txt | $(BIN)/python
+.venv/installed: setup.py requirements-light.txt constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt
 	@touch $@
 

@@ -57,7 +57,7 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise UserError(f"{option}: {folder} needs a package: pip install -e '.[gcs]' -c constraints.txt") from None
+        raise UserError(f"{option}: {folder} needs a package, which for gs:// is pip install gcsfs") from None
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{option}: {reason}; choose a folder that can be written") from None

@@ -51,9 +51,7 @@ def prompt_text(options) -> str:
         if options.prompt_file in (None, "-"):
             text = sys.stdin.buffer.read().decode("utf-8")
             if not text and options.prompt_file is None:
-                raise UserError(
-                    "--prompt: a text is needed, but standard input is empty; --prompt= continues nothing"
-                )
+                raise UserError("--prompt: a text is needed, but standard input is empty; --prompt= continues nothing")
             return text
         return pathlib.Path(options.prompt_file).read_bytes().decode("utf-8")
     except OSError as error:

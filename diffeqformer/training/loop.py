@@ -86,8 +86,9 @@ def report_end(run: Run, step: int, finished_before: bool) -> None:
         print(f"{folder}: this run has already finished its {steps:,} steps; here is its sample again")
         return
     print(goodput.said(run.clock.record()))
-    beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
-    tensorboard = "tensorboard" if shutil.which("tensorboard") else beside
+    beside = pathlib.Path(sys.executable).with_name("tensorboard")
+    hidden = beside.exists() and not shutil.which("tensorboard")
+    tensorboard = os.path.relpath(beside) if hidden else "tensorboard"
     print(f"Finished. Checkpoints and curves are in {folder}: {tensorboard} --logdir {folder}")
 
 

@@ -8,6 +8,7 @@
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
 # make format     format Python and Markdown
+# make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
 # make help       this list
 #
 # The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13).
@@ -19,7 +20,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format help
+.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format address help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -55,6 +56,10 @@ format: .venv/installed-test
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
 	$(MDFORMAT) $(MARKDOWN)
+
+address:
+	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
+	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/") ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))

@@ -5,6 +5,7 @@ import pathlib
 from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
+REPOSITORY = "https://github.com/OWNER/diffeqformer"  # `make address` sets it here, in README.md and in the notebook
 LIGHT = (ROOT / "requirements-light.txt").read_text(encoding="utf-8")
 
 setup(
@@ -14,6 +15,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    url=None if "/OWNER/" in REPOSITORY else REPOSITORY,
     python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["diffeqformer", "diffeqformer.*"]), "diffeqformer.configs"],
     package_dir={"diffeqformer.configs": "configs"},  # --config=tiny also works where there is no repository

@@ -16,6 +16,7 @@ from flags import FAST_COMPILATION
 from helpers import ROOT
 
 BUILT_FROM = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "requirements-light.txt")
+LIGHT = [line for line in (ROOT / "requirements-light.txt").read_text().splitlines() if not line.startswith("#")]
 
 
 def build_wheel(folder: pathlib.Path) -> pathlib.Path:

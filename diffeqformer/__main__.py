@@ -34,7 +34,7 @@ def summary(command: str) -> str:
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        sys.argv = [f"diffeqformer {name}", *arguments]
+        sys.argv = [name, *arguments]
         runpy.run_module(f"diffeqformer.{name}", run_name="__main__", alter_sys=True)
     elif name in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))

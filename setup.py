@@ -25,7 +25,6 @@ setup(
         *(line.partition("#")[0].strip() for line in LIGHT.splitlines() if not line.startswith("#")),
         "importlib_resources>=6",  # needed by tensorflow-datasets, which does not declare it
         "seqio>=0.0.20",
-        "tensorboard>=2.18",  # needed by clu, which does not declare it; shows the curves
         "tensorflow>=2.20",
         "tensorflow-datasets>=4.9.9",
         "tensorflow-text>=2.20",

@@ -107,7 +107,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.data.module = ""  # your own Python module that calls diffeqformer.data.corpora.add_corpus
     # Local files to use instead of a corpus: comma-separated patterns of .txt, .jsonl or .parquet files.
     config.data.train_files = ""
-    config.data.validation_files = ""
+    config.data.validation_files = ""  # the same for the validation split
     config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
     config.data.tokenizer_file = ""  # a SentencePiece model; or a folder with GPT-2's files, to avoid the download
     config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer

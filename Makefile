@@ -9,6 +9,7 @@
 # make lint       style, formatting, and the order of imports
 # make docs-figures  draw the pictures of docs/ anew from runs (an hour on two cores)
 # make format     format Python and Markdown
+# make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
 # make help       this list
 #
 # The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13).
@@ -20,7 +21,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format docs-figures help
+.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format docs-figures address help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -60,6 +61,10 @@ format: .venv/installed-test
 docs-figures: .venv/installed
 	$(BIN)/python experiments/docs_figures.py $(FIGURES)
 
+address:
+	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
+	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/") ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
+
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
@@ -70,7 +75,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv || \
 	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
 
-.venv/installed: setup.py constraints.txt | $(BIN)/python
+.venv/installed: setup.py requirements-light.txt constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt
 	@touch $@
 

@@ -16,7 +16,7 @@ from flax import nnx
 from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.spectra import pairs_over_time, spectra
-from diffeqformer.config import check_overrides
+from diffeqformer.config import check_overrides, explain
 from diffeqformer.console import command_line
 from diffeqformer.transformer import Transformer
 
@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, check_overrides)
+    command_line.run(main, check_overrides, explain)

@@ -11,6 +11,7 @@ from diffeqformer.analysis.lyapunov import check_published
 from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.analysis.spectra import check_heads
+from diffeqformer.config import title
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.errors import UserError
@@ -119,7 +120,7 @@ def analyze(options) -> list[Section]:
             values = {option: heads if option == "heads" else getattr(options, option) for option in analysis.options}
             text = [ids] if analysis.reads_text else []
             done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))
-            write(folder, f"{config.name} at step {opened.step:,}", about, done)
+            write(folder, f"{title(config)} at step {opened.step:,}", about, done)
     print(f"\nreport.html, results.json and arrays.npz are in {folder}", flush=True)
     return done
 

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED
-from diffeqformer.config import CHANGEABLE, field_names, get_field
+from diffeqformer.config import CHANGEABLE, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
@@ -91,7 +91,7 @@ def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
         key = json.dumps([setting(run.config), run.data_sha256], sort_keys=True, default=list)
         groups.setdefault(key, []).append(run)
     members = list(groups.values())
-    labels = [f"{group[0].config.name}: {group[0].config.model.kind}" for group in members]
+    labels = [f"{title(group[0].config)}: {group[0].config.model.kind}" for group in members]
     for label in {label for label in labels if labels.count(label) > 1}:
         alike = [n for n, other in enumerate(labels) if other == label]
         settings = [setting(members[n][0].config) for n in alike]

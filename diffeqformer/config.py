@@ -1,6 +1,11 @@
 """The fields of a config, each declared once, and the checks that every config must pass."""
 
+import inspect
+import io
 import os
+import re
+import textwrap
+import tokenize
 from typing import Any
 
 from absl import flags
@@ -24,7 +29,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
         field: the vector field, gpt or llama, for a kind that doesn't determine its field.
     """
     config = ConfigDict()
-    config.name = name if model == "diffeqformer" else f"{name}-{model}"
+    config.name = name if model == "diffeqformer" else f"{name}-{model}"  # also names the folder of its runs
     config.base = ""  # folder of a run to start from, which also sets the model's shape; empty: random weights
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
@@ -84,9 +89,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.weight_decay = 0.1  # decoupled
     # What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).
     config.optimizer.decay = "as_published"
-    config.optimizer.beta1 = 0.9
-    config.optimizer.beta2 = 0.999
-    config.optimizer.epsilon = 1e-8
+    config.optimizer.beta1 = 0.9  # decay of Adam's first moment, per step
+    config.optimizer.beta2 = 0.999  # decay of its second moment
+    config.optimizer.epsilon = 1e-8  # added to the second moment's root
     config.optimizer.moment_dtype = "float32"  # type of Adam's first moment: float32 or bfloat16
     config.optimizer.clip_norm = 1.0  # limit of the gradient's global norm; 0 disables clipping
     config.optimizer.warmup_fraction = 0.01  # part of the steps; linear from 0
@@ -104,7 +109,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.data.module = ""  # your own Python module that calls diffeqformer.data.corpora.add_corpus
     # Local files to use instead of a corpus: comma-separated patterns of .txt, .jsonl or .parquet files.
     config.data.train_files = ""
-    config.data.validation_files = ""
+    config.data.validation_files = ""  # the same for the validation split
     config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
     config.data.tokenizer_file = ""  # a SentencePiece model; or a folder with GPT-2's files, to avoid the download
     config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer
@@ -120,7 +125,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.checkpoints_kept = 2  # number of newest checkpoints to keep, beside the one that validated best
 
     config.sample = ConfigDict()  # the text that is generated at the end of training
-    config.sample.prompt = "\n"
+    config.sample.prompt = "\n"  # the text that it continues
     config.sample.length = 256  # tokens, including the prompt; at most max_length
     config.sample.temperature = 0.8  # 0 takes the likeliest token
     return config.lock()
@@ -155,6 +160,35 @@ def get_field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def title(config: ConfigDict) -> str:
+    """What a heading calls a run: the config's name, and whether the run began with another's weights."""
+    how = " (lora)" if config.model.lora_rank else ""
+    return f"{config.name}, fine-tuned{how}" if config.base else config.name
+
+
+def explain() -> str:
+    """Every field with its default, and the comment on it in `base_config`."""
+    fields, lines = base_config("", "diffeqformer"), ["The fields of a config, with their defaults:"]
+    for name, comment in comments().items():
+        text = textwrap.fill(comment, 120, initial_indent="    ", subsequent_indent="    ")
+        lines.append(f"--config.{name}={get_field(fields, name)!r}\n{text}")
+    return "\n".join(lines)
+
+
+def comments() -> dict[str, str]:
+    """The comments on fields in `base_config`, each beside or above its field."""
+    found, above = {}, []
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(base_config)).readline):
+        if token.type == tokenize.COMMENT:
+            above.append(token.string.removeprefix("# "))
+        elif token.type == tokenize.NEWLINE:
+            field = re.match(r"\s+config\.([\w.]+) = (?!ConfigDict)", token.line)
+            if field:
+                found[field[1]] = " ".join(above)
+            above = []
+    return found
+
+
 def check_fields(config: ConfigDict) -> None:
     """Check that a config has exactly the fields that `base_config` declares, of the same types.
 
@@ -184,7 +218,8 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
         value = get_field(config, rule.field)
         if not rule.holds(value, config):
             says = rule.says.format(c=config)
-            raise UserError(f"config.{rule.field}: {says}, but it is {value!r}")
+            hint = did_you_mean(str(value), rule.names)
+            raise UserError(f"config.{rule.field}: {says}, but it is {value!r}{hint}")
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:
@@ -224,7 +259,7 @@ def check_overrides(arguments: list[str]) -> None:
         if not name.startswith("config."):
             continue
         if name in ("config.model", "config.model.kind"):  # a config's name and learning rate belong to its model
-            raise UserError(f"{name}: choose the model in the config's name, for example --config=configs/tiny.py:gpt")
+            raise UserError(f"{name}: choose the model in the config's name, for example --config=tiny:gpt")
         if name not in known:
             raise UserError(f"{name}: there is no such field{did_you_mean(name, known)}")
         kind = type(known[name])

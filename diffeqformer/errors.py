@@ -31,9 +31,19 @@ class Stopped(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the most similar known name, if there is one."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a message about an unknown name: the most similar known name, if there is one.
+
+    Names can have parts: of `model.width`, the last is compared, in the same section first. Initials count as similar:
+    `lr` is `learning_rate`.
+    """
+    section, _, last = name.rpartition(".")
+    known = list(known)
+    for names in ([other for other in known if other.rpartition(".")[0] == section], known):
+        parts = {other.rpartition(".")[2]: other for other in reversed(names)}
+        initials = [part for part in parts if "_" in part and last == "".join(word[:1] for word in part.split("_"))]
+        if close := initials or difflib.get_close_matches(last, parts, n=1):
+            return f"; did you mean {parts[close[0]]}?"
+    return ""
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -55,7 +65,7 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise UserError(f"{option}: {folder} needs a package: pip install -e '.[gcs]' -c constraints.txt") from None
+        raise UserError(f"{option}: {folder} needs a package, which for gs:// is pip install gcsfs") from None
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{option}: {reason}; choose a folder that can be written") from None

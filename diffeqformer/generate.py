@@ -9,6 +9,7 @@ import time
 from absl import flags, logging
 
 from diffeqformer import checkpoint
+from diffeqformer.config import title
 from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
 from diffeqformer.errors import UserError
@@ -49,7 +50,10 @@ def prompt_text(options) -> str:
         raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     try:
         if options.prompt_file in (None, "-"):
-            return sys.stdin.buffer.read().decode("utf-8")
+            text = sys.stdin.buffer.read().decode("utf-8")
+            if not text and options.prompt_file is None:
+                raise UserError("--prompt: a text is needed, but standard input is empty; --prompt= continues nothing")
+            return text
         return pathlib.Path(options.prompt_file).read_bytes().decode("utf-8")
     except OSError as error:
         raise UserError(f"--prompt_file: {options.prompt_file}: {error.strerror}") from None
@@ -101,7 +105,7 @@ def write(options) -> None:
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
     trained, steps = opened.config.model, options.num_steps or opened.config.model.num_steps
     drafts = f", drafts in {options.draft_steps}" if options.draft_steps else ""
-    what = f"{opened.config.name} ({trained.kind}, {steps} steps{drafts}, {trained.dtype}) at step {opened.step:,}"
+    what = f"{title(opened.config)} ({trained.kind}, {steps} steps{drafts}, {trained.dtype}) at step {opened.step:,}"
     if hosts.is_first():
         print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
 

@@ -7,15 +7,16 @@ The paper's tables come from `diffeqformer.downstream`.
 
 import sys
 
-from lm_eval.__main__ import cli_evaluate
-
 from diffeqformer.errors import UserError
-from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.parallel import hosts
 
-__all__ = ["HarnessModel"]
-
 if __name__ == "__main__":
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        from diffeqformer.inference.harness import HarnessModel  # noqa: F401 (registers the model)
+    except ImportError:
+        sys.exit("diffeqformer: harness needs lm-evaluation-harness; pip install 'lm-eval>=0.4.13,<0.5'")
     try:
         hosts.check_one("harness: lm-eval's own command (`diffeqformer.downstream` takes several)")
         cli_evaluate()

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED, Step, best_step
-from diffeqformer.config import base_config, field_names, get_field
+from diffeqformer.config import base_config, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.training import goodput
@@ -132,7 +132,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "step": step,
         "steps": steps,
         "best_step": best,
-        "name": config.name,
+        "name": title(config),
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
         "data_sha256": about.data_sha256,
         "base": about.base,

@@ -1,4 +1,4 @@
-"""Train a model: `python -m diffeqformer.main --config=configs/tiny.py [--workdir=runs/mine]`."""
+"""Train a model: `python -m diffeqformer.main --config=tiny [--workdir=runs/mine]`."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ START = time.monotonic()  # before the heavy imports, so that the time to the fi
 
 from absl import flags, logging  # noqa: E402
 
-from diffeqformer.config import check_overrides, check_used  # noqa: E402
+from diffeqformer.config import check_overrides, check_used, explain  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.parallel import hosts  # noqa: E402
 from diffeqformer.training.loop import train  # noqa: E402
@@ -25,6 +25,7 @@ if __name__ == "__main__":
     command_line.run(
         command,
         check_overrides,
+        explain,
         verbosity=logging.FATAL,  # an error in a background save is raised, so it need not be logged as well
         interrupted="interrupted; the same command resumes from the newest checkpoint, if any",
     )

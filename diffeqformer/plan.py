@@ -1,4 +1,4 @@
-"""Plan a run: `python -m diffeqformer.plan --config=configs/large.py --topology=v5e:8x8`.
+"""Plan a run's memory and time: `python -m diffeqformer.plan --config=large --topology=v5e:8x8`.
 
 Compiles every program of the run with the TPU compiler, which needs no TPU, and prints whether they fit, what takes
 memory and time, and how long the run takes. --search=12 compiles the train step with other settings instead, and prints
@@ -21,7 +21,7 @@ import jax  # noqa: E402
 from absl import flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
-from diffeqformer.config import check_config, check_fields, check_overrides, check_used  # noqa: E402
+from diffeqformer.config import check_config, check_fields, check_overrides, check_used, explain, title  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_text  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
@@ -91,7 +91,7 @@ def planned_on_tpus(config: ConfigDict) -> dict:
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
-    print(f"{config.name} on {where}, {len(devices)} x {devices[0].device_kind}\n{program.said()}", flush=True)
+    print(f"{title(config)} on {where}, {len(devices)} x {devices[0].device_kind}\n{program.said()}", flush=True)
     if SEARCH.value:
         plan = searched(config, devices, chip)
         print(front_summary([row for row in plan["tried"] if row["on_front"]]))
@@ -113,9 +113,8 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
     check_config(config, number, "gpu")
     plan = plan_on_gpus(config, jax.devices(), gpu, PLAIN.value)
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
-    print(
-        f"{config.name} on {number} x {gpu.name}\nmesh: {mesh}; attention: {plan['attention']}\n{summary(config, plan)}"
-    )
+    print(f"{title(config)} on {number} x {gpu.name}")
+    print(f"mesh: {mesh}; attention: {plan['attention']}\n{summary(config, plan)}")
     return plan
 
 
@@ -170,4 +169,4 @@ def searched(config: ConfigDict, devices: list, chip: Tpu) -> dict:
 
 
 if __name__ == "__main__":
-    command_line.run(main, check_overrides)
+    command_line.run(main, check_overrides, explain)

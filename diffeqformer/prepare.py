@@ -1,8 +1,8 @@
-"""Prepare a config's token store, as training would: `python -m diffeqformer.prepare --config=configs/small.py`."""
+"""Prepare a config's token store, as training would: `python -m diffeqformer.prepare --config=small`."""
 
 from ml_collections import ConfigDict
 
-from diffeqformer.config import check_config, check_overrides, check_tokenizer
+from diffeqformer.config import check_config, check_overrides, check_tokenizer, explain
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import open_stored, prepare, store_folder
 from diffeqformer.data.remote import upload
@@ -37,5 +37,6 @@ if __name__ == "__main__":
     command_line.run(
         lambda: run(config.value),
         check_overrides,
+        explain,
         interrupted="interrupted; finished shards stay, and the same command continues from them",
     )

@@ -24,12 +24,13 @@ from diffeqformer.transformer import MODELS, vector_field
 class Rule(NamedTuple):
     """One requirement on a field's value, given the whole config.
 
-    `says` may hold {}-fields, filled from the config `c`.
+    `says` may hold {}-fields, filled from the config `c`. `names` are the possible values, if they are names.
     """
 
     field: str
     holds: Callable[[Any, ConfigDict], bool]
     says: str
+    names: Iterable[str] = ()
 
 
 def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
@@ -67,7 +68,7 @@ def _are_steps(text: str) -> bool:
 
 
 def _one_of(field: str, names: Iterable[str]) -> Rule:
-    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}")
+    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names)
 
 
 RULES = [

@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from diffeqformer.data import CORPUS_NAMES, corpora, tasks
 from diffeqformer.data.store import open_store
+from diffeqformer.data.texts import stdlib_files
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
 
 
 def test_the_standard_library_task_agrees_with_its_files():
     """SeqIO's ids are the bytes of the files without tests, split by path; a store has them all."""
     task = seqio.get_mixture_or_task("python_stdlib_bytes")
-    train, validation = (corpora.stdlib_files(split) for split in ("train", "validation"))
+    train, validation = (stdlib_files(split) for split in ("train", "validation"))
     assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
     vocabulary = task.output_features["targets"].vocabulary
     first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))
@@ -82,7 +83,7 @@ def test_local_files_take_the_place_of_wikitext(tmp_path, monkeypatch):
     assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
     assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
     assert len(texts("openwebtext")) == 2  # a text file is a document there
-    monkeypatch.setattr(tasks, "MOST_SHARDS", 2)
+    monkeypatch.setattr("diffeqformer.data.texts.MOST_SHARDS", 2)
     files["validation"] = files["validation"][:1] * 2 + files["validation"][1:]
     assert len(tasks.LocalFiles(files).list_shards("validation")) == 2
     assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw]

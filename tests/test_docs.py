@@ -1,6 +1,8 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -10,6 +12,8 @@ PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmar
 FOLDERS = ("benchmarks", "configs", "diffeqformer", "experiments", "launch", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+ADDRESSED = ("setup.py", "README.md", "colab/inspect_checkpoint.ipynb")
+ADDRESS = re.compile(r"github(?:\.com)?/([\w.-]+/[\w.-]+)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -37,6 +41,20 @@ def test_every_page_and_picture_is_linked():
     }
     for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/pictures/*")]:
         assert path.resolve() in linked, path
+
+
+@pytest.mark.fast
+def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
+    for name in (*ADDRESSED, "Makefile"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def addresses(root):
+        return [set(ADDRESS.findall((root / name).read_text(encoding="utf-8"))) for name in ADDRESSED]
+
+    assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
+    subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name"], cwd=tmp_path, check=True)
+    assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
 
 
 @pytest.mark.fast

@@ -24,6 +24,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference import text_options
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.inference.plain_text import PlainEvaluation
+from diffeqformer.inference.scoring import Scorer
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
@@ -255,6 +257,26 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
     assert len(numbers) == 12 and row.keys() == expected.keys()
     assert [row[name] for name in numbers] == pytest.approx([expected[name] for name in numbers], rel=1e-6)
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.long
+def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, monkeypatch, tmp_path):
+    """In the light installation. The same for a token store, and a corpus that needs more says so."""
+    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
+    opened = checkpoint.load(workdir)
+    store = make_store(tmp_path / "store", {"train": [["other"]], "validation": [[d for d in DOCUMENTS if d.strip()]]})
+    assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
+    stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
+    options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None)
+    plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], 8, 3)
+    for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
+        scorer = Scorer(opened.model, None, 8)
+        found = evaluation.paper(scorer, lambda *_: None) | evaluation.full(scorer, lambda *_: None)
+        expected = results[1]["rows"][0]
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-6) and len(found) == 11
+    assert len(plain.first_windows(3)) == 3
+    with pytest.raises(UserError, match="^the corpus openwebtext needs seqio, which the light installation leaves"):
+        text_options.open_text(options, opened, "openwebtext", None, 8, 3)
 
 
 def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):

@@ -1,5 +1,6 @@
-"""The notebook runs from top to bottom in its own kernel, on a tiny checkpoint."""
+"""The notebook runs from top to bottom: in this environment, and in one that has what a fresh Colab runtime has."""
 
+import json
 import shutil
 
 import nbformat
@@ -7,8 +8,27 @@ import pytest
 from nbclient import NotebookClient
 
 from diffeqformer.console.progress import Progress
+from environments import LIGHT, build_wheel, make_environment
 from flags import FAST_COMPILATION
 from helpers import ROOT
+
+TRAIN, FOLDER = 'FROM = "train one for a minute"', 'CHECKPOINT = "runs/tiny"'
+
+
+def opened_notebook(**changes: str):
+    """The notebook, with the texts of some code replaced."""
+    notebook = nbformat.read(ROOT / "colab" / "inspect_checkpoint.ipynb", as_version=4)
+    for cell in notebook.cells:
+        for old, new in changes.items():
+            cell.source = cell.source.replace(old, new)
+    return notebook
+
+
+def test_forms_show_values_and_hide_code():
+    cells = opened_notebook().cells
+    assert "colab-badge.svg" in cells[0].source
+    for cell in (cell for cell in cells if cell.cell_type == "code"):
+        assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
 
 
 @pytest.mark.long
@@ -18,9 +38,7 @@ def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     for step, value in ((6, 9.5), (12, 8.25)):
         progress.validation(step, {"loss": 2.0, "perplexity": value, "bits_per_byte": 3.0})
     progress.close()
-    notebook = nbformat.read(ROOT / "colab" / "inspect_checkpoint.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-    monkeypatch.setenv("WORKDIR", str(tmp_path))
+    notebook = opened_notebook(**{TRAIN: 'FROM = "folder"', FOLDER: f'CHECKPOINT = "{tmp_path}"'})
     monkeypatch.setenv("XLA_FLAGS", FAST_COMPILATION)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
     shown = [str(cell.get("outputs")) for cell in notebook.cells]
@@ -28,3 +46,33 @@ def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     assert "toy: diffeqformer" in printed and "8.25" in printed
     assert printed.count("data:image/png;base64,") == 1 + 3 + 1 + 1  # history, spectra, sensitivity, perplexity
     assert "Lyapunov sensitivity" in printed and "{3: " in shown[-1] and ", 12: " in shown[-1]
+
+
+@pytest.mark.slow
+def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
+    """With a wheel beside it, which it installs; it trains a model when there is none, and opens a zip of one."""
+    folder, kernels = tmp_path / "content", tmp_path / "kernels" / "fresh"
+    folder.mkdir(), kernels.mkdir(parents=True), (tmp_path / "wheel").mkdir()
+    shutil.move(build_wheel(tmp_path / "wheel"), folder)
+    (folder / "text.txt").write_text("def main():\n    return 1\n" * 40)
+    python = make_environment(tmp_path / "runtime", [*LIGHT, "ipykernel", "pip"], None)
+    kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "fresh"}
+    kernel["env"] = {"PYTHONPATH": "", "PIP_NO_INDEX": "1", "XLA_FLAGS": FAST_COMPILATION, "JAX_PLATFORMS": "cpu"}
+    (kernels / "kernel.json").write_text(json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    where = {"timeout": 600, "kernel_name": "fresh", "resources": {"metadata": {"path": str(folder)}}}
+
+    files = " ".join(f"--config.data.{split}_files=text.txt" for split in ("train", "validation"))
+    notebook = opened_notebook(**{"--config.steps=1000": f"--config.steps=2 {files}"})
+    NotebookClient(notebook, **where).execute()
+    printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert "tiny: diffeqformer" in printed and "step 2 of 2" in printed and "Lyapunov sensitivity" in printed
+    assert not list(folder.glob("*/tensorflow")) and "google.colab" not in printed
+
+    shutil.make_archive(folder / "mine", "zip", folder / "runs")
+    changes = {TRAIN: 'FROM = "upload a zip"', FOLDER: 'CHECKPOINT = "mine.zip"'}
+    notebook = opened_notebook(**changes)
+    notebook.cells = notebook.cells[: 1 + next(i for i, c in enumerate(notebook.cells) if "inspect_run" in c.source)]
+    NotebookClient(notebook, **where).execute()
+    printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert "The checkpoint is in uploaded/tiny" in printed and "step 2 of 2" in printed

@@ -12,11 +12,14 @@ from runs import command
     "argument, sentence",
     [
         ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
+        ("--config.optimizer.lr=1", r"config\.optimizer\.lr: .* did you mean config\.optimizer\.learning_rate\?"),
+        ("--config.modl.widht=3", r"config\.modl\.widht: .* did you mean config\.model\.width\?"),
+        ("--config.optimizer.xyz=3", r"config\.optimizer\.xyz: there is no such field$"),
         ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
         ("--config.steps=1.5", r"config\.steps: must be of type int"),
         ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
-        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=configs/tiny\.py:gpt"),
-        ("--config.model=gpt", r"config\.model: choose the model .*--config=configs/tiny\.py:gpt"),
+        ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=tiny:gpt"),
+        ("--config.model=gpt", r"config\.model: choose the model .*--config=tiny:gpt"),
         ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
         ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
     ],
@@ -72,9 +75,13 @@ def test_right_overrides_pass():
         (
             ["--config=configs/tiny.py:bert"],
             "config.model.kind: must be one of diffeqformer, alternative, looped, discretized, shared, gpt, llama, "
-            "but it is 'bert'",
+            "but it is 'bert'\n",
         ),
-        (["--config=configs/absent.py"], "--config: there is no file configs/absent.py"),
+        (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
+        (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),
+        (["--config", "elsewhere/tiny.py"], "--config: there is no file elsewhere/tiny.py; did you mean tiny?\n"),
+        (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
+        (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
         (
             ["--config=configs/tiny.py", "--config.stepz=3"],
             "config.stepz: there is no such field; did you mean config.steps?",
@@ -96,7 +103,7 @@ def test_right_overrides_pass():
             ["--config=configs/tiny.py", "--config.data.train_files=absent*", "--config.data.validation_files=absent*"],
             "config.data.train_files: no file matches 'absent*'",
         ),
-        ([], "--config: a config file is needed"),
+        ([], "--config: a config is needed"),
     ],
 )
 def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):

@@ -308,3 +308,9 @@ def test_a_space_after_the_prompt_stays(sentencepiece_file):
     for token in whole[len(prompt) :]:
         samples.add(np.array([token]))
     assert samples.text(0) == " sees"
+
+
+def test_an_empty_standard_input_is_no_prompt_unless_it_was_asked_for(run):
+    done = command("generate", "--workdir", run, input="")
+    assert done.returncode == 1 and done.stderr.startswith("diffeqformer: --prompt: a text is needed, but standard in")
+    assert command("generate", "--workdir", run, "--tokens=1", "--prompt_file=-", input="").returncode == 0

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.errors import Stopped, UserError, leave, out_of_memory
+from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory
 
 
 def define_config() -> flags.FlagHolder:
     """The option --config, for the commands that take a config file."""
+    flags.DEFINE_bool("help_config", False, "Explain the fields of a config, and end.")
     return config_flags.DEFINE_config_file(
-        "config", None, "A file of configs/, with the model after a colon: configs/tiny.py:gpt"
+        "config",
+        None,
+        f"A config: {', '.join(sorted(configs()))}; or the path of a file. A model's name can follow: tiny:gpt. Then "
+        "--config.FIELD=VALUE changes a field.",
     )
 
 
@@ -40,6 +44,30 @@ def define_step() -> flags.FlagHolder:
     return flags.DEFINE(_Step(), "step", None, help_text)
 
 
+def configs() -> dict[str, pathlib.Path]:
+    """The configs by name: those of the repository, or their copies in an installed package."""
+    package = pathlib.Path(__file__).parent.parent
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in folder.glob("*.py")}
+
+
+def config_file(text: str) -> str:
+    """The value of --config with a path in place of a config's name.
+
+    Raises:
+        UserError: if there is no such config.
+    """
+    name, colon, model = text.partition(":")
+    if pathlib.Path(name).is_file():
+        return text
+    known = configs()
+    if name in known:
+        return f"{known[name]}{colon}{model}"
+    what = "file" if name.endswith(".py") or "/" in name else "config"
+    hint = did_you_mean(pathlib.PurePath(name).stem, known) or f"; name a file, or one of {', '.join(sorted(known))}"
+    raise UserError(f"--config: there is no {what} {name}{hint}")
+
+
 def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
     """Parse the command line, whose arguments are options but for the first, and others only if `positional`.
 
@@ -60,12 +88,9 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
     """
     check(arguments)
     try:
-        rest = parse_flags(arguments)
+        rest = parse_flags(_with_config_file(arguments))
         if flags.FLAGS.config is None:
-            raise UserError("--config: a config file is needed, for example --config=configs/tiny.py")
-        path = flags.FLAGS["config"].config_filename.partition(":")[0]
-        if not pathlib.Path(path).is_file():
-            raise UserError(f"--config: there is no file {path}; see the folder configs/")
+            raise UserError("--config: a config is needed, for example --config=tiny")
         flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
         return rest
     except UserError:
@@ -80,6 +105,33 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
         raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
 
 
+def _with_config_file(arguments: list[str]) -> list[str]:
+    """The arguments with the path of the config file that --config names.
+
+    Raises:
+        UserError: if there is no such config, or a field of it comes before it.
+    """
+    for number, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if re.fullmatch("--?config", option) and (equals or arguments[number + 1 :]):
+            here = [f"{option}={config_file(value)}"] if equals else [option, config_file(arguments[number + 1])]
+            return [*arguments[:number], *here, *arguments[number + len(here) :]]
+        if re.match(r"--?(no)?config\.", option):
+            raise UserError(f"{option.lstrip('-')}: must come after --config, for example --config=tiny {argument}")
+    return arguments
+
+
+def help_text() -> str:
+    """The docstring of the command, and its options, without those of libraries."""
+    command = sys.argv[0]  # under this name absl knows the module that runs
+    for module, options in flags.FLAGS.flags_by_module_dict().items():
+        for option in options:
+            if module.startswith("diffeqformer.") or option.name == "config":
+                flags.FLAGS.register_key_flag_for_module(command, option)
+    _, _, options = flags.FLAGS.module_help(command).partition(":\n")
+    return f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{options}"
+
+
 def _but_for_late_news(unraisable) -> None:
     """Report errors that nothing could catch, except TensorStore's about writes that end after a failed save."""
     if str(unraisable.exc_value) != "Event loop is closed":
@@ -89,6 +141,7 @@ def _but_for_late_news(unraisable) -> None:
 def run(
     command: Callable[..., None],
     check: Callable[[list[str]], None] | None = None,
+    explain: Callable[[], str] | None = None,
     *,
     arguments: bool = False,
     interrupted: str = "interrupted",
@@ -102,11 +155,16 @@ def run(
         check: of a command that takes --config: checks its arguments and may raise a UserError
             (`diffeqformer.config.check_overrides`).
         arguments: whether the command takes arguments that aren't options; it is called with them.
+        explain: of such a command: the text for --help_config (`diffeqformer.config.explain`).
         interrupted: the message after Ctrl-C.
         verbosity: log level of the libraries.
     """
 
     def parse_or_exit(line):
+        given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
+        if given & {"help", "h"} or explain and "help_config" in given:
+            print(explain() if explain and "help_config" in given else help_text())
+            sys.exit(0)
         try:
             return parse_config(line, check) if check else parse_flags(line, arguments)
         except (UserError, flags.Error) as error:

@@ -1,7 +1,7 @@
 """Data: SeqIO task -> token store -> `batch(step)`.
 
-`corpora`, `tasks`, `builders` and `worker` import TensorFlow; so does `diffeqformer.inference.perplexity`. Training
-doesn't: it leaves preparation to separate processes.
+`corpora`, `tasks` and `builders` import TensorFlow; so do the processes of `worker`, and
+`diffeqformer.inference.perplexity`. Training doesn't: it leaves preparation to those processes.
 """
 
 CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")

@@ -1,10 +1,36 @@
 """Import TensorFlow without its log messages and without taking an accelerator's memory."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 
 from absl import logging
+
+from diffeqformer.errors import UserError
+
+PACKAGES = ("seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text")
+
+
+def not_installed() -> list[str]:
+    """Those of SeqIO's and TensorFlow's packages that aren't installed; nothing is imported."""
+    return [name for name in PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is None]
+
+
+def check_installed(what: str) -> None:
+    """Check that SeqIO and TensorFlow are installed.
+
+    Args:
+        what: what needs them, for the message.
+
+    Raises:
+        UserError: if one isn't.
+    """
+    if missing := not_installed():
+        raise UserError(
+            f"{what} needs {', '.join(missing)}, which the light installation leaves out; install diffeqformer with "
+            "all its packages: pip install without --no-deps"
+        )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ A task's examples are documents: `targets`, their ids with end-of-text last, and
 
 import functools
 import importlib
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,13 +21,11 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus, uncut  # noqa: F401 (users' modules take it from here)
-from diffeqformer.data.files import PLAIN, kind, read_texts
+from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.store import Split
+from diffeqformer.data.texts import LocalTexts, stored_documents, uncut
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError
-
-MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -88,42 +85,26 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
 
 class LocalFiles(seqio.DataSource):
-    """Documents in local files: text (a file is a document), JSON lines or Parquet.
-
-    A shard is one file, or a group of consecutive files if there are very many.
-
-    Args:
-        files: paths of each split.
-        cut: splits the content of a text file into documents.
-    """
+    """Documents in local files, as a SeqIO source (`diffeqformer.data.texts.LocalTexts`)."""
 
     def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
         super().__init__(splits=files, caching_permitted=False)
-        self.files, self.cut = files, cut
+        self.texts = LocalTexts(files, cut)
 
     @property
     def supports_arbitrary_sharding(self):
         return False
 
-    def groups(self, split: str) -> list[Sequence[str]]:
-        """The files of each shard."""
-        files = self.files[split]
-        count = min(len(files), MOST_SHARDS)
-        return [files[i * len(files) // count : (i + 1) * len(files) // count] for i in range(count)]
-
     def list_shards(self, split: str):
-        return [files[0] for files in self.groups(split)]
+        return [files[0] for files in self.texts.groups(split)]
 
     def get_dataset(self, split, shuffle=False, seed=None, shard_info=None, **_):
-        index, count = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
+        part = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
-        def texts():
-            for path in itertools.chain.from_iterable(self.groups(split)[index::count]):
-                for text in read_texts(path):
-                    for document in self.cut(text) if kind(path) in PLAIN else [text]:
-                        yield {"text": document}
+        def examples():
+            return ({"text": text} for text in self.texts.documents(split, *part))
 
-        return tf.data.Dataset.from_generator(texts, output_signature={"text": tf.TensorSpec([], tf.string)})
+        return tf.data.Dataset.from_generator(examples, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
 def configure(module: str, tfds_dir: str) -> None:
@@ -167,18 +148,13 @@ def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
-def stored_documents(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
+def stored_source(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
     """The documents of a token store's validation split: `targets`, and `targets_pretokenized`, their decoded text."""
 
     def documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
         def examples():
-            ids, start = stored.ids(0, stored.size), 0
-            for end in (np.flatnonzero(ids == tokenizer.end_of_text) + 1).tolist():
-                yield {
-                    "targets": ids[start:end],
-                    "targets_pretokenized": tokenizer.decode(ids[start : end - 1].tolist()),
-                }
-                start = end
+            for text, ids in stored_documents(stored, tokenizer):
+                yield {"targets": ids, "targets_pretokenized": text}
 
         signature = {"targets": tf.TensorSpec([None], tf.int32), "targets_pretokenized": tf.TensorSpec([], tf.string)}
         return tf.data.Dataset.from_generator(examples, output_signature=signature)
@@ -223,7 +199,7 @@ def add_task(
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)
     if stored:
-        source, tokenize = stored_documents(stored, tokenizer), []
+        source, tokenize = stored_source(stored, tokenizer), []
     else:
         source = LocalFiles(files, cut) if files else source
         tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]

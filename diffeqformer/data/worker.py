@@ -3,7 +3,7 @@
 Requests arrive as lines of JSON on standard input. Answers are lines of JSON on the original standard output; anything
 else that is printed goes to standard error. The first request names the task. `plan` fetches the corpus and asks for
 the list of work, and `shard` writes one shard. Shard i of n holds the documents of the i-th of the source's n files, so
-the shards don't depend on the number of processes.
+the shards don't depend on the number of processes. Without SeqIO, it does the same for texts that don't need it.
 """
 
 import hashlib
@@ -13,10 +13,14 @@ import pathlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
-from diffeqformer.data.quiet import import_tensorflow, quiet
+import numpy as np
+
+from diffeqformer.data.quiet import check_installed, import_tensorflow, not_installed, quiet
 from diffeqformer.data.store import SPLITS, token_type
-from diffeqformer.data.tokenizers import restore_tokenizer
+from diffeqformer.data.texts import open_texts
+from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import UserError
 
 
@@ -29,69 +33,105 @@ def answer(**fields) -> None:
         os._exit(1)  # that process was killed; the next one removes unfinished files here
 
 
-def open_task(request: dict):
-    """The SeqIO task of the first request, and its tokenizer.
+class TaskTexts:
+    """The documents of a SeqIO task, tokenized by it. The corpus is fetched if it is missing.
+
+    Args:
+        request: the first one.
 
     Raises:
-        UserError: if the corpus, or the module that adds it, doesn't exist.
+        UserError: if the corpus, or the module that adds it, doesn't exist, or it can't be fetched.
     """
-    from diffeqformer.data import tasks
 
-    tasks.configure(request["module"], request["tfds_dir"])
-    tokenizer = restore_tokenizer(*request["tokenizer"])
-    return tasks.add_task(request["task"], tokenizer, request["files"]), tokenizer
+    def __init__(self, request: dict, tokenizer: Tokenizer):
+        from diffeqformer.data import tasks
+
+        tasks.configure(request["module"], request["tfds_dir"])
+        self.task = tasks.add_task(request["task"], tokenizer, request["files"])
+        self.splits, local = self.task.splits, request["files"]
+        self.texts = self.task.source.texts if local else None
+        self.origin = self.texts.origin if local else tasks.CORPORA[request["task"]].origin
+
+    def fetch(self) -> None:
+        from diffeqformer.data.tasks import fetch
+
+        fetch(self.task)
+
+    def entry(self, split: str) -> dict:
+        """The plan of a split."""
+        sizes = self.texts.sizes(split) if self.texts else []
+        number = self.task.num_input_examples(split)
+        return {"shards": len(self.task.source.list_shards(split)), "documents": number, "file_sizes": sizes}
+
+    def examples(self, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
+        """The documents of one of `count` shards, as UTF-8 and as ids."""
+        import seqio
+
+        shard_info = seqio.ShardInfo(index, count) if count > 1 else None
+        dataset = self.task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
+        for example in dataset.as_numpy_iterator():
+            yield example["targets_pretokenized"], example["targets"]
 
 
-def plan(task, request: dict) -> None:
+class PlainTexts:
+    """The same without SeqIO, where it isn't installed: for local files and the standard library."""
+
+    def __init__(self, request: dict, tokenizer: Tokenizer):
+        if request["module"]:
+            check_installed(f"config.data.module: {request['module']}")
+        self.texts, self.tokenizer = open_texts(request["task"], request["files"]), tokenizer
+        self.splits, self.origin = self.texts.splits, self.texts.origin
+
+    def fetch(self) -> None:
+        """There is nothing to fetch."""
+
+    def entry(self, split: str) -> dict:
+        """The plan of a split."""
+        return {"shards": self.texts.shards(split), "documents": None, "file_sizes": self.texts.sizes(split)}
+
+    def examples(self, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
+        """The documents of one of `count` shards, as UTF-8 and as ids."""
+        for text in self.texts.documents(split, index, count):
+            yield text.encode(), np.array([*self.tokenizer.encode(text), self.tokenizer.end_of_text])
+
+
+def plan(texts: TaskTexts | PlainTexts, request: dict) -> None:
     """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards and documents.
 
     Raises:
         UserError: if it can't be fetched.
     """
-    from diffeqformer.data.corpora import CORPORA
-    from diffeqformer.data.tasks import fetch
-
-    fetch(task)
-    missing = [split for split in SPLITS if split not in task.splits]
+    texts.fetch()
+    missing = [split for split in SPLITS if split not in texts.splits]
     if missing:
         raise UserError(
             f"config.data.task: {request['task']} has no split {missing[0]}; a store needs {' and '.join(SPLITS)}"
         )
-    files, splits = request["files"] or {}, {}
-    for split in SPLITS:
-        sizes = [sum(map(os.path.getsize, group)) for group in task.source.groups(split)] if files else []
-        splits[split] = {"shards": len(task.source.list_shards(split)), "documents": task.num_input_examples(split)}
-        splits[split]["file_sizes"] = sizes
-    paths = [pathlib.Path(path) for part in files.values() for path in part]
-    folders = ", ".join(sorted({str(path.parent) for path in paths}))
-    answer(origin=f"local files in {folders}" if paths else CORPORA[request["task"]].origin, splits=splits)
+    answer(origin=texts.origin, splits={split: texts.entry(split) for split in SPLITS})
 
 
-def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count: int) -> None:
+def write_shard(
+    texts: TaskTexts | PlainTexts, dtype: np.dtype, folder: pathlib.Path, split: str, index: int, count: int
+) -> None:
     """Write one shard and its record. Each gets its final name only when it is complete.
 
     Raises:
         OSError: if the disk is full or the folder can't be written.
     """
-    import seqio
-
     name = f"{split}-{index:05d}.bin"
-    shard_info = seqio.ShardInfo(index, count) if count > 1 else None
-    dataset = task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
     digest, told = hashlib.sha256(), time.monotonic()
     tokens, documents, empty, text_bytes = 0, 0, 0, 0
     partial = folder / f"{name}.partial"
     try:
         with open(partial, "wb") as file:
-            for example in dataset.as_numpy_iterator():
-                if not example["targets_pretokenized"].decode("utf-8").strip():
+            for text, ids in texts.examples(split, index, count):
+                if not text.decode("utf-8").strip():
                     empty += 1
                     continue
-                data = example["targets"].astype(dtype).tobytes()
+                data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
-                tokens, documents = tokens + len(example["targets"]), documents + 1
-                text_bytes += len(example["targets_pretokenized"])
+                tokens, documents, text_bytes = tokens + len(ids), documents + 1, text_bytes + len(text)
                 if time.monotonic() - told > 0.5:
                     told = time.monotonic()
                     answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=False)
@@ -115,25 +155,29 @@ def write_shard(task, dtype, folder: pathlib.Path, split: str, index: int, count
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers terminates this one
-    tf = import_tensorflow()
-    from diffeqformer.data.tasks import one_sentence
+    kind, errors, say = PlainTexts, UserError, str
+    if not not_installed():
+        tf = import_tensorflow()
+        from diffeqformer.data.tasks import one_sentence
 
+        kind, errors, say = TaskTexts, (UserError, tf.errors.OpError), one_sentence
     first = json.loads(sys.stdin.readline())
     try:
-        task, tokenizer = open_task(first)
+        tokenizer = restore_tokenizer(*first["tokenizer"])
+        texts = kind(first, tokenizer)
         answer(ready=True)
         for line in sys.stdin:
             request = json.loads(line)
             if "plan" in request:
-                plan(task, first)
+                plan(texts, first)
             else:
                 folder, shard = pathlib.Path(request["folder"]), request["shard"]
                 with quiet():  # otherwise a broken document is reported twice, with a full traceback
-                    write_shard(task, token_type(tokenizer.vocab_size), folder, *shard)
+                    write_shard(texts, token_type(tokenizer.vocab_size), folder, *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
-    except (UserError, tf.errors.OpError) as error:
-        answer(error=one_sentence(error))
+    except errors as error:
+        answer(error=say(error))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """Perplexities as SeqIO metrics, and the evaluation that computes them. Imports TensorFlow.
 
-docs/evaluation.md defines them. Two tasks score the same text: one scores disjoint windows, as in the paper; the other
-scores every token of every document.
+docs/evaluation.md defines them; `plain_text` has the formulas. Two tasks score the same text: one scores disjoint
+windows, as in the paper; the other scores every token of every document.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import flax
@@ -18,10 +16,8 @@ from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference.plain_text import check_size, log_likelihoods_of, text_results, window_results
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
-
-LARGEST = 700.0  # exponents beyond this overflow
-GROUP = 4096  # windows held in memory at once
 
 
 @flax.struct.dataclass
@@ -38,8 +34,7 @@ class WindowPerplexity(seqio.metrics.Metric):
         return cls(log_likelihood=float(np.sum(model_output, dtype=np.float64)), tokens=tokens)
 
     def compute(self):
-        loss = -self.log_likelihood / self.tokens
-        return {"paper_perplexity": math.exp(min(loss, LARGEST)), "paper_loss": loss, "paper_tokens": self.tokens}
+        return window_results(self.log_likelihood, self.tokens)
 
 
 @flax.struct.dataclass
@@ -66,17 +61,7 @@ class TextPerplexity(seqio.metrics.Metric):
         )  # fmt: skip
 
     def compute(self):
-        loss = -self.log_likelihood / self.tokens
-        return {
-            "perplexity": math.exp(min(loss, LARGEST)),
-            "word_perplexity": math.exp(min(-self.log_likelihood / self.words, LARGEST)),
-            "bits_per_byte": -self.log_likelihood / math.log(2) / self.bytes,
-            "loss": loss,
-            "tokens": self.tokens,
-            "words": self.words,
-            "bytes": self.bytes,
-            "documents": self.documents,
-        }
+        return text_results(self.log_likelihood, self.tokens, self.words, self.bytes, self.documents)
 
 
 class AsTheyAre(seqio.FeatureConverter):
@@ -155,11 +140,7 @@ class Evaluation:
             raise UserError(tasks.one_sentence(error)) from None
         [dataset] = self.documents.cached_model_datasets.values()
         tokens = sum(len(example["targets"]) for _, example in dataset.as_numpy_iterator())
-        if tokens < window:
-            raise UserError(
-                f"{corpus}: the {split} split has {tokens:,} tokens, fewer than one window of {window}; choose a "
-                "smaller --window"
-            )
+        check_size(corpus, split, tokens, window)
 
     def first_windows(self, count: int) -> list[Stretch]:
         """The first disjoint windows, repeated if there are fewer."""
@@ -185,23 +166,8 @@ class Evaluation:
 
     def _evaluate(self, evaluator, scorer, show, stretches_of) -> dict[str, float]:
         def log_likelihoods(dataset: tf.data.Dataset) -> list[tuple[int, float]]:
-            examples = [(int(i), example["targets"]) for i, example in dataset.as_numpy_iterator()]
-            sums, total, done = (
-                dict.fromkeys((i for i, _ in examples), 0.0),
-                sum(len(ids) - 1 for _, ids in examples),
-                0,
-            )
-
-            def count(tokens: int) -> None:
-                nonlocal done
-                done += tokens
-                show(done, total)
-
-            every = ((i, stretch) for i, ids in examples for stretch in stretches_of(ids.tolist()))
-            while group := list(itertools.islice(every, GROUP)):
-                for (i, _), scores in zip(group, scorer([stretch for _, stretch in group], count)):
-                    sums[i] += float(np.sum(scores.log_probs, dtype=np.float64))
-            return list(sums.items())
+            examples = {int(i): example["targets"].tolist() for i, example in dataset.as_numpy_iterator()}
+            return list(zip(examples, log_likelihoods_of(examples.values(), scorer, show, stretches_of)))
 
         metrics, _ = evaluator.evaluate(compute_metrics=True, score_fn=log_likelihoods)
         [result] = metrics.result().values()

@@ -7,10 +7,12 @@ from absl import flags
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
+from diffeqformer.data import quiet
 from diffeqformer.data.preparation import matching_files, store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import Split, open_store
 from diffeqformer.errors import UserError
+from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import window_size
 
 
@@ -76,18 +78,22 @@ def window_of(options, opened: Checkpoint) -> int:
 
 
 def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
-    """The text to score, a `diffeqformer.inference.perplexity.Evaluation`. This imports TensorFlow.
+    """The text to score, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
+
+    Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`, if that can read the text.
 
     Raises:
         UserError: if there is no such text, or less than one window.
     """
-    from diffeqformer.data.quiet import import_tensorflow
-
-    import_tensorflow()
+    stored = None if files or options.files == "" else stored_text(opened, task, options.split, options.remote)
+    if quiet.not_installed():
+        if options.module:
+            quiet.check_installed(f"--module: {options.module}")
+        return PlainEvaluation(task, options.split, opened.tokenizer, window, stride, files, stored)
+    quiet.import_tensorflow()
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
-    stored = None if files or options.files == "" else stored_text(opened, task, options.split, options.remote)
     data = opened.config.data
     if stored:
         return Evaluation(task, options.split, opened.tokenizer, window, stride, stored=stored)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field
+from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
@@ -83,8 +83,9 @@ def report_end(run: Run, finished_before: bool) -> None:
         print(f"{folder}: this run has already finished its {run.config.steps:,} steps; here is its sample again")
         return
     print(goodput.said(run.clock.record()))
-    beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
-    tensorboard = "tensorboard" if shutil.which("tensorboard") else beside
+    beside = pathlib.Path(sys.executable).with_name("tensorboard")
+    hidden = beside.exists() and not shutil.which("tensorboard")
+    tensorboard = os.path.relpath(beside) if hidden else "tensorboard"
     print(f"Finished. Checkpoints and curves are in {folder}: {tensorboard} --logdir {folder}")
 
 
@@ -112,7 +113,7 @@ def describe(run: Run, params: dict) -> None:
     depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{config.name}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
+    print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""

@@ -1,0 +1,49 @@
+"""The commands: `python -m diffeqformer` lists them, and `python -m diffeqformer NAME ...` runs one.
+
+Once installed, `diffeqformer` is the same.
+"""
+
+import ast
+import pathlib
+import runpy
+import sys
+
+from diffeqformer.errors import did_you_mean
+
+COMMANDS = (
+    "main",
+    "plan",
+    "prepare",
+    "generate",
+    "evaluate",
+    "downstream",
+    "harness",
+    "materialize",
+    "analyze",
+    "ode",
+    "inspect",
+    "compare",
+)
+
+
+def summary(command: str) -> str:
+    """What a command does: the first line of its docstring, without the example. Nothing is imported."""
+    source = pathlib.Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)).splitlines()[0].partition("`")[0].rstrip(" :.")
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        sys.argv = [name, *arguments]
+        runpy.run_module(f"diffeqformer.{name}", run_name="__main__", alter_sys=True)
+    elif name in ("--help", "-h", "help"):
+        width = max(map(len, COMMANDS))
+        print("\n".join(f"{command:{width}}  {summary(command)}" for command in COMMANDS))
+        print("\nRun one with `python -m diffeqformer.NAME` or `diffeqformer NAME`; --help shows its options.")
+    else:
+        sys.exit(f"diffeqformer: there is no command {name}{did_you_mean(name, COMMANDS)}")
+
+
+if __name__ == "__main__":
+    main()

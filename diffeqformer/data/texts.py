@@ -1,0 +1,138 @@
+"""Documents without SeqIO: those of local files, and of Python's standard library.
+
+`diffeqformer.data.tasks` gives them to SeqIO. Where SeqIO isn't installed, they are prepared and scored as they are.
+"""
+
+import hashlib
+import itertools
+import os
+import pathlib
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.data.files import PLAIN, kind, read_texts
+from diffeqformer.data.quiet import check_installed
+from diffeqformer.data.store import Split
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.data.wikitext import articles, detokenize
+from diffeqformer.errors import UserError
+
+MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
+VALIDATION_PART = 50  # one in this many files of the standard library
+STDLIB_ORIGIN = f"standard library of Python {platform.python_version()}"
+
+
+def uncut(text: str) -> Iterator[str]:
+    """A text as one document."""
+    yield text
+
+
+CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext103_raw": articles}
+"""What splits a local text file that replaces a corpus into documents; other corpora leave it whole."""
+
+
+class LocalTexts:
+    """Documents in local files: text (a file is a document), JSON lines or Parquet.
+
+    A shard is one file, or a group of consecutive files if there are very many.
+
+    Args:
+        files: paths of each split.
+        cut: splits the content of a text file into documents.
+    """
+
+    def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
+        self.splits, self.files, self.cut = tuple(files), files, cut
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard."""
+        files = self.files[split]
+        count = min(len(files), MOST_SHARDS)
+        return [files[i * len(files) // count : (i + 1) * len(files) // count] for i in range(count)]
+
+    def sizes(self, split: str) -> list[int]:
+        """The bytes of each shard's files."""
+        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
+
+    def shards(self, split: str) -> int:
+        """The number of shards."""
+        return len(self.groups(split))
+
+    @property
+    def origin(self) -> str:
+        """A description for readers."""
+        folders = {str(pathlib.Path(path).parent) for files in self.files.values() for path in files}
+        return f"local files in {', '.join(sorted(folders))}"
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """The documents of every `count`-th shard from `index` on; by default of all."""
+        for path in itertools.chain.from_iterable(self.groups(split)[index::count]):
+            for text in read_texts(path):
+                yield from self.cut(text) if kind(path) in PLAIN else [text]
+
+
+class StandardLibrary:
+    """The `.py` files of this Python's standard library without its tests, as one shard; one document per file."""
+
+    splits, origin = ("train", "validation"), STDLIB_ORIGIN
+
+    def sizes(self, split: str) -> list[int]:
+        """Unknown."""
+        return []
+
+    def shards(self, split: str) -> int:
+        """One."""
+        return 1
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """The documents, always in the same order. Files that aren't UTF-8 are left out."""
+        for path in stdlib_files(split):
+            try:
+                yield path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+
+
+def stdlib_files(split: str) -> list[pathlib.Path]:
+    """The files of a split of the standard library, sorted by path.
+
+    A hash of the path below the library's folder decides the split, so a file stays in its split regardless of what
+    else is installed.
+    """
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if any(part in ("site-packages", "dist-packages", "test", "tests", "idle_test") for part in parts):
+            continue
+        digest = hashlib.sha256("/".join(parts).encode()).digest()
+        is_validation = int.from_bytes(digest[:8], "big") % VALIDATION_PART == 0
+        if is_validation == (split == "validation"):
+            files.append(path)
+    return files
+
+
+def open_texts(corpus: str, files: dict[str, Sequence[str]] | None) -> LocalTexts | StandardLibrary:
+    """The documents of a corpus, or of the local files that replace it.
+
+    Raises:
+        UserError: if the corpus needs SeqIO and it isn't installed, or there is no such corpus.
+    """
+    if files:
+        return LocalTexts(files, CUTS.get(corpus, uncut))
+    if corpus == "python_stdlib":
+        return StandardLibrary()
+    check_installed(f"the corpus {corpus}")
+    raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
+
+
+def stored_documents(stored: Split, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """The documents of a split of a token store: their text and their ids, of which the last is end-of-text."""
+    ids, start = stored.ids(0, stored.size), 0
+    for end in (np.flatnonzero(ids == tokenizer.end_of_text) + 1).tolist():
+        yield tokenizer.decode(ids[start : end - 1].tolist()), ids[start:end].tolist()
+        start = end

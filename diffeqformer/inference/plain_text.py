@@ -1,0 +1,143 @@
+"""The formulas of perplexities, and their evaluation without SeqIO, where it isn't installed.
+
+docs/evaluation.md defines them. `diffeqformer.inference.perplexity` computes the same with SeqIO.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from diffeqformer.data.store import Split
+from diffeqformer.data.texts import open_texts, stored_documents
+from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
+
+LARGEST = 700.0  # exponents beyond this overflow
+GROUP = 4096  # windows held in memory at once
+
+
+def window_results(log_likelihood: float, tokens: int) -> dict[str, float]:
+    """The paper's perplexity, from the log-likelihood in nats of all tokens but the first of disjoint windows."""
+    loss = -log_likelihood / tokens
+    return {"paper_perplexity": math.exp(min(loss, LARGEST)), "paper_loss": loss, "paper_tokens": tokens}
+
+
+def text_results(log_likelihood: float, tokens: int, words: int, bytes: int, documents: int) -> dict[str, float]:
+    """The full perplexity, from the log-likelihood in nats of every token; also per word and per byte."""
+    loss = -log_likelihood / tokens
+    return {
+        "perplexity": math.exp(min(loss, LARGEST)),
+        "word_perplexity": math.exp(min(-log_likelihood / words, LARGEST)),
+        "bits_per_byte": -log_likelihood / math.log(2) / bytes,
+        "loss": loss,
+        "tokens": tokens,
+        "words": words,
+        "bytes": bytes,
+        "documents": documents,
+    }
+
+
+def check_size(corpus: str, split: str, tokens: int, window: int) -> None:
+    """Check that a text has at least one window.
+
+    Raises:
+        UserError: if not.
+    """
+    if tokens < window:
+        raise UserError(
+            f"{corpus}: the {split} split has {tokens:,} tokens, fewer than one window of {window}; choose a "
+            "smaller --window"
+        )
+
+
+def log_likelihoods_of(
+    examples: Iterable[list[int]],
+    scorer: Scorer,
+    show: Callable[[int, int], None],
+    stretches_of: Callable[[list[int]], Iterable[Stretch]],
+) -> list[float]:
+    """The log-likelihood in nats of each example.
+
+    Args:
+        examples: ids, of which all but one each are scored.
+        show: called with the number of scored tokens and their total.
+        stretches_of: what to score of an example.
+    """
+    examples = list(examples)
+    sums, total, done = [0.0] * len(examples), sum(len(ids) - 1 for ids in examples), 0
+
+    def count(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        show(done, total)
+
+    every = ((i, stretch) for i, ids in enumerate(examples) for stretch in stretches_of(ids))
+    while group := list(itertools.islice(every, GROUP)):
+        for (i, _), scores in zip(group, scorer([stretch for _, stretch in group], count)):
+            sums[i] += float(np.sum(scores.log_probs, dtype=np.float64))
+    return sums
+
+
+class PlainEvaluation:
+    """The text of one split, to be scored by one or more models: `diffeqformer.inference.perplexity.Evaluation`.
+
+    Args:
+        corpus: name of the corpus, which must be the standard library unless there are files or a store.
+        window: tokens of a window.
+        stride: tokens between the starts of the full perplexity's windows.
+        files: local files to use instead of the corpus, if any.
+        stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
+
+    Raises:
+        UserError: if the corpus needs SeqIO, there is no such split, or less text in it than one window.
+    """
+
+    def __init__(
+        self,
+        corpus: str,
+        split: str,
+        tokenizer: Tokenizer,
+        window: int,
+        stride: int,
+        files: Sequence[str] | None = None,
+        stored: Split | None = None,
+    ):
+        self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
+        if stored:
+            self.documents = list(stored_documents(stored, tokenizer))
+        else:
+            texts = open_texts(corpus, {split: files} if files else None)
+            if split not in texts.splits:
+                raise UserError(f"--split: {corpus} has {', '.join(texts.splits)}, but it is '{split}'")
+            every = (text for text in texts.documents(split) if text.strip())
+            self.documents = [(text, [*tokenizer.encode(text), self.end_of_text]) for text in every]
+        stream = np.array([i for _, ids in self.documents for i in ids], np.int32)
+        check_size(corpus, split, len(stream), window)
+        self.windows = stream[: len(stream) // window * window].reshape(-1, window)
+
+    def first_windows(self, count: int) -> list[Stretch]:
+        """The first disjoint windows, repeated if there are fewer."""
+        return [Stretch(self.windows[i % len(self.windows)].tolist(), 1) for i in range(count)]
+
+    def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
+        """The paper's perplexity; `show` is called with the number of scored tokens and their total."""
+        sums = log_likelihoods_of(self.windows.tolist(), scorer, show, lambda ids: [Stretch(ids, 1)])
+        return window_results(sum(sums), self.windows.size - len(self.windows))
+
+    def full(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
+        """The full perplexity, per token, word and byte."""
+        all_ids = [ids for _, ids in self.documents]
+        sums = log_likelihoods_of(
+            all_ids, scorer, show, lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text)
+        )
+        size = sum(len(text.encode()) for text, _ in self.documents)
+        return text_results(
+            sum(sums),
+            tokens=sum(map(len, all_ids)) - len(all_ids),
+            words=sum(len(text.split()) for text, _ in self.documents),
+            bytes=self.stored.text_bytes if self.stored else size,  # a tokenizer may have normalized the text
+            documents=len(all_ids),
+        )

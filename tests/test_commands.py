@@ -1,0 +1,68 @@
+"""What the commands say of themselves."""
+
+import subprocess
+import sys
+
+import pytest
+
+from diffeqformer.__main__ import COMMANDS, summary
+from diffeqformer.config import base_config, check_config, comments, field_names, title
+from diffeqformer.console.command_line import config_file, configs
+from helpers import ROOT, toy_config
+from runs import command
+
+
+def test_every_command_is_listed_in_one_line():
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "diffeqformer").glob("[a-z]*.py")}
+    assert {name for name, source in sources.items() if '__name__ == "__main__"' in source} == set(COMMANDS)
+    done = subprocess.run([sys.executable, "-m", "diffeqformer"], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
+    assert all(10 < len(summary(name)) < 90 for name in COMMANDS)
+    assert summary("generate") == "Generate text from a trained model"
+    wrong = subprocess.run([sys.executable, "-m", "diffeqformer", "evalute"], cwd=ROOT, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "diffeqformer: there is no command evalute; did you mean evaluate?\n",
+    )
+
+
+HELP = {
+    "main": ["config", "[no]help_config", "workdir", "coordinator"],
+    "generate": ["workdir", "prompt", "coordinator"],
+    "ode": ["workdir", "split", "refinements", "process_id"],
+    "inspect": ["workdir", "[no]statistics"],
+}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_shows_the_options_of_the_command_and_no_others(name):
+    done = command(name, "--help", "--no_such_option")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python -m diffeqformer.{name} " in done.stdout.splitlines()[0]
+    assert all(f"\n  --{option}: " in done.stdout for option in HELP[name])
+    assert "--config:" in done.stdout or "config" not in HELP[name]
+    assert "--alsologtostderr" not in done.stdout and "--jax" not in done.stdout
+
+
+def test_every_field_of_a_config_is_explained():
+    done = command("main", "--help_config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(comments()) == sorted(field_names(base_config("", "diffeqformer"))) and all(comments().values())
+    assert "\n--config.optimizer.learning_rate=0.0006\n    peak rate, after the warm-up\n" in done.stdout
+    assert "\n--config.data.train_files=''\n    Local files to use instead of a corpus: comma-" in done.stdout
+
+
+def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert set(configs()) == {path.stem for path in (ROOT / "configs").glob("*.py")}
+    assert config_file("tiny:gpt") == f"{ROOT}/configs/tiny.py:gpt"
+    (tmp_path / "tiny").touch()  # a file of that name comes first
+    assert config_file("tiny:gpt") == "tiny:gpt"
+
+
+@pytest.mark.parametrize("rank, said", [(0, "toy, fine-tuned"), (2, "toy, fine-tuned (lora)")])
+def test_a_fine_tuned_run_has_a_heading_of_its_own(rank, said):
+    config = toy_config("discretized", base="runs/toy", model__lora_rank=rank, name="toy")
+    check_config(config, num_devices=8)
+    assert title(config) == said and title(toy_config()) == "toy"

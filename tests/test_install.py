@@ -1,0 +1,89 @@
+"""A wheel in an empty environment: it trains from an empty folder, and its light installation does what it says."""
+
+import re
+import subprocess
+
+import pytest
+
+from environments import (
+    LIGHT,
+    build_wheel,
+    closure,
+    environment_variables,
+    make_environment,
+    requirements_of,
+    run,
+)
+
+LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
+SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1", "--config.sample.length=8"]
+
+
+def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
+    assert not closure(LIGHT) & LEFT_OUT
+    assert not any("#" in line or not line.strip() for line in LIGHT)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """The options that name a little text of our own."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(3):
+        (folder / f"{number}.txt").write_text("def main():\n    return 1\n" * (30 + number))
+    return [f"--config.data.train_files={folder}/[01].txt", f"--config.data.validation_files={folder}/2.txt"]
+
+
+@pytest.fixture(scope="module")
+def trained(wheel, texts, tmp_path_factory):
+    """The folder in which the whole package has trained, and what it printed."""
+    needs = requirements_of(wheel)
+    assert {re.match(r"[\w.-]+", text)[0] for text in needs} >= LEFT_OUT
+    python = make_environment(tmp_path_factory.mktemp("whole"), needs, wheel)
+    folder = tmp_path_factory.mktemp("empty")
+    return folder, run(python, folder, "main", *SHORT, *texts).stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_from_an_empty_folder(trained):
+    folder, said = trained
+    assert "Preparing python_stdlib into token_stores/python_stdlib-bytes" in said and "tiny: diffeqformer, " in said
+    assert sorted(path.name for path in folder.iterdir()) == ["runs", "token_stores"]
+    assert (folder / "runs" / "tiny" / "checkpoints" / "3").is_dir()
+
+
+@pytest.mark.slow
+def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_path_factory):
+    python = make_environment(tmp_path_factory.mktemp("light"), LIGHT, wheel)
+    where = [python, "-c", "import diffeqformer; print(diffeqformer.__file__); import tensorflow"]
+    done = subprocess.run(where, cwd="/", env=environment_variables(), capture_output=True, text=True)
+    assert done.stdout.startswith(str(python.parent.parent)) and "No module named 'tensorflow'" in done.stderr
+    folder, said = trained
+    lines = run(python, folder).stdout.splitlines()
+    assert lines[0].startswith("main ") and len(lines) == 13
+
+    workdir = "--workdir=runs/tiny"
+    assert run(python, folder, "inspect", workdir).stdout.startswith("tiny: diffeqformer")
+    assert "def " in run(python, folder, "generate", workdir, "--prompt=def ", "--tokens=4").stdout
+    assert "bits/byte" in run(python, folder, "evaluate", workdir).stdout
+    run(python, folder, "analyze", workdir, "--parts=spectra", "--nofeed_forward")
+    run(python, folder, "ode", workdir, "--windows=2", "--refinements=2")
+    run(python, folder, "materialize", workdir)
+
+    empty = tmp_path_factory.mktemp("light_empty")
+    data = re.compile("^data: .*", re.MULTILINE)
+    again = run(python, empty, "main", *SHORT, *texts).stdout
+    assert data.findall(again) == data.findall(said)  # with the hash of all ids
+    for arguments, sentence in [
+        (["prepare", "--config=tiny", "--config.data.task=wikitext103"], "the corpus wikitext103 needs seqio, tensor"),
+        (["evaluate", workdir, "--task=wikitext103"], "the corpus wikitext103 needs seqio, tensorflow, tensorflow_"),
+        (["downstream", workdir], "lm_eval: lm-evaluation-harness isn't installed"),
+        (["harness", "run"], "harness needs lm-evaluation-harness"),
+        (["inspect", "--workdir=gs://bucket/run"], "--workdir: gs://bucket/run needs a package"),
+    ]:
+        done = run(python, folder, *arguments, status=1)
+        assert done.stderr.startswith(f"diffeqformer: {sentence}") and done.stderr.count("\n") == 1, done.stderr

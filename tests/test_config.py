@@ -93,6 +93,7 @@ WRONG = {
     "model.state_dtype": "float16",
     "model.weights_dtype": "int8",
     "model.remat": "all",
+    "model.snapshots": 0,
     "mesh.data": -3,
     "mesh.fsdp": 0,
     "mesh.tensor": -2,
@@ -259,7 +260,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
-    "log_every", "eval_every", "dynamics_every", "profile_steps", "checkpoint_every", "checkpoints_kept", "data.module",
+    "model.snapshots", "log_every", "eval_every", "dynamics_every", "profile_steps", "checkpoint_every", "checkpoints_kept", "data.module",
     "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir",
     "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip

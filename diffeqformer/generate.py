@@ -12,7 +12,8 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
 from diffeqformer.errors import UserError
-from diffeqformer.inference.sampling import Choice, Samples, encode_prompt, write_tokens
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.sampling import Samples, encode_prompt, write_tokens
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import random_key
 

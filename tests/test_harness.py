@@ -16,8 +16,9 @@ from diffeqformer import checkpoint, transformer
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
+from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.harness import HarnessModel
-from diffeqformer.inference.sampling import Choice, generate, write_tokens
+from diffeqformer.inference.sampling import generate, write_tokens
 from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config
 
 BYTES = ByteTokenizer()

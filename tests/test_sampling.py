@@ -15,11 +15,10 @@ from diffeqformer import generate as generate_command
 from diffeqformer.console.terminal import printable
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import (
     CHUNK,
-    Choice,
     Samples,
-    draw,
     encode_prompt,
     generate,
     read_prompt,

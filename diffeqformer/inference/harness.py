@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
+from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh
@@ -208,8 +209,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         tokenizer, scorer = self.opened.tokenizer, self.scorer
         keys = jax.random.fold_in(random_key(0, "sample"), number)[None]
         samples = Samples(tokenizer, prompt, 1)
-        for token in continue_prompt(
-            scorer.graph, scorer.params, scorer.weights, scorer.max_length, prompt,
+        for token in continue_prompts(
+            scorer.graph, scorer.params, scorer.weights, scorer.max_length, [prompt],
             count=count, keys=keys, vocab_size=tokenizer.vocab_size, choice=choice,
         ):  # fmt: skip
             samples.add(token)

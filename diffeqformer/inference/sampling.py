@@ -219,7 +219,7 @@ def _read(graph, params, weights, max_length: int, ids: list[int]) -> tuple[Floa
 
 def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:
     """The logits and the cache of all texts. Those that are the same are read once."""
-    results = {ids: read(ids) for ids in dict.fromkeys(map(tuple, texts))}
+    results = {ids: read(list(ids)) for ids in dict.fromkeys(map(tuple, texts))}
     logits, caches = zip(*(results[tuple(ids)] for ids in texts))
     return jnp.concatenate(logits), jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *caches)
 

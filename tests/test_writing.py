@@ -1,20 +1,26 @@
 """Writing beyond the model's positions, and after many prompts at once."""
 
+import json
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffeqformer import checkpoint
+from diffeqformer import generate as generate_command
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import batches, sampling
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import split_reader, with_solver
 from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import split_model
+from diffeqformer.transformer import random_key, split_model
 from helpers import lively_model, logits_of
+from runs import command
 
 BYTES = ByteTokenizer()
 LENGTH = 24  # positions of the model
@@ -108,3 +114,42 @@ def test_what_has_no_room_is_named_at_once():
             write_texts(model, BYTES, prompts, **{"tokens": None, "key": jax.random.key(0), **options})
     with pytest.raises(UserError, match="^sliding_window: can't be combined with draft_steps"):
         generate(model, BYTES, "a", tokens=5, key=jax.random.key(0), draft_steps=1, sliding_window=True)
+
+
+@pytest.mark.long
+def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path):
+    """With another solver, beyond the model's 64 positions; to a file, or to standard output."""
+    opened, prompts = checkpoint.load(run), ["def é", "", "a" * 70]
+    model = with_solver(opened.model, "midpoint", opened.config.model)
+    how = dict(tokens=70, samples=2, key=random_key(5, "sample"), choice=Choice(0.7), num_steps=2, sliding_window=True)
+    texts = [text for prompt in prompts for text in generate(model, opened.tokenizer, prompt, **how)]
+    expected = [{"prompt": prompt, "text": text} for prompt, text in zip(np.repeat(prompts, 2).tolist(), texts)]
+    (tmp_path / "prompts").write_bytes("def é\r\n\n".encode() + 70 * b"a" + b"\n")
+    options = ["--workdir", run, "--prompts_file", tmp_path / "prompts", "--samples=2", "--batch_size=4", "--seed=5"]
+    options += ["--tokens=70", "--temperature=0.7", "--num_steps=2", "--solver=midpoint", "--sliding_window"]
+    printed = command("generate", *options)
+    assert [json.loads(line) for line in printed.stdout.split("\n")[:-1]] == expected, printed.stderr
+    assert "toy (diffeqformer, 2 steps of midpoint, float32) at step 12: 6 texts in " in printed.stderr
+    written = command("generate", *options, "--output", tmp_path / "out")
+    assert written.stdout == "" and (tmp_path / "out").read_text("utf-8") == printed.stdout
+    again = command("generate", *options, "--output", tmp_path / "out")
+    assert again.returncode == 1 and "--output: must be a new file in a folder that can be written" in again.stderr
+
+
+def test_options_of_prompts_must_agree(tmp_path):
+    def prompts(**options):
+        options = dict.fromkeys(("prompt", "prompt_file", "prompts_file", "output", "draft_steps")) | options
+        return generate_command.prompts_of(types.SimpleNamespace(**options))
+
+    (tmp_path / "lines").write_bytes(b"a \r\n\nb\x0bc")
+    assert prompts(prompts_file=tmp_path / "lines", output=str(tmp_path / "new")) == ["a ", "", "b\x0bc"]
+    assert prompts(prompt="a\nb") == ["a\nb"]
+    for options, sentence in (
+        ({"prompt": "a", "prompts_file": "b"}, "--prompts_file: a prompt was given as well; leave one of them out"),
+        ({"prompt": "a", "output": "b"}, "--output: goes with --prompts_file"),
+        ({"prompts_file": "b", "draft_steps": 2}, "--draft_steps: can't be combined with --prompts_file"),
+        ({"prompts_file": "b", "output": f"{tmp_path}/no/b"}, "--output: must be a new file in a folder that can be"),
+        ({"prompts_file": f"{tmp_path}/absent"}, ".*absent: No such file or directory"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            prompts(**options)

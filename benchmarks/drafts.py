@@ -19,7 +19,8 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import whole_numbers
 from diffeqformer.inference import speculation
-from diffeqformer.inference.sampling import Choice, encode_prompt, write_tokens
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.sampling import encode_prompt, write_tokens
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run that was trained at many depths.", required=True)
 BESIDE = flags.DEFINE_string("beside", None, "Folder of another run, whose plain writing is timed as well.")

@@ -28,7 +28,7 @@ from diffeqformer.console.results import header, results_folder, whole_numbers, 
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.bars import plot
-from diffeqformer.inference.paired import describe_differences, scores_of_documents
+from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
 from diffeqformer.inference.published import TASKS, describe
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.parallel import hosts
@@ -48,6 +48,7 @@ def define_flags() -> None:
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
     flags.DEFINE_integer("batch_size", 32, "Sequences scored at once, over all devices.", lower_bound=1)
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
+    flags.DEFINE_bool("log_samples", False, "Also write each document's requests and answers, as lm-eval does.")
     flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
     flags.DEFINE_string(
         "output",
@@ -158,8 +159,8 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
         )
 
 
-def summary(results: dict, names: list[str]) -> dict[str, dict]:
-    """The metrics (under lm-eval's names), number of examples and version of each requested task.
+def summary(results: dict, names: list[str], model) -> dict[str, dict]:
+    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of each requested task.
 
     A group without a value of its own is replaced by its tasks.
     """
@@ -172,6 +173,8 @@ def summary(results: dict, names: list[str]) -> dict[str, dict]:
             continue
         rows[name] = {
             "examples": values["sample_len"],
+            "contexts": sum(model.contexts[leaf] for leaf in leaves(name, results["group_subtasks"])),
+            "contexts_cut": sum(model.cut[leaf] for leaf in leaves(name, results["group_subtasks"])),
             "shots": max(results["n-shot"].get(part, 0) for part in parts or [name]),
             "version": results["versions"].get(name),
             **{key: value for key, value in values.items() if "," in key},
@@ -191,6 +194,29 @@ def write(folder: pathlib.Path, report: dict) -> None:
     differences = describe_differences(report["runs"])
     write_text(folder / "results.md", describe(report["runs"]) + (f"\n{differences}" if differences else ""))
     plot(report["runs"], folder / "downstream.png")
+
+
+def write_samples(folder: pathlib.Path, run: dict, samples: dict[str, list[dict]]) -> None:
+    """Write each document's requests and answers in lm-eval's own form: for each task, a file of JSON lines.
+
+    Args:
+        samples: from lm-eval's results.
+    """
+    from lm_eval.utils import handle_non_serializable, sanitize_list
+
+    where = folder / "samples" / run["label"].replace("/", "_")
+    where.mkdir(parents=True, exist_ok=True)
+    for task, documents in samples.items():
+        lines = []
+        for document in documents:
+            arguments = {
+                f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(values)}
+                for number, values in enumerate(document["arguments"])
+            }
+            line = {**document, "arguments": arguments, "target": str(document["target"])}
+            line |= {name: sanitize_list(document[name]) for name in ("resps", "filtered_resps")}
+            lines.append(json.dumps(line, default=handle_non_serializable, ensure_ascii=False) + "\n")
+        write_text(where / f"{task}_{run['shots']}_shots.jsonl", "".join(lines))
 
 
 def write_curves(folder: pathlib.Path, run: dict) -> None:
@@ -241,7 +267,7 @@ class Study:
     """
 
     def __init__(self, options, shots: list[int]):
-        self.shots = shots
+        self.shots, self.log_samples = shots, options.log_samples
         self.tasks, self.names = load_tasks(options.tasks, options.include)
         self.own = {name: task.get_config("num_fewshot") for name, task in self.tasks["tasks"].items()}
         for name, task in self.tasks["tasks"].items():
@@ -266,8 +292,9 @@ class Study:
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
             set_shots(self.tasks, self.own, number)
             start = time.monotonic()
+            model.contexts.clear(), model.cut.clear()
             results = run_harness(model, self.tasks, self.report["limit"])
-            rows = summary(results, self.names)
+            rows = summary(results, self.names, model)
             run = {
                 "label": label,
                 **header(workdir, model.opened),
@@ -281,6 +308,8 @@ class Study:
             self.report["runs"].append(run)
             write(self.folder, self.report)
             write_curves(self.folder, run)
+            if self.log_samples:
+                write_samples(self.folder, run, results["samples"])
             print(f"done in {duration(run['seconds'])}", flush=True)
 
     def say(self) -> None:

@@ -18,13 +18,14 @@ from diffeqformer.console.results import header, results_folder, whole_numbers
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
-from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.report import heading, name_of, plot, table, write
+from diffeqformer.inference.reader import with_solver, without_depth
+from diffeqformer.inference.report import heading, name_of, plot, table, write, write_curves
 from diffeqformer.inference.scoring import Scorer, lead
-from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
+from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
-from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import MODELS
+
+PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
+"""The two perplexities, by the names of the methods that compute them."""
 
 
 def define_flags() -> None:
@@ -34,6 +35,8 @@ def define_flags() -> None:
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
     flags.DEFINE_list("tolerance", [], "Tolerances; each chooses a grid for Heun's method on calibration text.")
     flags.DEFINE_string("calibration_files", None, "Local files with that text (.txt, .jsonl, .parquet; patterns).")
+    choices = ("both", *PERPLEXITIES)
+    flags.DEFINE_enum("perplexity", "both", choices, "Which to compute; paper alone takes a third of the time.")
     flags.DEFINE_integer(
         "stride", None, "Tokens between the starts of the full perplexity's windows; by default half a window."
     )
@@ -76,30 +79,21 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     Raises:
         UserError: if a solver or a number of steps is unknown, or doesn't fit the model.
     """
-    config, solvers, steps = opened.config.model, options.solver, whole_numbers("--num_steps", options.num_steps, 1)
-    possible = MODELS[config.kind].solvers()
-    if opened.model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
-        possible = [name for name in possible if SOLVERS[name].nodes == SOLVERS[config.solver].nodes]
-    for name in solvers:
-        if name not in possible:
-            raise UserError(
-                f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, "
-                f"but it is {name!r}"
-            )
+    config, steps = opened.config.model, whole_numbers("--num_steps", options.num_steps, 1)
+    models = {name: with_solver(opened.model, name, config) for name in options.solver}
+    models = models or {config.solver: opened.model}
     grids = calibrated(opened, options, window)
     rows = [
         ({"solver": name, "num_steps": number}, number)
-        for name, number in itertools.product(solvers or [config.solver], steps or [config.num_steps])
+        for name, number in itertools.product(models, steps or [config.num_steps])
     ]
     rows += [
         ({"solver": "heun", "num_steps": len(times), "tolerance": tolerance, "times": times}, times)
         for tolerance, times in grids.items()
     ]
-    scorers = []
-    for row, grid in rows:
-        model = opened.model.replace(solver=SOLVERS[row["solver"]])
-        scorers.append((row, Scorer(model, grid, options.batch_size)))
-    return scorers
+    if grids:
+        models["heun"] = with_solver(opened.model, "heun", config)
+    return [(row, Scorer(models[row["solver"]], grid, options.batch_size)) for row, grid in rows]
 
 
 def score_checkpoint(options) -> dict | None:
@@ -153,17 +147,20 @@ def score_text(
         UserError: if there is no such text, or less than a window, or the results can't be written.
     """
     evaluation = open_text(options, opened, task, files, results["window"], results["stride"])
-    folder = results_folder(options.output, options.workdir, "evaluation", f"{task}-{options.split}")
-    results = {**results, "task": task, "files": files, "split": options.split, "rows": []}
+    text = name_of_text(options, task, files)
+    folder = results_folder(options.output, options.workdir, "evaluation", text)
+    results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
     print(heading(results), flush=True)
     times = time_windows(evaluation, [scorer for _, scorer in scorers])
     for (row, scorer), milliseconds in zip(scorers, times):
-        name = f"{name_of(row)}, {row['num_steps']} steps"
-        paper = evaluation.paper(scorer, show_progress(f"{name}, disjoint windows"))
-        full = evaluation.full(scorer, show_progress(f"{name}, every token"))
-        row = {**row, **paper, **full, "milliseconds_per_window": milliseconds}
+        row = {**row, "milliseconds_per_window": milliseconds}
+        for name, what in PERPLEXITIES.items():
+            if options.perplexity in (name, "both"):
+                show = show_progress(f"{name_of(row)}, {row['num_steps']} steps, {what}")
+                row |= getattr(evaluation, name)(scorer, show)
         results["rows"].append(row)
         write(results, folder)
+    write_curves(results, folder)
     print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
     if len(scorers) > 1:
         plot(results, folder / "perplexity.png")

@@ -1,6 +1,8 @@
 """Generate text from a trained model: `python -m diffeqformer.generate --workdir=runs/tiny --prompt="def main("`."""
 
+import contextlib
 import hashlib
+import json
 import os
 import pathlib
 import sys
@@ -12,10 +14,15 @@ from diffeqformer import checkpoint
 from diffeqformer.config import title
 from diffeqformer.console import command_line
 from diffeqformer.console.terminal import printable
+from diffeqformer.data.files import read_lines
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.sampling import Choice, Samples, encode_prompt, write_tokens
+from diffeqformer.inference.batches import write_texts
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.reader import with_solver
+from diffeqformer.inference.sampling import MOST, Samples, encode_prompt, write_tokens
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import random_key
+from diffeqformer.transformer import Transformer, random_key
 
 
 def define_flags() -> None:
@@ -24,13 +31,18 @@ def define_flags() -> None:
     command_line.define_step()
     flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")
     flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
-    flags.DEFINE_integer("tokens", None, "Maximum number of tokens to write; by default as many as fit, up to 256.")
+    flags.DEFINE_string("prompts_file", None, "A file with a text to continue in each line; writes JSON lines.")
+    flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
+    flags.DEFINE_integer("batch_size", 8, "Texts written at once after the prompts of --prompts_file.", lower_bound=1)
+    flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
+    flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
     flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it is generated.")
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the random choices.", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
+    flags.DEFINE_string("solver", None, "The solver of depth; by default as in training.")
     flags.DEFINE_integer("draft_steps", None, "Fewer steps of depth, which draft tokens for all steps to verify.")
 
 
@@ -38,10 +50,8 @@ def prompt_text(options) -> str:
     """The prompt from its option, its file or standard input.
 
     Raises:
-        UserError: if there is none or more than one, or the file can't be read.
+        UserError: if there is none, or the file can't be read.
     """
-    if options.prompt is not None and options.prompt_file is not None:
-        raise UserError("--prompt_file: a prompt was given as well; leave one of them out")
     if options.prompt is not None:
         return options.prompt
     if options.prompt_file in (None, "-"):
@@ -62,33 +72,70 @@ def prompt_text(options) -> str:
         raise UserError(f"{source}: the text must be UTF-8, but byte {error.start} is not") from None
 
 
+def prompts_of(options) -> list[str]:
+    """All prompts: the lines of --prompts_file, of which empty ones are empty prompts, or one from elsewhere.
+
+    Raises:
+        UserError: if there is none, or the options contradict one another, or a file can't be read.
+    """
+    given = [name for name in ("prompt", "prompt_file", "prompts_file") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[1]}: a prompt was given as well; leave one of them out")
+    if options.prompts_file is None:
+        if options.output is not None:
+            raise UserError("--output: goes with --prompts_file; other texts are written to standard output")
+        return [prompt_text(options)]
+    if options.draft_steps is not None:
+        raise UserError("--draft_steps: can't be combined with --prompts_file; leave one of them out")
+    folder = os.path.dirname(options.output or "") or "."
+    if options.output is not None and (os.path.lexists(options.output) or not os.access(folder, os.W_OK)):
+        raise UserError(
+            f"--output: must be a new file in a folder that can be written, but it is {options.output}; choose another"
+        )
+    return [line.rstrip("\r\n") for line in read_lines(options.prompts_file)]
+
+
 def write(options) -> None:
-    """Read the prompt, open the checkpoint, write: the first sample as it comes, the others after it."""
+    """Read the prompts, open the checkpoint, and write."""
     started = time.monotonic()
     with hosts.all_succeed("the prompt"):
-        prompt, count = prompt_text(options), options.samples
-    digest = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
+        prompts = prompts_of(options)
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     hosts.check_same("--prompt: the text", digest, "give all processes the same one")
     opened = checkpoint.load_on_all(options.workdir, options.step)
-    model, tokenizer = opened.model, opened.tokenizer
-    ids = encode_prompt(tokenizer, prompt)
-    room = max(1, min(256, model.max_length - len(ids)))
-    tokens_of_samples = write_tokens(
-        model,
-        ids,
-        count=room if options.tokens is None else options.tokens,
+    model, trained, solver, drafts = opened.model, opened.config.model, "", ""
+    if options.solver is not None:
+        model, solver = with_solver(model, options.solver, trained), f" of {options.solver}"
+    if options.draft_steps is not None:
+        drafts = f", drafts in {options.draft_steps}"
+    how = dict(
         key=random_key(options.seed, "sample"),
-        vocab_size=tokenizer.vocab_size,
         choice=Choice(options.temperature, options.top_k, options.top_p),
-        samples=count,
+        samples=options.samples,
         num_steps=options.num_steps,
-        draft_steps=options.draft_steps,
+        sliding_window=options.sliding_window,
+    )
+    if options.prompts_file is None:
+        said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
+    else:
+        said = write_lines(model, opened.tokenizer, prompts, options, started, how)
+    steps = f"{options.num_steps or trained.num_steps} steps{solver}{drafts}"
+    if hosts.is_first():
+        what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
+        print(f"\n{what}: {said}", file=sys.stderr)
+
+
+def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options, started: float, how: dict) -> str:
+    """Print the samples of one prompt, the first as it comes, the others after it; returns how fast that was."""
+    ids, count, first = encode_prompt(tokenizer, prompt), options.samples, 0.0
+    steps = write_tokens(
+        model, ids, count=options.tokens, vocab_size=tokenizer.vocab_size, draft_steps=options.draft_steps, **how
     )
     show = printable if sys.stdout.isatty() else str
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
-    samples, shown, first = Samples(tokenizer, ids, count), prompt, 0.0
+    samples, shown = Samples(tokenizer, ids, count), prompt
     print(headings[0] + show(prompt), end="", flush=True)
-    for tokens in tokens_of_samples:
+    for tokens in steps:
         first = first or time.monotonic()
         samples.add(tokens)
         text = prompt + samples.text(0).rstrip("\ufffd")  # may be an incomplete character
@@ -103,11 +150,25 @@ def write(options) -> None:
     sys.stdout.flush()
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
-    trained, steps = opened.config.model, options.num_steps or opened.config.model.num_steps
-    drafts = f", drafts in {options.draft_steps}" if options.draft_steps else ""
-    what = f"{title(opened.config)} ({trained.kind}, {steps} steps{drafts}, {trained.dtype}) at step {opened.step:,}"
-    if hosts.is_first():
-        print(f"\n{what}: {written:,} tokens, the first after {first - started:.1f} s{rate}", file=sys.stderr)
+    return f"{written:,} tokens, the first after {first - started:.1f} s{rate}"
+
+
+def write_lines(
+    model: Transformer, tokenizer: Tokenizer, prompts: list[str], options, started: float, how: dict
+) -> str:
+    """Write the texts after all prompts as JSON lines, batch by batch; returns how long that took.
+
+    Raises:
+        UserError: if one of the prompts has no room, or the file can't be written.
+    """
+    texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size, **how)
+    show = printable if options.output is None and sys.stdout.isatty() else str
+    path = options.output if hosts.is_first() else os.devnull
+    with contextlib.nullcontext(sys.stdout) if options.output is None else open(path, "w", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            line = {"prompt": prompts[number // options.samples], "text": text}
+            print(show(json.dumps(line, ensure_ascii=False)), file=file, flush=True)
+    return f"{number + 1:,} texts in {time.monotonic() - started:.1f} s"
 
 
 def main() -> None:

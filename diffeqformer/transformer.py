@@ -206,7 +206,7 @@ class Transformer(nnx.Module):
 
     @at_its_precision
     def extend(
-        self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, ""]
+        self, tokens: Int[Array, "B S"], weights: StackedWeights, cache: KeyValueCache, position: Int[Array, "*each"]
     ) -> tuple[Float[Array, "B S D"], KeyValueCache]:
         """Second phase for tokens that follow others: their final states (for `head`), and the updated cache.
 
@@ -214,7 +214,8 @@ class Transformer(nnx.Module):
             tokens: the ids at `position`, `position` + 1, ...
             weights: the same weights with which the cache was filled.
             cache: holds every earlier position; at the start, from `KeyValueCache.empty`.
-            position: number of tokens before these; with S it must not exceed the cache's length.
+            position: number of tokens before these, of each example or of all; with S it must not exceed the cache's
+                length.
         """
         context = Context(position=position)
         return walk(self.solver, self.field, weights, self.embed(tokens, context), context, cache=cache)

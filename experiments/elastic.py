@@ -173,7 +173,8 @@ def time_tokens() -> dict[str, dict[str, float]]:
     """
     import jax
 
-    from diffeqformer.inference.sampling import Choice, write_tokens
+    from diffeqformer.inference.choice import Choice
+    from diffeqformer.inference.sampling import write_tokens
     from diffeqformer.transformer import new_model
 
     get_config = runpy.run_path("configs/tiny.py")["get_config"]

@@ -36,7 +36,8 @@ def runs(tmp_path_factory):
 def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     done = command(
         "downstream", f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks",
-        "--output", tmp_path / "out", environment={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        "--log_samples", "--output", tmp_path / "out",
+        environment={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
@@ -59,9 +60,31 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     ]
     assert list((tmp_path / "out" / "tensorboard").iterdir()) and report["seed"] == 1234
     piqa = report["runs"][0]["tasks"]["piqa"]
-    assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})"
+    cut = f" [{piqa['contexts_cut']} of {piqa['contexts']} cut]" if piqa["contexts_cut"] else ""
+    assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})" + cut
+    assert "\n[n of m cut]: n of m contexts" in done.stdout
     assert piqa["version"] == 1.0 and piqa["examples"] == 5
     assert rows["pages [bits_per_byte]"][1] == f"{report['runs'][0]['tasks']['pages']['bits_per_byte,none']:.2f}"
+
+    cut = 0
+    for run in report["runs"]:
+        where = tmp_path / "out" / "samples" / run["label"].replace("/", "_")
+        for task, results in run["tasks"].items():
+            lines = (where / f"{task}_{run['shots']}_shots.jsonl").read_text().splitlines()
+            samples = [json.loads(line) for line in lines]
+            asked = [list(each.values()) for sample in samples for each in sample["arguments"].values()]
+            assert len(samples) == results["examples"] and all(len(sample["resps"]) for sample in samples)
+            if task == "pages":  # whole texts, without contexts
+                assert results["contexts"] == results["contexts_cut"] == 0
+                continue
+            lengths = [  # what may follow a context of the window's 64 bytes, and how long the context is
+                (64 - second["max_gen_toks"] if task == "sums" else 65 - len(second.encode()), len(first.encode()))
+                for first, second in asked
+            ]
+            assert results["contexts"] == len(asked)
+            assert results["contexts_cut"] == sum(length > max(1, room) for room, length in lengths)
+            cut += results["contexts_cut"]
+    assert 0 < cut < sum(results["contexts"] for run in report["runs"] for results in run["tasks"].values())
 
     documents = json.loads((tmp_path / "out" / "documents.json").read_text())
     assert [(run["label"], run["shots"]) for run in documents] == [
@@ -119,7 +142,7 @@ def local_tasks(tmp_path, monkeypatch):
 def options(runs, **changes):
     values = dict(
         workdir=[str(runs[0])], shots=["0"], tasks=[], include="tests/data/tasks", num_steps=[], batch_size=4,
-        window=None, limit=None, output=None, step=None,
+        window=None, limit=None, output=None, step=None, log_samples=False,
     )  # fmt: skip
     return types.SimpleNamespace(**{**values, **changes})
 

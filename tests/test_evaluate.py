@@ -75,7 +75,7 @@ def results(workdir, text):
         "--tolerance=0.3", f"--calibration_files={text}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    [folder] = (workdir / "evaluation" / "python_stdlib-validation").iterdir()
+    [folder] = (workdir / "evaluation" / "documents").iterdir()  # not beside the corpus's
     return done.stdout, json.loads((folder / "results.json").read_text()), folder
 
 
@@ -126,6 +126,20 @@ def test_perplexities_are_those_of_plain_sums(workdir, text, results):
 
 
 @pytest.mark.long
+def test_the_papers_perplexity_alone_is_that_of_both(workdir, text, results, tmp_path):
+    more = ["--window=8", "--batch_size=8", "--num_steps=6,3", f"--output={tmp_path / 'out'}"]
+    done = evaluate(workdir, text, *more, "--perplexity=paper")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    for row, both in zip(rows, results[1]["rows"]):
+        names = ["paper_loss", "paper_perplexity", "paper_tokens"]
+        assert sorted(row.keys() - {"solver", "num_steps", "milliseconds_per_window"}) == names
+        assert [row[name] for name in names] == pytest.approx([both[name] for name in names], rel=1e-6)
+    assert "| solver | steps | paper's perplexity | ms/window |\n" in done.stdout
+    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
 def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000
@@ -134,9 +148,12 @@ def test_results_are_shown_and_kept(workdir, results):
     assert [row[:2] for row in rows[:4]] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
     assert rows[4][0] == "| heun, tolerance 0.3"
     assert rows[2][3] == f"{kept['rows'][2]['perplexity']:,.2f}"
-    curves = EventAccumulator(str(folder)).Reload()
-    [event] = curves.Scalars("python_stdlib-validation/bits_per_byte/euler_3_steps")
-    assert event.step == 3 and event.value == pytest.approx(kept["rows"][1]["bits_per_byte"], rel=1e-5)
+    curves = EventAccumulator(str(folder / "tensorboard" / "euler")).Reload()
+    points = [(event.step, event.value) for event in curves.Scalars("documents/bits_per_byte_over_depth")]
+    expected = [(row["num_steps"], row["bits_per_byte"]) for row in (kept["rows"][1], kept["rows"][0])]
+    assert np.allclose(points, expected, rtol=1e-5) and points[0][0] == 3
+    names = {folder.name for folder in (folder / "tensorboard").iterdir()}
+    assert names == {"euler", "rk4", "heun_by_tolerance"}
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
 
@@ -203,7 +220,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
     options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
-    options |= {"tolerance": [], "calibration_files": None}
+    options |= {"tolerance": [], "calibration_files": None, "perplexity": "both"}
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
 
@@ -303,7 +320,9 @@ def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path
     """lm-evaluation-harness and SeqIO, with the same windows."""
     text = "One document of our own, longer than two windows: naïve 🙂."
     (tmp_path / "one.txt").write_text(text)
-    done = evaluate(workdir, tmp_path / "one.txt", "--window=16", "--stride=16", f"--output={tmp_path / 'out'}")
+    done = evaluate(
+        workdir, tmp_path / "one.txt", "--window=16", "--stride=16", "--perplexity=full", f"--output={tmp_path / 'out'}"
+    )
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
@@ -330,7 +349,13 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
         defaults = {"task": None, "files": None, "split": "validation", "remote": None}
         return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
 
+    def filed(files, **options):
+        options = types.SimpleNamespace(**{"task": None, "split": "validation"} | options, files=",".join(files or []))
+        return text_options.name_of_text(options, options.task or "python_stdlib", files)
+
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
+    assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.gz"]) == "b.c"
+    assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
     assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]
     assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
     for options in ({}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):  # {}: own files

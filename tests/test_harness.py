@@ -16,8 +16,9 @@ from diffeqformer import checkpoint, transformer
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
+from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.harness import HarnessModel
-from diffeqformer.inference.sampling import Choice, generate, write_tokens
+from diffeqformer.inference.sampling import generate, write_tokens
 from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config
 
 BYTES = ByteTokenizer()
@@ -91,6 +92,15 @@ def test_scores_are_those_of_a_loop_without_batches():
     parts[2] = (ids[: 2 * WINDOW], parts[2][1])
     expected = sum(plain_score(model, before, part)[0] for before, part in parts)
     assert several[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("continuation, fits", [(" b", WINDOW - 1), (" and a continuation longer than the window", 1)])
+def test_contexts_that_are_cut_are_counted(continuation, fits):
+    model = harness_model()
+    model._score = lambda groups, *_: [(0.0, False)] * len(groups)
+    log_likelihoods(model, [(length * "a", continuation) for length in (0, 1, fits, fits + 1)])
+    rolling(model)
+    assert model.contexts == {"task": 4} and model.cut["task"] == 1
 
 
 def test_spaces_that_end_a_context_belong_to_the_continuation():
@@ -202,11 +212,11 @@ def test_sentence_pieces_are_scored_and_written():
 
 
 def constant_writer(tokens):
-    """A `continue_prompt` that yields these ids and records its arguments. Reading past end-of-text fails."""
+    """A `continue_prompts` that yields these ids and records its arguments. Reading past end-of-text fails."""
     calls = []
 
     def writer(*arguments, count, choice, **options):
-        calls.append((arguments[4], count, choice))
+        calls.append((*arguments[4], count, choice))
         for token in tokens[:count]:
             yield np.array([token])
             assert token != 256
@@ -217,7 +227,7 @@ def constant_writer(tokens):
 def test_writing_stops_and_truncates(monkeypatch):
     model = harness_model()
     writer, calls = constant_writer(list(b"one\ntwo. three") + [256] + list(b"more"))
-    monkeypatch.setattr("diffeqformer.inference.harness.continue_prompt", writer)
+    monkeypatch.setattr("diffeqformer.inference.harness.continue_prompts", writer)
     assert write(
         model,
         ("a", {"until": ["\n", "."]}),
@@ -229,6 +239,7 @@ def test_writing_stops_and_truncates(monkeypatch):
     ) == ["one", "one\ntwo", "one\nt", "one\ntwo. three", "one\ntwo. three", "one\ntwo. three"]
     greedy = (0.0, 0, 1.0)
     assert calls[0] == ([97], 20, greedy) and calls[2] == ([97], 5, greedy)
+    assert model.contexts == {"task": 6} and model.cut == {"task": 1}
     assert calls[4] == (list(b"x" * 8 + b"yz"), 30, (0.5, 3, 0.9)) and calls[5] == ([256], 20, (1.0, 0, 1.0))
 
 

@@ -15,11 +15,10 @@ from diffeqformer import generate as generate_command
 from diffeqformer.console.terminal import printable
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import (
     CHUNK,
-    Choice,
     Samples,
-    draw,
     encode_prompt,
     generate,
     read_prompt,
@@ -249,12 +248,11 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
     shown = []
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
     (tmp_path / "prompt").write_bytes(b"a\r\n")
-    options = dict(
-        workdir=run, step=None, prompt=None, prompt_file=tmp_path / "prompt", tokens=None, samples=1, temperature=1.0
+    options = dict.fromkeys(
+        ("step", "prompt", "prompts_file", "output", "tokens", "solver", "num_steps", "draft_steps")
     )
-    generate_command.write(
-        types.SimpleNamespace(**options, top_k=0, top_p=1.0, seed=0, num_steps=None, draft_steps=None)
-    )
+    options |= dict(workdir=run, prompt_file=tmp_path / "prompt", samples=1, temperature=1.0, top_k=0, top_p=1.0)
+    generate_command.write(types.SimpleNamespace(**options, seed=0, sliding_window=False))
     assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
 
 
@@ -287,6 +285,7 @@ def test_the_commands_can_be_imported_together():
         (["--prompt_file=absent"], "--prompt_file: absent: No such file"),
         (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
         (["--prompt=a", "--draft_steps=9"], "draft_steps: must be at least 1 and below the "),
+        (["--prompt=a", "--solver=rk3"], "--solver: must be one of euler, midpoint, "),
         (["--prompt=a", "--tokens=64"], "tokens: after a prompt of 1 there is room for 63, but it is 64"),
         (["--prompt=a", "--top_q=1"], "top_q"),
         (["--prompt=a", "--seed=-1"], "--seed"),

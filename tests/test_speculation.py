@@ -7,8 +7,9 @@ import pytest
 
 from diffeqformer.errors import UserError
 from diffeqformer.inference import speculation
+from diffeqformer.inference.choice import Choice, chances
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import CHUNK, Choice, chances, write_tokens
+from diffeqformer.inference.sampling import CHUNK, write_tokens
 from diffeqformer.inference.speculation import DRAFTED, continue_by_drafts, keep
 from helpers import lively_model
 

@@ -203,7 +203,7 @@ class Context(NamedTuple):
 
     keys: one random key per example for the dropout masks of this depth step; None: no dropout.
     dropout: the share of each branch's outputs that is dropped.
-    position: position of the first token; above 0 only when text is generated token by token.
+    position: position of the first token, of each example or of all; above 0 only when text is generated.
     attend: (query, key, value) -> mixed values; faster implementations and a key-value cache replace the default.
     make_heads: makes queries, keys and values from a normed state: `heads`, or what suits `attend` better.
     total: sums a branch's outputs over the devices that split its heads or hidden units.
@@ -211,7 +211,7 @@ class Context(NamedTuple):
 
     keys: Key[Array, "B"] | None = None
     dropout: float = 0.0
-    position: int | Int[Array, ""] = 0
+    position: int | Int[Array, "*each"] = 0
     attend: Callable = attention.plain
     make_heads: Callable = heads
     total: Callable = as_it_is
@@ -226,11 +226,11 @@ class Context(NamedTuple):
         return self if self.keys is None else self._replace(keys=fold_in(self.keys, index))
 
 
-def rows_from(table, start: int | Int[Array, ""], count: int) -> Float[Array, "count width"]:
-    """`count` rows of a table from row `start` on. Past its end, the last row is repeated."""
+def rows_from(table, start: int | Int[Array, "*B"], count: int) -> Float[Array, "*B count width"]:
+    """`count` rows of a table from each row `start` on. Past its end, the last row is repeated."""
     if isinstance(start, int):
         return jnp.asarray(table[start : start + count])
-    return jnp.take(jnp.asarray(table), start + jnp.arange(count), axis=0, mode="clip")
+    return jnp.take(jnp.asarray(table), start[..., None] + jnp.arange(count), axis=0, mode="clip")
 
 
 def fold_in(keys: Key[Array, "B"], number) -> Key[Array, "B"]:

@@ -87,14 +87,14 @@ class Llama(Block):
             "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed"), bias=False),
         }
 
-    def rotate(self, x: Float[Array, "B S H K"], position: int | Int[Array, ""]) -> Float[Array, "B S H K"]:
+    def rotate(self, x: Float[Array, "B S H K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S H K"]:
         """Rotate each pair (k, k + K / 2) of every head by the angle of its position, in fp32.
 
         Args:
-            position: position of the first token.
+            position: position of the first token (`Context`).
         """
         cos, sin = (
-            rows_from(table, position, x.shape[1])[:, None, :] for table in rotary_table(self.positions, x.shape[-1])
+            rows_from(table, position, x.shape[1])[..., None, :] for table in rotary_table(self.positions, x.shape[-1])
         )
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,7 +1,9 @@
 """This project's models as a model class of lm-evaluation-harness (package `lm_eval`, the extra `eval`)."""
 
+import collections
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 import jax
 import lm_eval.api.model
@@ -14,8 +16,9 @@ from tqdm import tqdm
 
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import Choice, Samples, continue_prompt, encode_prompt
+from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh
@@ -27,6 +30,9 @@ GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k
 @register_model("diffeqformer")
 class HarnessModel(lm_eval.api.model.TemplateLM):
     """One checkpoint at one number of steps. Its weights are made once, and few shapes are compiled (see `Scorer`).
+
+    contexts, cut: by task, the contexts so far, and how many of these were too long for the window and lost their
+        start. Whole texts (`loglikelihood_rolling`) have no context.
 
     Args:
         opened: from `checkpoint.load`.
@@ -52,6 +58,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
+        self.contexts, self.cut = collections.Counter(), collections.Counter()
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
@@ -127,7 +134,14 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         for request in requests:
             if not request.args[1]:
                 raise _nothing_to_score(*request.args)
-        return super().loglikelihood(requests, disable_tqdm)
+        results = super().loglikelihood(requests, disable_tqdm)
+        self._count(requests, self._too_long)
+        return results
+
+    def _count(self, requests: list[Instance], too_long: Sequence[bool]) -> None:
+        for request, cut in zip(requests, too_long, strict=True):
+            self.contexts[request.task_name] += 1
+            self.cut[request.task_name] += cut
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
@@ -135,7 +149,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             if not ids:
                 raise _nothing_to_score(context, continuation)
         # a context of only spaces has become part of the continuation
-        groups = [self._stretches(context or [self.eot_token_id], ids) for _, context, ids in requests]
+        requests = [(texts, context or [self.eot_token_id], ids) for texts, context, ids in requests]
+        groups = [self._stretches(context, ids) for _, context, ids in requests]
+        self._too_long = [len(context) > max(1, self.max_length + 1 - len(ids)) for _, context, ids in requests]
         results = self._score(groups, "Scoring", disable_tqdm)
         for (texts, _, _), result in zip(requests, results):
             self.cache_hook.add_partial("loglikelihood", texts, result)
@@ -182,6 +198,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         """
         hosts.check_one("generate_until: generation")
         prepared = [self._generation(*request.args) for request in requests]
+        self._count(requests, [len(prompt) > self.max_length - count for prompt, _, count, _ in prepared])
         results = []
         for number, (prompt, until, count, choice) in enumerate(_bar(prepared, "Writing", " texts", disable_tqdm)):
             results.append(self._write(number, prompt, until, count, choice))
@@ -189,7 +206,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _generation(self, context: str, options: dict) -> tuple[list[int], list[str], int, Choice]:
-        """The ids of the prompt, the stop strings, the maximum number of tokens, and how to choose them."""
+        """The ids of the whole context, the stop strings, the maximum number of tokens, and how to choose them."""
         options = normalize_gen_kwargs(options, min(256, self.max_length // 2))
         unknown = sorted(set(options) - GENERATION_FIELDS)
         if unknown:
@@ -205,15 +222,14 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
         choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
         choice.check()
-        prompt = encode_prompt(self.opened.tokenizer, context)[-(self.max_length - count) :]
-        return prompt, options["until"], count, choice
+        return encode_prompt(self.opened.tokenizer, context), options["until"], count, choice
 
-    def _write(self, number: int, prompt: list[int], until: list[str], count: int, choice: Choice) -> str:
-        tokenizer, scorer = self.opened.tokenizer, self.scorer
+    def _write(self, number: int, context: list[int], until: list[str], count: int, choice: Choice) -> str:
+        tokenizer, scorer, prompt = self.opened.tokenizer, self.scorer, context[-(self.max_length - count) :]
         keys = jax.random.fold_in(random_key(0, "sample"), number)[None]
         samples = Samples(tokenizer, prompt, 1)
-        for token in continue_prompt(
-            scorer.graph, scorer.params, scorer.weights, scorer.max_length, prompt,
+        for token in continue_prompts(
+            scorer.graph, scorer.params, scorer.weights, scorer.max_length, [prompt],
             count=count, keys=keys, vocab_size=tokenizer.vocab_size, choice=choice,
         ):  # fmt: skip
             samples.add(token)

@@ -63,7 +63,7 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
         metric, _, chosen = shown_metric(row).partition(",")
         samples = [
             sample
-            for task in _leaves(name, results["group_subtasks"])
+            for task in leaves(name, results["group_subtasks"])
             for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
             if sample["filter"] == chosen
         ]
@@ -73,9 +73,9 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
     return scores
 
 
-def _leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
+def leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
     """The tasks of a group, or the task itself."""
-    return [leaf for part in parts[name] for leaf in _leaves(part, parts)] if parts.get(name) else [name]
+    return [leaf for part in parts[name] for leaf in leaves(part, parts)] if parts.get(name) else [name]
 
 
 def describe_differences(runs: list[dict]) -> str:

@@ -4,6 +4,7 @@ docs/evaluation.md defines them; `plain_text` has the formulas. Two tasks score 
 windows, as in the paper; the other scores every token of every document.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax
@@ -118,29 +119,38 @@ class Evaluation:
         stored: Split | None = None,
     ):
         self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
+        self.split = split
         text = corpus, tokenizer, {split: files} if files else None
         windows = tasks.add_task(
             *text, f"_windows_{window}", stored=stored,
             preprocessors=[with_text, disjoint(window)], metric_objs=[WindowPerplexity],
         )  # fmt: skip
-        documents = tasks.add_task(
+        self.task = documents = tasks.add_task(
             *text, "_documents", stored=stored, preprocessors=[with_text], metric_objs=[TextPerplexity]
         )
         tasks.fetch(documents)
         if split not in documents.splits:
             raise UserError(f"--split: {corpus} has {', '.join(documents.splits)}, but it is '{split}'")
+        self.windows = self._evaluator(windows)
+        [dataset] = self.windows.cached_model_datasets.values()
+        if not any(True for _ in dataset.take(1)):
+            read = documents.get_dataset(split=split, shuffle=False)
+            tokens = sum(len(example["targets"]) for example in read.as_numpy_iterator())
+            check_size(corpus, split, tokens, window)
+
+    def _evaluator(self, task: seqio.Task) -> seqio.Evaluator:
+        """An evaluator, which reads and tokenizes the whole text."""
         try:
             with quiet():  # otherwise a broken document is reported twice, with a full traceback
                 converter = AsTheyAre(pack=False, apply_length_check=False)
-                self.documents, self.windows = (
-                    seqio.Evaluator(task.name, converter, split, async_compute_metrics=False)
-                    for task in (documents, windows)
-                )
+                return seqio.Evaluator(task.name, converter, self.split, async_compute_metrics=False)
         except tf.errors.OpError as error:
             raise UserError(tasks.one_sentence(error)) from None
-        [dataset] = self.documents.cached_model_datasets.values()
-        tokens = sum(len(example["targets"]) for _, example in dataset.as_numpy_iterator())
-        check_size(corpus, split, tokens, window)
+
+    @functools.cached_property
+    def documents(self) -> seqio.Evaluator:
+        """Of the documents, made when they are first needed."""
+        return self._evaluator(self.task)
 
     def first_windows(self, count: int) -> list[Stretch]:
         """The first disjoint windows, repeated if there are fewer."""

@@ -108,17 +108,19 @@ def is_number(value) -> bool:
 
 
 def shown_value(results: dict, shots: int) -> Value:
-    """The value of `shown_metric` with its standard error, and the number of shots if the task fixes it."""
+    """The value of `shown_metric` with its standard error, the shots if the task fixes them, and what was cut."""
     key = shown_metric(results)
     name, _, kind = key.partition(",")
     error = results.get(f"{name}_stderr,{kind}")
     scale = 100 if name in PERCENT else 1
     note = "" if results["shots"] == shots else f" [{results['shots']} shots]"
+    if results["contexts_cut"]:
+        note += f" [{results['contexts_cut']:,} of {results['contexts']:,} cut]"
     return Value(scale * results[key], scale * error if is_number(error) else None, note)
 
 
 def describe(runs: list[dict]) -> str:
-    """The table of all runs.
+    """The table of all runs, and a sentence on contexts that were cut.
 
     Args:
         runs: as `diffeqformer.downstream` keeps them; label, field, shots and tasks are used.
@@ -126,7 +128,13 @@ def describe(runs: list[dict]) -> str:
     rows = runs[0]["tasks"]
     metrics = {task: shown_metric(results).partition(",")[0] for task, results in rows.items()}
     examples = {task: results["examples"] for task, results in rows.items()}
-    return table(columns_of(runs), published_columns(runs), metrics, examples)
+    text = table(columns_of(runs), published_columns(runs), metrics, examples)
+    if any(results["contexts_cut"] for run in runs for results in run["tasks"].values()):
+        text += (
+            "\n[n of m cut]: n of m contexts didn't fit into the window with what follows them, and lost their start, "
+            "the examples first.\n"
+        )
+    return text
 
 
 def columns_of(runs: list[dict]) -> list[Column]:

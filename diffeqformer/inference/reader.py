@@ -4,8 +4,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import on_every_device
-from diffeqformer.transformer import Transformer, split_model, weights_at
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import MODELS, Transformer, split_model, weights_at
 
 
 def without_depth(model: Transformer) -> Transformer:
@@ -13,6 +15,27 @@ def without_depth(model: Transformer) -> Transformer:
     reader = nnx.merge(*split_model(model))
     del reader.depth
     return reader
+
+
+def with_solver(model: Transformer, name: str, config) -> Transformer:
+    """A copy with another solver. It shares the parameters.
+
+    Args:
+        name: a key of `SOLVERS`.
+        config: the `model` part of the config that the model was made from.
+
+    Raises:
+        UserError: if this model can't have that solver.
+    """
+    possible = MODELS[config.kind].solvers()
+    if model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
+        possible = [other for other in possible if SOLVERS[other].nodes == SOLVERS[config.solver].nodes]
+    if name not in possible:
+        raise UserError(
+            f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, "
+            f"but it is {name!r}"
+        )
+    return model.replace(solver=SOLVERS[name])
 
 
 def split_reader(

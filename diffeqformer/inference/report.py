@@ -39,61 +39,78 @@ def heading(results: dict) -> str:
 
 
 def text_name(results: dict) -> str:
-    """The corpus and its split, or the local files."""
+    """What is scored (`text_options.name_of_text`), and from which local files."""
     files = results["files"]
     if not files:
-        return f"{results['task']}, {results['split']}"
-    return f"{results['task']}, {files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+        return results["text"]
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    return f"{results['text']} ({files[0]}{more})"
 
 
 def table(results: dict) -> str:
     """The results in Markdown."""
     first = results["rows"][0]
+    columns = [name for name in COLUMNS if name in first]
+    sizes = [f"{first[name]:,} {name}" for name in ("documents", "bytes", "words", "tokens") if name in first]
+    sizes = sizes or [f"{first['paper_tokens']:,} tokens"]
     lines = [
         heading(results),
-        f"{first['documents']:,} documents, {first['bytes']:,} bytes, {first['words']:,} words, "
-        f"{first['tokens']:,} tokens ({results['tokenizer']})",
+        f"{', '.join(sizes)} ({results['tokenizer']})",
         "",
-        "| " + " | ".join(COLUMNS.values()) + " |",
-        "|" + "---|" * len(COLUMNS),
+        "| " + " | ".join(COLUMNS[name] for name in columns) + " |",
+        "|" + "---|" * len(columns),
     ]
     for row in results["rows"]:
-        perplexities = (row[name] for name in list(COLUMNS)[2:5])
         cells = [name_of(row), str(row["num_steps"])]
-        cells += [f"{value:,.2f}" if value < 1e5 else f"{value:.3e}" for value in perplexities]
-        cells += [f"{row['bits_per_byte']:.4f}", f"{row['milliseconds_per_window']:.2f}"]
+        for name in columns[2:]:
+            digits = 4 if name == "bits_per_byte" else 2
+            cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def write(results: dict, folder: pathlib.Path) -> None:
-    """Write the results so far as JSON and Markdown, and the newest row for TensorBoard."""
-    import tensorboardX
-
+    """Write the results so far as JSON and Markdown."""
     write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(folder / "results.md", table(results) + "\n")
-    row = results["rows"][-1]
-    name = f"{row['solver']}_{row['num_steps']}_steps" + (f"_{row['tolerance']:g}" if "tolerance" in row else "")
-    with tensorboardX.SummaryWriter(str(folder), filename_suffix=f".{name}") as writer:
-        for metric in list(COLUMNS)[2:]:
-            tag = f"{results['task']}-{results['split']}/{metric}/{name}"
-            writer.add_scalar(tag, row[metric], results["checkpoint_step"])
+
+
+def curves(results: dict) -> dict[str, list[dict]]:
+    """The rows of each curve over depth, by its name, in the order of their steps."""
+    rows = sorted(results["rows"], key=lambda row: row["num_steps"])
+    names = dict.fromkeys(map(series_of, results["rows"]))
+    return {name: [row for row in rows if series_of(row) == name] for name in names}
+
+
+def write_curves(results: dict, folder: pathlib.Path) -> None:
+    """Write curves for TensorBoard: each metric over the steps of depth, of each solver as a run of its own."""
+    import tensorboardX
+
+    for name, rows in curves(results).items():
+        with tensorboardX.SummaryWriter(str(folder / "tensorboard" / name.replace(" ", "_"))) as writer:
+            for row in rows:
+                for metric in list(COLUMNS)[2:]:
+                    if metric in row:
+                        writer.add_scalar(f"{results['text']}/{metric}_over_depth", row[metric], row["num_steps"])
 
 
 def plot(results: dict, path: pathlib.Path) -> None:
     """Plot perplexity against the number of steps, and against the time per window."""
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
-    solvers = list(dict.fromkeys(map(series_of, results["rows"])))
-    curves = {"perplexity": "o-"} if len(solvers) > 1 else {"paper_perplexity": "s--", "perplexity": "o-"}
-    for colour, solver in zip(itertools.cycle(COLOURS), solvers):
-        rows = sorted((row for row in results["rows"] if series_of(row) == solver), key=lambda row: row["num_steps"])
+    solvers = curves(results)
+    lines = {"paper_perplexity": "s--", "perplexity": "o-"}
+    lines = {metric: line for metric, line in lines.items() if metric in results["rows"][0]}
+    *_, last = lines
+    if len(solvers) > 1:
+        lines = {last: "o-"}
+    for colour, (solver, rows) in zip(itertools.cycle(COLOURS), solvers.items()):
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
-            for metric, line in curves.items():
+            for metric, line in lines.items():
                 label = solver if len(solvers) > 1 else COLUMNS[metric]
                 values = [row[across] for row in rows], [row[metric] for row in rows]
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
         for row in rows:
-            place = row["milliseconds_per_window"], row["perplexity"]
+            place = row["milliseconds_per_window"], row[last]
             offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
             axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:
@@ -102,7 +119,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     trained = results["trained_num_steps"]
     if trained in steps:
         axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
-    axes[0].set(xlabel="steps of depth", ylabel="perplexity", xticks=steps)
+    axes[0].set(xlabel="steps of depth", ylabel=COLUMNS[last], xticks=steps)
     log_if_wide(axes[0])
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")

@@ -4,8 +4,7 @@ Depth weights are generated once, and keys and values are cached for every step 
 """
 
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,72 +15,13 @@ from jaxtyping import Array, Float, Int, Key
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.fields.layers import fold_in
+from diffeqformer.inference.choice import Choice, choose_next
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
+MOST = 256  # tokens that are written if no number is given
 CHUNK = 64  # positions of the prompt that are processed at once; the cache's length is a multiple of this
-
-
-class Choice(NamedTuple):
-    """How the next token is chosen.
-
-    temperature: divides the logits; 0, or a value practically equal to 0, takes the likeliest token.
-    top_k: keep this many of the likeliest tokens; 0 keeps all.
-    top_p: of these, keep the smallest set of likeliest tokens with at least this total probability; 1 keeps all.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def check(self) -> None:
-        """Check that the values are in range.
-
-        Raises:
-            UserError: for the first that isn't, with its name.
-        """
-        for name, value, holds, needed in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not holds:
-                raise UserError(f"{name}: must be {needed}, but it is {value}")
-
-
-def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
-    """The logits of the tokens as `choice` draws them: -inf for those that it excludes.
-
-    top_p is nucleus sampling.
-
-    @inproceedings{holtzman2020curious,
-      title={The Curious Case of Neural Text Degeneration},
-      author={Holtzman, Ari and Buys, Jan and Du, Li and Forbes, Maxwell and Choi, Yejin},
-      booktitle={International Conference on Learning Representations},
-      year={2020}}
-    """
-    if choice.temperature < 1e-6:
-        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
-        return jnp.where(jnp.arange(logits.shape[-1]) == likeliest, 0.0, -jnp.inf)
-    logits = logits / choice.temperature
-    if 0 < choice.top_k < logits.shape[-1]:
-        logits = jnp.where(logits < jax.lax.top_k(logits, choice.top_k)[0][:, -1:], -jnp.inf, logits)
-    if choice.top_p < 1:
-        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of all likelier tokens
-        least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
-
-
-def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
-    """One token for each row of logits."""
-    if choice.temperature < 1e-6:
-        return jnp.argmax(logits, axis=-1)
-    return jax.vmap(jax.random.categorical)(keys, chances(logits, choice))
 
 
 def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
@@ -128,33 +68,63 @@ def read_token(
     weights: StackedWeights,
     cache: KeyValueCache,
     tokens: Int[Array, "B"],
-    position: Int[Array, ""],
+    position: Int[Array, "*each"],
 ) -> tuple[Float[Array, "B V"], KeyValueCache]:
-    """The logits after one more token in each sample, and the updated cache. The input cache is donated."""
+    """The logits after one more token at `position`, of each text or of all, and the cache, which is donated."""
     model = nnx.merge(graph, params)
     states, cache = model.extend(tokens[:, None], weights, cache, position)
     return model.head(states)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "vocab_size"))
-def choose_next(
-    logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, ""], choice: Choice, vocab_size: int
-) -> Int[Array, "B"]:
-    """The token chosen at `position` in every sample, among the first `vocab_size` ids."""
-    return draw(logits[:, :vocab_size], fold_in(keys, position), choice).astype(jnp.int32)
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def replace_text(
+    logits: Float[Array, "B V"],
+    cache: KeyValueCache,
+    text: int | Int[Array, ""],
+    new_logits: Float[Array, "1 V"],
+    new_cache: KeyValueCache,
+) -> tuple[Float[Array, "B V"], KeyValueCache]:
+    """The logits and the cache with those of one text, from `read_prompt`, in the place of text number `text`."""
+    cache = jax.tree.map(lambda old, new: old.at[:, text].set(new[:, 0]), cache, new_cache)
+    return logits.at[text].set(new_logits[0]), cache
+
+
+def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_window: bool) -> int:
+    """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`.
+
+    Raises:
+        UserError: if there is no room for them, or nothing to continue.
+    """
+    if count is not None and count < 1:
+        raise UserError(f"tokens: must be at least 1, but it is {count}")
+    room = MOST if sliding_window else max_length - len(prompt)
+    if not prompt or room < 1:
+        raise UserError(
+            f"prompt: must have at least 1 token and fewer than the model's {max_length} positions, but it has "
+            f"{len(prompt)}; with sliding_window it can have more"
+        )
+    if count is None:
+        return min(MOST, room)
+    if count > room and not sliding_window:
+        raise UserError(
+            f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}; with sliding_window "
+            "there can be more"
+        )
+    return count
 
 
 def write_tokens(
     model: Transformer,
     prompt: list[int],
     *,
-    count: int,
+    count: int | None,
     key: Key[Array, ""],
     vocab_size: int,
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
     draft_steps: int | None = None,
+    sliding_window: bool = False,
 ) -> Iterator[np.ndarray]:
     """Generate text after a prompt: yields `count` times the next token of every sample, [samples] int32.
 
@@ -162,73 +132,96 @@ def write_tokens(
     and on the position, not on how many samples there are.
 
     Args:
-        prompt: at least one id; with `count` at most `model.max_length` of them.
-        count: tokens to write in each sample.
+        prompt: at least one id; with `count` at most `model.max_length` of them, unless the window slides.
+        count: tokens to write in each sample; None: as many as fit, up to `MOST`.
         key: random key of all choices.
         vocab_size: ids from this one on are never written (they pad the vocabulary).
         choice: how each token is chosen.
         samples: number of texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
         draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
+        sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
 
     Raises:
         UserError: if one of these is out of range.
     """
     choice.check()
-    for name, value in (("samples", samples), ("tokens", count)):
-        if value < 1:
-            raise UserError(f"{name}: must be at least 1, but it is {value}")
-    room = model.max_length - len(prompt)
-    if not prompt or room < 1:
-        raise UserError(
-            f"prompt: must have at least 1 token and fewer than the model's {model.max_length} positions, "
-            f"but it has {len(prompt)}"
-        )
-    if count > room:
-        raise UserError(f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}")
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
+    if samples < 1:
+        raise UserError(f"samples: must be at least 1, but it is {samples}")
+    count = tokens_after(prompt, count, model.max_length, sliding_window)
+    keys = sample_keys(key, samples)
     if draft_steps is not None:
         from diffeqformer.inference.speculation import continue_by_drafts
 
+        if sliding_window:
+            raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
         return continue_by_drafts(
             model, num_steps, draft_steps, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
         )
-    graph, params, weights = split_reader(model, num_steps)
-    return continue_prompt(
-        graph, params, weights, model.max_length, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
-    )
+    return continue_prompts(
+        *split_reader(model, num_steps), model.max_length, [prompt] * samples,
+        count=count, keys=keys, vocab_size=vocab_size, choice=choice,
+    )  # fmt: skip
 
 
-def continue_prompt(
+def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
+    """The random keys of the samples of a prompt: those of the first ones don't depend on how many there are."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(samples))
+
+
+def continue_prompts(
     graph: nnx.GraphDef,
     params: dict,
     weights: StackedWeights,
     max_length: int,
-    prompt: list[int],
+    prompts: Sequence[list[int]],
     *,
     count: int,
     keys: Key[Array, "B"],
     vocab_size: int,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
-    """`write_tokens` without its checks, for a model that is already split and whose weights are already generated.
+    """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
+
+    A token is chosen given all ids before it, as long as these are fewer than `max_length`. When a text has
+    `max_length` ids, its last half is read again, at the first positions, and the text goes on from there. So each id
+    is read twice at most, and a token always sees at least half of what the model can take.
 
     Args:
         graph, params: structure and parameters of a model of `max_length` positions; its `depth` isn't used.
-        prompt: ids, at least one; with `count` at most `max_length` of them.
-        keys: a random key for each sample.
+        prompts: the ids of each text's beginning, at least one.
+        keys: a random key for each text.
     """
-    tokens = padded_prompt(prompt, max_length)
-    logits, cache = read_prompt(graph, params, weights, tokens, len(prompt))
-    logits = jnp.repeat(logits, len(keys), axis=0)
-    cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(keys), axis=1), cache)
-    token = choose_next(logits, keys, len(prompt), choice, vocab_size)
-    for position in range(len(prompt), len(prompt) + count - 1):
-        logits, cache = read_token(graph, params, weights, cache, token, position)
-        following = choose_next(logits, keys, position + 1, choice, vocab_size)
-        yield np.asarray(token)
-        token = following
+    half = max(1, max_length // 2)
+    seen = [list(prompt) if len(prompt) < max_length else prompt[-half:] for prompt in prompts]
+    begun = np.array([len(prompt) for prompt in prompts], np.int32)
+    alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
+    read = functools.partial(_read, graph, params, weights, max_length)
+    logits, cache = _read_all(read, seen)
+    token = choose_next(logits, keys, begun, choice, vocab_size)
+    for written in range(1, count):
+        places = np.array([len(ids) for ids in seen], np.int32)
+        logits, cache = read_token(graph, params, weights, cache, token, places[0] if alike else places)
+        now = np.asarray(token)
+        for text, (ids, new) in enumerate(zip(seen, now.tolist(), strict=True)):
+            ids.append(new)
+            if len(ids) >= max_length:
+                del ids[:-half]
+                logits, cache = replace_text(logits, cache, text, *read(ids))
+        token = choose_next(logits, keys, begun + written, choice, vocab_size)
+        yield now
     yield np.asarray(token)
+
+
+def _read(graph, params, weights, max_length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    return read_prompt(graph, params, weights, padded_prompt(ids, max_length), len(ids))
+
+
+def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:
+    """The logits and the cache of all texts. Those that are the same are read once."""
+    results = {ids: read(list(ids)) for ids in dict.fromkeys(map(tuple, texts))}
+    logits, caches = zip(*(results[tuple(ids)] for ids in texts))
+    return jnp.concatenate(logits), jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *caches)
 
 
 class Samples:
@@ -279,12 +272,13 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    tokens: int,
+    tokens: int | None,
     key: Key[Array, ""],
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
     draft_steps: int | None = None,
+    sliding_window: bool = False,
 ) -> list[str]:
     """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
@@ -299,7 +293,7 @@ def generate(
     written = Samples(tokenizer, ids, samples)
     for step in write_tokens(
         model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
-        samples=samples, num_steps=num_steps, draft_steps=draft_steps,
+        samples=samples, num_steps=num_steps, draft_steps=draft_steps, sliding_window=sliding_window,
     ):  # fmt: skip
         written.add(step)
         if written.finished():

@@ -21,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice, chances, choose_next, draw
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import Choice, chances, choose_next, draw, padded_prompt, read_prompt
+from diffeqformer.inference.sampling import padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 

@@ -1,6 +1,7 @@
 """The options that choose a text and its windows, for all commands that score one."""
 
 import os
+import pathlib
 
 from absl import flags
 
@@ -61,6 +62,18 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
             f"all that its store has, but the text is {options.files or task!r}, {options.split}"
         )
     return task, matching_files(patterns, name) if patterns else None
+
+
+def name_of_text(options, task: str, files: list[str] | None) -> str:
+    """What results are filed under: the corpus and its split; or the first file, if other text than a corpus is scored.
+
+    Args:
+        task, files: from `text_of`.
+    """
+    if not options.files or options.task is not None:
+        return f"{task}-{options.split}"
+    first = pathlib.Path(files[0].removesuffix(".gz")).stem
+    return first + (f"-and-{len(files) - 1}-more" if len(files) > 1 else "")
 
 
 def _stored(data, task: str, split: str) -> bool:

@@ -29,23 +29,27 @@ class CachedAttention:
     Args:
         cache: the cache of all steps.
         first: index of this step's first evaluation among those of all steps.
-        position: position of the first new token. The cache's content from there on is ignored.
+        position: position of the first new token, of each example or of all. The cache's content from there on is
+            ignored.
     """
 
-    def __init__(self, cache: KeyValueCache, first: Int[Array, ""], position: int | Int[Array, ""]):
+    def __init__(self, cache: KeyValueCache, first: Int[Array, ""], position: Int[Array, "*each"]):
         self.cache, self.evaluation, self.position = cache, first, position
 
     def __call__(
         self, query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
     ) -> Float[Array, "B S H K"]:
-        start = (self.evaluation, 0, self.position, 0, 0)
-        self.cache = KeyValueCache(
-            *(
-                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
-                for old, new in zip(self.cache, (key, value))
-            )
-        )
+        self.cache = KeyValueCache(self._stored(self.cache.keys, key), self._stored(self.cache.values, value))
         keys, values = (jax.lax.dynamic_index_in_dim(old, self.evaluation, keepdims=False) for old in self.cache)
         self.evaluation += 1
-        seen = jnp.arange(keys.shape[1]) <= self.position + jnp.arange(query.shape[1])[:, None]  # [S, length]
-        return jax.nn.dot_product_attention(query, keys, values, mask=seen[None, None])
+        last = self.position[..., None] + jnp.arange(query.shape[1])  # [S], or [B, S]
+        seen = jnp.arange(keys.shape[1]) <= last[..., None]
+        return jax.nn.dot_product_attention(query, keys, values, mask=seen.reshape(-1, 1, *seen.shape[-2:]))
+
+    def _stored(self, old: Float[Array, "evaluations B length H K"], new: Float[Array, "B S H K"]) -> Array:
+        """Keys or values, with the new ones at their positions."""
+        new = new.astype(old.dtype)
+        if self.position.ndim == 0:
+            return jax.lax.dynamic_update_slice(old, new[None], (self.evaluation, 0, self.position, 0, 0))
+        places = self.position[:, None] + jnp.arange(new.shape[1])
+        return old.at[self.evaluation, jnp.arange(len(new))[:, None], places].set(new)

@@ -23,7 +23,8 @@ from diffeqformer.console.terminal import printable, show_progress
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import Stopped, UserError
-from diffeqformer.inference.sampling import Choice, generate
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
 from diffeqformer.rules import traced_steps
 from diffeqformer.training import finetune, goodput

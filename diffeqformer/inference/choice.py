@@ -1,0 +1,79 @@
+"""How the next token is chosen from a model's logits."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from diffeqformer.errors import UserError
+
+
+class Choice(NamedTuple):
+    """How the next token is chosen.
+
+    temperature: divides the logits; 0, or a value practically equal to 0, takes the likeliest token.
+    top_k: keep this many of the likeliest tokens; 0 keeps all.
+    top_p: of these, keep the smallest set of likeliest tokens with at least this total probability; 1 keeps all.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Check that the values are in range.
+
+        Raises:
+            UserError: for the first that isn't, with its name.
+        """
+        for name, value, holds, needed in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not holds:
+                raise UserError(f"{name}: must be {needed}, but it is {value}")
+
+
+def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
+    """The logits of the tokens as `choice` draws them: -inf for those that it excludes.
+
+    top_p is nucleus sampling.
+
+    @inproceedings{holtzman2020curious,
+      title={The Curious Case of Neural Text Degeneration},
+      author={Holtzman, Ari and Buys, Jan and Du, Li and Forbes, Maxwell and Choi, Yejin},
+      booktitle={International Conference on Learning Representations},
+      year={2020}}
+    """
+    if choice.temperature < 1e-6:
+        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+        return jnp.where(jnp.arange(logits.shape[-1]) == likeliest, 0.0, -jnp.inf)
+    logits = logits / choice.temperature
+    if 0 < choice.top_k < logits.shape[-1]:
+        logits = jnp.where(logits < jax.lax.top_k(logits, choice.top_k)[0][:, -1:], -jnp.inf, logits)
+    if choice.top_p < 1:
+        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of all likelier tokens
+        least = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> Int[Array, "B"]:
+    """One token for each row of logits."""
+    if choice.temperature < 1e-6:
+        return jnp.argmax(logits, axis=-1)
+    return jax.vmap(jax.random.categorical)(keys, chances(logits, choice))
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "vocab_size"))
+def choose_next(
+    logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, "*each"], choice: Choice, vocab_size: int
+) -> Int[Array, "B"]:
+    """The token chosen at `position`, of each text or of all, among the first `vocab_size` ids."""
+    keys = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))
+    return draw(logits[:, :vocab_size], keys, choice).astype(jnp.int32)

@@ -1,0 +1,155 @@
+"""Writing beyond the model's positions, and after many prompts at once."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer import checkpoint
+from diffeqformer import generate as generate_command
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.inference import batches, sampling
+from diffeqformer.inference.batches import write_texts
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.reader import split_reader, with_solver
+from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.transformer import random_key, split_model
+from helpers import lively_model, logits_of
+from runs import command
+
+BYTES = ByteTokenizer()
+LENGTH = 24  # positions of the model
+
+
+def small_model(field: str = "gpt", **changes):
+    """Of one shape, so that tests share compiled programs."""
+    return lively_model("diffeqformer", field, vocab_size=257, max_length=LENGTH, num_steps=2, **changes)
+
+
+def windows(prompt: list[int], text: list[int]) -> list[list[int]]:
+    """What each written token of a text sees: its last half from where all positions are full."""
+    start, seen = (len(prompt) - LENGTH // 2 if len(prompt) >= LENGTH else 0), []
+    for end in range(len(prompt), len(text)):
+        start = end - LENGTH // 2 if end - start == LENGTH else start
+        seen.append(text[start:end])
+    return seen
+
+
+@pytest.mark.parametrize("field, solver", [("llama", "euler"), *(("gpt", solver) for solver in SOLVERS)])
+def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solver, monkeypatch, compilations):
+    """Of texts of different lengths at once, after prompts with more ids than the model has positions, or fewer."""
+    model = small_model(field, solver=solver)
+    chosen, choose = [], sampling.choose_next
+    monkeypatch.setattr(sampling, "choose_next", lambda logits, *rest: chosen.append(logits) or choose(logits, *rest))
+    prompts, count = [[1], list(range(20, 30)), list(range(12, 12 + LENGTH)), list(range(30, 90))], 30
+    keys = jax.random.split(jax.random.key(0), len(prompts))
+    steps = continue_prompts(
+        *split_reader(model), LENGTH, prompts, count=count, keys=keys, vocab_size=257, choice=Choice(1.0)
+    )
+    texts = [[*prompt, *written] for prompt, written in zip(prompts, np.stack(list(steps)).T.tolist())]
+    seen = [window for prompt, text in zip(prompts, texts) for window in windows(prompt, text)]
+    assert {len(window) for window in seen} == {*range(1, LENGTH)}
+    tokens = np.array([window + [9] * (LENGTH - len(window)) for window in seen])
+    expected = np.asarray(logits_of(*split_model(model), model.weights(), tokens))
+    expected = expected[np.arange(len(seen)), [len(window) - 1 for window in seen]]
+    found = np.stack(chosen).swapaxes(0, 1).reshape(expected.shape)  # text by text
+    np.testing.assert_allclose(found, expected, atol=5e-6 * np.abs(expected).max())
+    assert compilations("read_prompt") == compilations("read_token") == 1
+
+
+def test_a_text_begins_as_without_a_sliding_window_and_goes_on_by_chance():
+    model = small_model()
+    options = dict(key=jax.random.key(0), vocab_size=257, choice=Choice(1.0), samples=2)
+    whole = np.stack(list(write_tokens(model, [1, 2], count=60, sliding_window=True, **options)))
+    np.testing.assert_array_equal(whole[:22], np.stack(list(write_tokens(model, [1, 2], count=22, **options))))
+    assert (whole[:, 0] != whole[:, 1]).mean() > 0.5
+    model.token_embedding[...] = jnp.zeros_like(model.token_embedding[...])  # all tokens are as likely
+    whole = np.stack(list(write_tokens(model, [1, 2], count=60, sliding_window=True, **options)))
+    for distance in range(1, LENGTH + 1):  # no position of a text has the random choices of another
+        assert (whole[distance:] == whole[:-distance]).mean() < 0.2
+
+
+@pytest.mark.parametrize("choice", [Choice(0.0), Choice(1.0)])
+def test_a_text_is_the_same_as_when_it_is_written_alone(choice):
+    """In batches of which the last isn't full, where texts end, and without a sliding window, where room differs."""
+    model = small_model("llama")
+    options = dict(key=jax.random.key(3), choice=choice)
+    prompts = ["def f(", "", "a longer prompt", "def f(", "x"]
+    alone = [text for prompt in prompts for text in generate(model, BYTES, prompt, tokens=None, samples=2, **options)]
+    assert list(write_texts(model, BYTES, prompts, tokens=None, samples=2, batch_size=4, **options)) == alone
+    assert alone[0:2] == alone[6:8] and len({*map(len, alone)}) > 2
+    options |= {"sliding_window": True, "tokens": 40}
+    prompts.append("a prompt that is longer than the window")
+    alone = [text for prompt in prompts for text in generate(model, BYTES, prompt, samples=2, **options)]
+    assert list(write_texts(model, BYTES, prompts, samples=2, batch_size=4, **options)) == alone
+
+
+def test_a_batch_ends_with_its_last_text(monkeypatch):
+    model, asked = small_model(), []
+
+    def steps(*_, count, **__):
+        for number in range(count):
+            asked.append(number)
+            yield np.array([256 if number == end else 97 for end in (3, 1)])
+
+    monkeypatch.setattr(batches, "continue_prompts", steps)
+    texts = write_texts(model, BYTES, ["a", "b"], tokens=20, key=jax.random.key(0), batch_size=2)
+    assert list(texts) == ["aaa", "a"] and len(asked) <= 5
+
+
+def test_what_has_no_room_is_named_at_once():
+    model = small_model()
+    for prompts, options, sentence in (
+        (["a", "a prompt that is too long"], {}, "prompt 2: prompt: must have .* with sliding_window it can have more"),
+        (["a", "bc"], {"tokens": 23}, "prompt 2: tokens: after a prompt of 2 there is room for 22, but it is 23"),
+        (["a\udcff"], {}, "prompt 1: prompt: it must be valid text"),
+        (["a"], {"batch_size": 0}, "batch_size: must be at least 1, but it is 0"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            write_texts(model, BYTES, prompts, **{"tokens": None, "key": jax.random.key(0), **options})
+    with pytest.raises(UserError, match="^sliding_window: can't be combined with draft_steps"):
+        generate(model, BYTES, "a", tokens=5, key=jax.random.key(0), draft_steps=1, sliding_window=True)
+
+
+@pytest.mark.long
+def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path):
+    """With another solver, beyond the model's 64 positions; to a file, or to standard output."""
+    opened, prompts = checkpoint.load(run), ["def é", "", "a" * 70]
+    model = with_solver(opened.model, "midpoint", opened.config.model)
+    how = dict(tokens=70, samples=2, key=random_key(5, "sample"), choice=Choice(0.7), num_steps=2, sliding_window=True)
+    texts = [text for prompt in prompts for text in generate(model, opened.tokenizer, prompt, **how)]
+    expected = [{"prompt": prompt, "text": text} for prompt, text in zip(np.repeat(prompts, 2).tolist(), texts)]
+    (tmp_path / "prompts").write_bytes("def é\r\n\n".encode() + 70 * b"a" + b"\n")
+    options = ["--workdir", run, "--prompts_file", tmp_path / "prompts", "--samples=2", "--batch_size=4", "--seed=5"]
+    options += ["--tokens=70", "--temperature=0.7", "--num_steps=2", "--solver=midpoint", "--sliding_window"]
+    printed = command("generate", *options)
+    assert [json.loads(line) for line in printed.stdout.split("\n")[:-1]] == expected, printed.stderr
+    assert "toy (diffeqformer, 2 steps of midpoint, float32) at step 12: 6 texts in " in printed.stderr
+    written = command("generate", *options, "--output", tmp_path / "out")
+    assert written.stdout == "" and (tmp_path / "out").read_text("utf-8") == printed.stdout
+    again = command("generate", *options, "--output", tmp_path / "out")
+    assert again.returncode == 1 and "--output: must be a new file in a folder that can be written" in again.stderr
+
+
+def test_options_of_prompts_must_agree(tmp_path):
+    def prompts(**options):
+        options = dict.fromkeys(("prompt", "prompt_file", "prompts_file", "output", "draft_steps")) | options
+        return generate_command.prompts_of(types.SimpleNamespace(**options))
+
+    (tmp_path / "lines").write_bytes(b"a \r\n\nb\x0bc")
+    assert prompts(prompts_file=tmp_path / "lines", output=str(tmp_path / "new")) == ["a ", "", "b\x0bc"]
+    assert prompts(prompt="a\nb") == ["a\nb"]
+    for options, sentence in (
+        ({"prompt": "a", "prompts_file": "b"}, "--prompts_file: a prompt was given as well; leave one of them out"),
+        ({"prompt": "a", "output": "b"}, "--output: goes with --prompts_file"),
+        ({"prompts_file": "b", "draft_steps": 2}, "--draft_steps: can't be combined with --prompts_file"),
+        ({"prompts_file": "b", "output": f"{tmp_path}/no/b"}, "--output: must be a new file in a folder that can be"),
+        ({"prompts_file": f"{tmp_path}/absent"}, ".*absent: No such file or directory"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            prompts(**options)

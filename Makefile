@@ -63,7 +63,7 @@ docs-figures: .venv/installed
 
 address:
 	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
-	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/") ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
+	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/")\\ ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))

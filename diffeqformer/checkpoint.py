@@ -54,7 +54,7 @@ from diffeqformer.transformer import (
 
 @contextlib.contextmanager
 def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.CheckpointManager]:
-    """The same for a `with` block. Saves are complete when the block ends.
+    """The manager of `open_checkpoints`, for a `with` block. Saves are complete when the block ends.
 
     If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
     """

@@ -1,6 +1,7 @@
 """The folder that holds a run's checkpoints: which are kept, and which one is opened."""
 
 import contextlib
+import json
 import operator
 from collections.abc import Iterator
 from typing import Literal
@@ -76,10 +77,15 @@ def open_read_only(folder: epath.Path) -> ocp.CheckpointManager:
 def _opened(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
     try:
         return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
-    except (OSError, ValueError) as error:  # Orbax reads the validations of all checkpoints
+    except Exception as error:  # of the file system or a cloud client; or Orbax can't read a checkpoint's validation
+        for file in folder.glob("*/metrics/metrics"):
+            try:
+                json.loads(file.read_text())
+            except (OSError, ValueError):
+                remedy = "restore it, or delete the folder of its checkpoint"
+                raise UserError(f"{file}: this file is damaged: {reason_of(error)}; {remedy}") from error
         raise UserError(
-            f"{folder}: these checkpoints can't be opened: {reason_of(error)}; restore their files, or delete the "
-            "folder of the damaged one"
+            f"{folder}: these checkpoints can't be opened: {reason_of(error)}; check that the folder can be reached"
         ) from error
 
 

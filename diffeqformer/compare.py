@@ -78,28 +78,28 @@ def read_run(folder: str) -> Validated:
     )
 
 
-def setting(config: ConfigDict) -> dict:
-    """The fields that decide a run's result, but for its seed."""
-    names = [name for name in field_names(config) if name != "seed" and not name.startswith(CHANGEABLE)]
-    return {name: get_field(config, name) for name in names}
+def setting(run: Validated) -> dict:
+    """What decides a run's result but for its seed: fields of the config, and the text."""
+    names = [name for name in field_names(run.config) if name != "seed" and not name.startswith(CHANGEABLE)]
+    return {name: get_field(run.config, name) for name in names} | {"data": run.data_sha256[:8]}
 
 
 def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
     """Runs of equal configs on equal data together, by a label that says what sets them apart."""
     groups = {}
     for run in runs:
-        key = json.dumps([setting(run.config), run.data_sha256], sort_keys=True, default=list)
+        key = json.dumps(setting(run), sort_keys=True, default=list)
         groups.setdefault(key, []).append(run)
     members = list(groups.values())
     labels = [f"{title(group[0].config)}: {group[0].config.model.kind}" for group in members]
     for label in {label for label in labels if labels.count(label) > 1}:
         alike = [n for n, other in enumerate(labels) if other == label]
-        settings = [setting(members[n][0].config) for n in alike]
+        settings = [setting(members[n][0]) for n in alike]
         names = sorted(set().union(*settings))
         apart = [name for name in names if len({repr(fields.get(name)) for fields in settings}) > 1]
         for n, fields in zip(alike, settings):
             values = [f"{name.rpartition('.')[2]} {fields[name]}" for name in apart if name in fields]
-            labels[n] = ", ".join([label, *values] if values else [label, f"data {members[n][0].data_sha256[:8]}"])
+            labels[n] = ", ".join([label, *values])
     return dict(zip(labels, members, strict=True))
 
 
@@ -133,7 +133,7 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
     """Plot the validation curves of all runs, and the mean of each group at the steps that all its runs have."""
     figure, [[panel]] = new_figure(1, 1, (11, 5))
     sizes = {run.config.batch_size * run.config.sequence_length for runs in groups.values() for run in runs}
-    for (line, colour), (label, runs) in zip(itertools.product(LINES, COLOURS), groups.items()):
+    for (line, colour), (label, runs) in zip(itertools.cycle(itertools.product(LINES, COLOURS)), groups.items()):
         for run in runs:
             unit = run.config.batch_size * run.config.sequence_length if len(sizes) > 1 else 1
             steps = sorted(run.curve)
@@ -182,7 +182,7 @@ def compare(folders: Sequence[str], output: str | None) -> None:
         raise UserError("the folders of runs that were validated are needed, for example runs/*")
     groups = grouped(sorted(runs, key=lambda run: run.config.seed))
     groups = dict(sorted(groups.items(), key=lambda item: statistics.mean(run.end() for run in item[1])))
-    folder = results_folder(output, "runs", "comparisons")
+    folder = results_folder(output, "comparisons")
     write_text(folder / "results.json", json.dumps(as_data(groups), indent=1) + "\n")
     write_text(folder / "results.md", table(groups) + "\n")
     plot(groups, folder / "validation.png")
@@ -194,7 +194,7 @@ def compare(folders: Sequence[str], output: str | None) -> None:
 
 if __name__ == "__main__":
     output_option = flags.DEFINE_string(
-        "output", None, "Folder for the results; by default runs/comparisons/<date and time>."
+        "output", None, "Folder for the results; by default comparisons/<date and time>."
     )
 
     def command(*folders: str) -> None:

@@ -50,6 +50,8 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
             tolerance can't be met.
     """
     if not options.tolerance:
+        if options.calibration_files:
+            raise UserError("--calibration_files: goes with --tolerance; leave it out")
         return {}
     hosts.check_one("--tolerance: a grid that is chosen on text")
     if not opened.model.depth.generated:
@@ -107,6 +109,8 @@ def score_checkpoint(options) -> dict | None:
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
     window = window_of(options, opened)
+    if options.perplexity == "paper" and options.stride is not None:
+        raise UserError("--stride: is for the full perplexity, which --perplexity=paper leaves out; leave it out")
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")

@@ -33,7 +33,7 @@ def define_flags() -> None:
     flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
     flags.DEFINE_string("prompts_file", None, "A file with a text to continue in each line; writes JSON lines.")
     flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
-    flags.DEFINE_integer("batch_size", 8, "Texts written at once after the prompts of --prompts_file.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", lower_bound=1)
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
     flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it is generated.")
@@ -84,6 +84,8 @@ def prompts_of(options) -> list[str]:
     if options.prompts_file is None:
         if options.output is not None:
             raise UserError("--output: goes with --prompts_file; other texts are written to standard output")
+        if options.batch_size is not None:
+            raise UserError("--batch_size: goes with --prompts_file; leave it out")
         return [prompt_text(options)]
     if options.draft_steps is not None:
         raise UserError("--draft_steps: can't be combined with --prompts_file; leave one of them out")
@@ -161,13 +163,21 @@ def write_lines(
     Raises:
         UserError: if one of the prompts has no room, or the file can't be written.
     """
-    texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size, **how)
+    texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size or 8, **how)
     show = printable if options.output is None and sys.stdout.isatty() else str
     path = options.output if hosts.is_first() else os.devnull
-    with contextlib.nullcontext(sys.stdout) if options.output is None else open(path, "w", encoding="utf-8") as file:
-        for number, text in enumerate(texts):
-            line = {"prompt": prompts[number // options.samples], "text": text}
-            print(show(json.dumps(line, ensure_ascii=False)), file=file, flush=True)
+    try:
+        with (
+            contextlib.nullcontext(sys.stdout) if options.output is None else open(path, "w", encoding="utf-8") as file
+        ):
+            for number, text in enumerate(texts):
+                line = {"prompt": prompts[number // options.samples], "text": text}
+                print(show(json.dumps(line, ensure_ascii=False)), file=file, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = options.output or "standard output"
+        raise UserError(f"--output: {where}: {error.strerror}; delete what was written, and choose another") from None
     return f"{number + 1:,} texts in {time.monotonic() - started:.1f} s"
 
 

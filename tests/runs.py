@@ -22,7 +22,8 @@ TINY = [
 ]  # fmt: skip
 # Gloo writes to the output's descriptor in pieces, from several threads at once. Python alone keeps the real one.
 WITHOUT_GLOO = """
-import os, runpy, sys
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sys.stdout = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 runpy.run_module("diffeqformer." + sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -58,7 +58,7 @@ def test_a_damaged_validation_is_said_by_readers_and_writers(tmp_path):
     [file] = (tmp_path / "checkpoints" / "1" / "metrics").glob("metrics")
     file.write_text("{")
     for use in (lambda: opened(tmp_path, "best"), lambda: save(tmp_path, {3: 1.0}, kept=2)):
-        with pytest.raises(UserError, match="checkpoints: these checkpoints can't be opened: "):
+        with pytest.raises(UserError, match="checkpoints/1/metrics/metrics: this file is damaged: "):
             use()
     file.write_text(json.dumps({"perplexity": 1.0}))
     with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: 'loss'"):

@@ -29,9 +29,13 @@ def test_every_command_is_listed_in_one_line():
 
 HELP = {
     "main": ["config", "[no]help_config", "workdir", "coordinator"],
-    "generate": ["workdir", "prompt", "coordinator"],
-    "ode": ["workdir", "split", "refinements", "process_id"],
-    "inspect": ["workdir", "[no]statistics"],
+    "generate": ["workdir", "step", "prompt", "coordinator"],
+    "evaluate": ["workdir", "step", "solver", "process_id"],
+    "downstream": ["workdir", "step", "shots"],
+    "materialize": ["workdir", "step", "dtype"],
+    "analyze": ["workdir", "step", "parts"],
+    "ode": ["workdir", "step", "split", "refinements", "process_id"],
+    "inspect": ["workdir", "step", "[no]statistics"],
 }
 
 

@@ -1,5 +1,6 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
     assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
     subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name"], cwd=tmp_path, check=True)
     assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
+    [notebook] = (tmp_path / "colab").glob("*.ipynb")
+    json.loads(notebook.read_text(encoding="utf-8"))
 
 
 @pytest.mark.fast

@@ -206,6 +206,8 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     loop.train(config, tmp_path)
     assert set(curves(tmp_path)["validation/loss"]) == {3, 6, 9}
     assert set(curves(tmp_path)["dynamics/qk_radius"]) == {6, 9}
+    with checkpoint.open_to_read(tmp_path, step="best") as (_, step, _, _):
+        assert step == 9  # the one that was saved right after a validation
 
 
 def test_a_materialized_model_is_not_trained_further(tmp_path):

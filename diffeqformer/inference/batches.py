@@ -51,6 +51,8 @@ def write_texts(
         except UserError as error:
             raise UserError(f"prompt {number}: {error}") from None
         texts += [(ids, count, sample) for sample in range(samples)]
+    if not texts:
+        return iter(())
     reader = *split_reader(model, num_steps), model.max_length
     return _write(reader, tokenizer, texts, keys, choice, min(batch_size, len(texts)))
 

@@ -81,10 +81,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 raise UserError(
                     f"{name}: there is no such argument; use workdir, step, num_steps, window or batch_size"
                 )
+            best = " or best" * (name == "step")
             try:
                 values[name] = value if (name, value) == ("step", "best") else int(value)
             except ValueError:
-                raise UserError(f"{name}: must be a whole number, but it is {value!r}") from None
+                raise UserError(f"{name}: must be a whole number{best}, but it is {value!r}") from None
         step = values.pop("step", None)
         return cls(checkpoint.load(str(workdir), make_mesh(), step), **values)
 

@@ -101,7 +101,7 @@ def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_
     if not prompt or room < 1:
         raise UserError(
             f"prompt: must have at least 1 token and fewer than the model's {max_length} positions, but it has "
-            f"{len(prompt)}; with sliding_window it can have more"
+            f"{len(prompt)}" + ("; with sliding_window it can have more" if prompt else "")
         )
     if count is None:
         return min(MOST, room)

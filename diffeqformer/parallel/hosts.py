@@ -225,7 +225,7 @@ class Notice(contextlib.AbstractContextManager):
         if number == signal.SIGINT:
             self.status = 130
             signal.signal(number, self.previous.pop(number))
-            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again stops at once, without\n")
+            os.write(2, b"\nstopping after what is in progress, with a checkpoint; Ctrl-C again stops without one\n")
 
     def now(self) -> bool:
         """Whether to stop after this step. The answer is the same on all hosts, no matter which one got the notice.

@@ -188,7 +188,8 @@ def show_scalars(run: Run, step: int, seconds_at_peak: float, scalars: dict[str,
     """
     scalars = {name: float(value) for name, value in scalars.items()}
     if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
-        raise UserError(diverged(run, step, scalars))
+        found = f"it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}"
+        raise UserError(diverged(run, found))
     progress.step(seconds_at_peak)
     if step == progress.first_step + 1:
         progress.first(step, scalars["loss"], time.monotonic() - run.clock.started)
@@ -203,9 +204,14 @@ def show_validation(
 
     Returns:
         The validation (`validate`), with bits per byte at the other depths of training.
+
+    Raises:
+        UserError: if the loss isn't finite.
     """
     config, split = run.config, run.splits["validation"]
     results = validate(run.program, params, split, config)
+    if not math.isfinite(results["loss"]):
+        raise UserError(diverged(run, f"it is {results['loss']} in the validation at step {step:,}"))
     for depth in run.other_depths():
         results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
     progress.validation(step, results)
@@ -261,14 +267,11 @@ def validate(
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 
-def diverged(run: Run, step: int, scalars: dict[str, float]) -> str:
+def diverged(run: Run, found: str) -> str:
     """The message when the loss or the gradient is no longer finite."""
     checkpoint.check(run.checkpoints, wait=True)
     saved = run.checkpoints.latest_step()
     good = f"the last good checkpoint is step {saved or 0:,} in {run.folder}"
     if saved is None:
         good = "no checkpoint had been saved yet"
-    return (
-        f"loss: it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}; {good}; "
-        "start again in another --workdir with a lower config.optimizer.learning_rate"
-    )
+    return f"loss: {found}; {good}; start again in another --workdir with a lower config.optimizer.learning_rate"

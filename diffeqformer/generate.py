@@ -165,11 +165,12 @@ def write_lines(
     """
     texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size or 8, **how)
     show = printable if options.output is None and sys.stdout.isatty() else str
-    path = options.output if hosts.is_first() else os.devnull
     try:
-        with (
-            contextlib.nullcontext(sys.stdout) if options.output is None else open(path, "w", encoding="utf-8") as file
-        ):
+        with contextlib.ExitStack() as stack:
+            file = sys.stdout
+            if options.output is not None:
+                path = options.output if hosts.is_first() else os.devnull
+                file = stack.enter_context(open(path, "w", encoding="utf-8"))
             for number, text in enumerate(texts):
                 line = {"prompt": prompts[number // options.samples], "text": text}
                 print(show(json.dumps(line, ensure_ascii=False)), file=file, flush=True)

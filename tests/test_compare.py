@@ -65,6 +65,8 @@ def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
         "toy: diffeqformer, data hash",
         "toy: diffeqformer, data another",
     ]
+    fast = compare.read_run(str(runs / "fast"))
+    assert len(compare.grouped([ours, elsewhere, fast])) == 3  # by both the text and the rate
     compare.compare([ours.folder, elsewhere.folder], str(runs / "out"))
     assert "WARNING: these runs read different tokens" in capsys.readouterr().out
 

@@ -210,6 +210,19 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
         assert step == 9  # the one that was saved right after a validation
 
 
+@pytest.mark.long
+def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
+    tmp_path, short_stores, monkeypatch, one_device_loop
+):
+    config = toy_config("gpt", steps=6, checkpoint_every=2, eval_every=2, data__dir=str(short_stores))
+    losses = iter([1.0, np.nan])
+    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": next(losses), "perplexity": 2.0, "bits_per_byte": 3.0})
+    with pytest.raises(UserError, match="^loss: it is nan in the validation at step 4; the last good .* is step 2 "):
+        loop.train(config, tmp_path)
+    with checkpoint.open_to_read(tmp_path, step="best") as (_, best, _, _):
+        assert best == checkpoint.load(tmp_path).step == 2
+
+
 def test_a_materialized_model_is_not_trained_further(tmp_path):
     config = toy_config("gpt")
     program = Program(config, ONE_DEVICE)

@@ -43,7 +43,7 @@ HELP = {
 def test_help_shows_the_options_of_the_command_and_no_others(name):
     done = command(name, "--help", "--no_such_option")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"python -m diffeqformer.{name} " in done.stdout.splitlines()[0]
+    assert f"python -m diffeqformer.{name} " in done.stdout.partition("\n  --")[0]
     assert all(f"\n  --{option}: " in done.stdout for option in HELP[name])
     assert "--config:" in done.stdout or "config" not in HELP[name]
     assert "--alsologtostderr" not in done.stdout and "--jax" not in done.stdout

@@ -248,9 +248,7 @@ def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path,
     shown = []
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
     (tmp_path / "prompt").write_bytes(b"a\r\n")
-    options = dict.fromkeys(
-        ("step", "prompt", "prompts_file", "output", "tokens", "solver", "num_steps", "draft_steps")
-    )
+    options = dict.fromkeys("step prompt prompts_file output batch_size tokens solver num_steps draft_steps".split())
     options |= dict(workdir=run, prompt_file=tmp_path / "prompt", samples=1, temperature=1.0, top_k=0, top_p=1.0)
     generate_command.write(types.SimpleNamespace(**options, seed=0, sliding_window=False))
     assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]

@@ -138,7 +138,7 @@ def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path)
 
 def test_options_of_prompts_must_agree(tmp_path):
     def prompts(**options):
-        options = dict.fromkeys(("prompt", "prompt_file", "prompts_file", "output", "draft_steps")) | options
+        options = dict.fromkeys("prompt prompt_file prompts_file output batch_size draft_steps".split()) | options
         return generate_command.prompts_of(types.SimpleNamespace(**options))
 
     (tmp_path / "lines").write_bytes(b"a \r\n\nb\x0bc")
@@ -147,6 +147,7 @@ def test_options_of_prompts_must_agree(tmp_path):
     for options, sentence in (
         ({"prompt": "a", "prompts_file": "b"}, "--prompts_file: a prompt was given as well; leave one of them out"),
         ({"prompt": "a", "output": "b"}, "--output: goes with --prompts_file"),
+        ({"prompt": "a", "batch_size": 2}, "--batch_size: goes with --prompts_file"),
         ({"prompts_file": "b", "draft_steps": 2}, "--draft_steps: can't be combined with --prompts_file"),
         ({"prompts_file": "b", "output": f"{tmp_path}/no/b"}, "--output: must be a new file in a folder that can be"),
         ({"prompts_file": f"{tmp_path}/absent"}, ".*absent: No such file or directory"),

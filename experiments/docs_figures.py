@@ -89,7 +89,7 @@ def draw(name: str, drawn: Drawn) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         output = pathlib.Path(scratch) / "out"
         if any(option.startswith("--tolerance") for option in options):
-            from diffeqformer.data.corpora import stdlib_files
+            from diffeqformer.data.texts import stdlib_files
 
             text = pathlib.Path(scratch) / "calibration.txt"
             text.write_bytes(stdlib_files("train")[0].read_bytes()[:CALIBRATION])

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from diffeqformer.__main__ import COMMANDS
 from environments import (
     LIGHT,
     build_wheel,
@@ -64,7 +65,7 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_pat
     assert done.stdout.startswith(str(python.parent.parent)) and "No module named 'tensorflow'" in done.stderr
     folder, said = trained
     lines = run(python, folder).stdout.splitlines()
-    assert lines[0].startswith("main ") and len(lines) == 13
+    assert lines[0].startswith("main ") and len(lines) == len(COMMANDS) + 2
 
     workdir = "--workdir=runs/tiny"
     assert run(python, folder, "inspect", workdir).stdout.startswith("tiny: diffeqformer")

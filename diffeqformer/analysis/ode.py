@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import Context, Linear
@@ -235,6 +235,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     )
     errors.set_xticklabels(found["num_steps"])
     errors.minorticks_off()
+    log_if_wide(errors)
     errors.legend()
     for axis in (over_time, smooth, grids, errors):
         axis.grid(alpha=0.3)

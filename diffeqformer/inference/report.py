@@ -111,7 +111,8 @@ def plot(results: dict, path: pathlib.Path) -> None:
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
         for row in rows:
             place = row["milliseconds_per_window"], row[last]
-            offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
+            offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "zorder": 3}
+            offset["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # above the lines
             axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:
         axis.grid(alpha=0.3)

@@ -72,7 +72,8 @@ def test_the_tables_lead_every_turn_to_its_state():
 
 def loss_and_gradient(kind, field, solver, remat, snapshots=1, steps=7):
     sizes = dict(width=16, heads=2, mlp=16, num_steps=steps, solver=solver, remat=remat, snapshots=snapshots)
-    graph, params = split_model(lively_model(kind, field, **sizes))
+    adapters = {"lora_rank": 2} if kind == "discretized" else {}
+    graph, params = split_model(lively_model(kind, field, **sizes, **adapters))
     tokens = jnp.arange(24).reshape(2, 12)
 
     def loss(params):
@@ -84,6 +85,7 @@ def loss_and_gradient(kind, field, solver, remat, snapshots=1, steps=7):
 
 CASES = [("diffeqformer", "gpt", name) for name in SOLVERS]
 CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("gpt", "gpt", "lie_trotter")]
+CASES += [("discretized", "gpt", "euler")]  # with adapters
 
 
 @pytest.mark.parametrize("kind, field, solver", CASES)

@@ -22,6 +22,7 @@ ROWS = [  # the config, the topology, and further options
     ("small", "v5e:2x4"),
     ("medium", "v5e:2x4"),
     ("finetune_openwebtext_to_wikitext103:pretrain", "v5e:2x4"),
+    ("finetune_wikitext103_to_openwebtext:pretrain", "v5e:2x4"),
     ("large", "v5e:8x8"),
     ("large", "v5p:2x2x4"),
     ("llama_1b", "v5p:2x2x1", "data.tokenizer_file=any"),

@@ -22,7 +22,7 @@ from diffeqformer.config import CHANGEABLE, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import results_folder, write_text
+from diffeqformer.console.results import results_folder, spread, write_text
 from diffeqformer.console.terminal import printable
 from diffeqformer.errors import UserError
 
@@ -103,12 +103,6 @@ def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
     return dict(zip(labels, members, strict=True))
 
 
-def spread(values: Sequence[float]) -> str:
-    """The mean of some values, with their standard deviation if there are several."""
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{deviation}"
-
-
 def distinct(values: Iterable[int]) -> str:
     """Whole numbers, each once."""
     return ", ".join(f"{value:,}" for value in sorted(set(values)))
@@ -123,7 +117,7 @@ def table(groups: dict[str, list[Validated]]) -> str:
         unfinished = " (unfinished)" * any(max(run.curve) < run.config.steps for run in runs)
         cells = [label, str(len(runs)), distinct([run.config.seed for run in runs])]
         cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
-        cells += [spread([run.end() for run in runs]), spread([run.best() for run in runs])]
+        cells += [spread([run.end() for run in runs], 4), spread([run.best() for run in runs], 4)]
         cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ from common import articles_of_wikitext, inspected, perplexities, side_by_side, 
 
 from diffeqformer.config import get_field
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import spread, write_text
 
 STUDIES = ["perplexity", "llama", "embedding", "design", "beta2", "shared", "overfitting"]
 STUDY = flags.DEFINE_enum("study", None, STUDIES, "Which.", required=True)
@@ -177,20 +177,14 @@ def collected(results: dict[Run, dict], memory: dict[Variant, float]) -> dict[st
     return found
 
 
-def spread(values: list[float], digits: int = 2) -> str:
-    """The mean of some values, with their standard deviation if there are several."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
-
-
 def table(found: dict[str, Found]) -> str:
     """The results as Markdown."""
     head = ["model", "parameters", "rate", "seeds", "best perplexity", "at step", "at the end", "tokens/s", "step, MiB"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name, each in found.items():
         curves = [run["perplexities"] for run in each.runs]
-        cells = [name, f"{each.runs[0]['parameters']:,}", f"{each.rate:g}", str(len(curves)), spread(each.bests())]
-        cells += [", ".join(f"{min(curve, key=curve.get):,}" for curve in curves), spread(each.ends())]
+        cells = [name, f"{each.runs[0]['parameters']:,}", f"{each.rate:g}", str(len(curves)), spread(each.bests(), 2)]
+        cells += [", ".join(f"{min(curve, key=curve.get):,}" for curve in curves), spread(each.ends(), 2)]
         cells += [f"{each.tokens_per_second:,.0f}", f"{each.step_mib:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from absl import app, flags
 from common import on_cores, side_by_side, train
 
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import spread, write_text
 
 STAGE = flags.DEFINE_enum("stage", None, ["rates", "times", "final"], "What to run.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
@@ -233,8 +233,7 @@ def table(found: dict[Row, dict]) -> str:
         cells = [model, str(depth or ", ".join(map(str, TRAINED))), f"{steps:,}", f"{rate:g}", str(len(seeds))]
         for number in map(str, SCORED):
             values = [seed["bits_per_byte"][number] for seed in seeds if number in seed["bits_per_byte"]]
-            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "")
+            cells.append(spread(values, 3) if values else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,7 @@ from absl import app, flags
 from common import articles_of_wikitext, perplexities, side_by_side, train
 
 from diffeqformer.console.figures import new_figure
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import spread, write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
@@ -100,10 +100,7 @@ def table(results: dict[Row, dict[int, float]]) -> str:
             [curve[step] for curve, step in zip(curves, best, strict=True)],
             [curve[max(curve)] for curve in curves],
         )
-        cells = [
-            f"{statistics.mean(column):.2f}" + (f" ± {statistics.stdev(column):.2f}" if len(column) > 1 else "")
-            for column in columns
-        ]
+        cells = [spread(column, 2) for column in columns]
         cells.insert(2, ", ".join(map(str, best)))
         lines.append(f"| {direction} | {base} | {mode} | {depth} | {len(curves)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -3,6 +3,8 @@
 import datetime
 import os
 import pathlib
+import statistics
+from collections.abc import Sequence
 
 from diffeqformer.errors import UserError
 
@@ -65,6 +67,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean of some values, with their standard deviation if there are several."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:

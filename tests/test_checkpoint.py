@@ -1,0 +1,84 @@
+"""Checkpoints: what is saved in the background, opened from elsewhere, and said when it fails."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from diffeqformer import checkpoint
+from diffeqformer.data.tokenizers import GPT2Tokenizer, SentencePieceTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.parallel.mesh import make_mesh
+from helpers import drawn, run_steps, tokens_of, toy_config
+
+
+@pytest.mark.long
+def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp_path):
+    config = toy_config(checkpoints_kept=9, model__vocab_multiple=16)
+    program, state, _ = run_steps(config, make_mesh((1, 2, 1), jax.devices()[:2]), 2)
+    about, saved = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash"), {}
+    with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
+        for step in range(2, 5):
+            saved[step] = jax.tree.map(lambda leaf: np.array(leaf), state)
+            checkpoint.save(manager, step, state, about)
+            state, _ = program.train_step(state, tokens_of(step, config))  # donates what is being saved
+        manager.wait_until_finished()
+        unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
+        unfinished.mkdir()
+        assert checkpoint.load(tmp_path).step == 4 and unfinished.exists()  # opened beside the run
+        for step, expected in saved.items():
+            jax.tree.map(
+                np.testing.assert_array_equal, checkpoint.restore_state(manager, step, program.state_shapes), expected
+            )
+            assert checkpoint.read_about(manager, step) == about
+    with pytest.raises(UserError, match="there is no checkpoint here"):
+        checkpoint.load(tmp_path / "absent")
+
+
+def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tmp_path, monkeypatch):
+    config = toy_config()
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    items = {"params": drawn(config.model)[1]}
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
+        checkpoint.save(manager, 1, items, about)
+        checkpoint.check(manager, wait=True)
+        monkeypatch.setattr(manager, "_finalize_checkpoint", fails)
+        checkpoint.save(manager, 2, items, about)
+        with pytest.raises(UserError, match="can't be written: no space left; earlier ones are untouched"):
+            for _ in range(100):  # steps
+                checkpoint.check(manager)
+                time.sleep(0.1)
+    assert (tmp_path / "checkpoints" / "1" / "params").is_dir()
+
+
+def test_work_folders_can_be_in_a_bucket_and_what_goes_wrong_there_is_said():
+    assert str(checkpoint.folder_of("gs://bucket/run")) == "gs://bucket/run/checkpoints"
+    assert checkpoint.folder_of("run").is_absolute()
+    for error, said in (
+        (ImportError("gcsfs"), r"^--workdir: gs://b/run needs a package, which for gs:// is pip install gcsfs"),
+        (FileNotFoundError("no bucket"), "^--workdir: gs://b/run: no bucket; choose a folder that can be written"),
+        (KeyError("token"), "^--workdir: gs://b/run can't be reached: 'token'"),
+    ):
+        with pytest.raises(UserError, match=said), checkpoint.reachable("--workdir", "gs://b/run"):
+            raise error
+    with pytest.raises(KeyError), checkpoint.reachable("--workdir", "runs/tiny"):  # a mistake of ours
+        raise KeyError
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentencepiece_file):
+    if kind == "gpt2":
+        tokenizer = GPT2Tokenizer({**{bytes([b]): b for b in range(256)}, b"<|": 256})
+    else:
+        tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
+    about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
+    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
+        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    opened = checkpoint.load(tmp_path).tokenizer
+    assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")

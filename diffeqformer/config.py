@@ -80,7 +80,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
     # products: every step except for its products with weights and its attention; binomial: every step, some of them
-    # several times, so that only `snapshots` of the states between steps are stored.
+    # several times, so that only `snapshots` of the states between steps are stored; reversible: every step, from the
+    # state after it, so that none is stored; it needs a reversible solver, such as reversible_euler.
     config.model.remat = "step"
     config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
 

@@ -66,11 +66,6 @@ def main() -> None:
     config, gpus = CONFIG.value, gpus_of(TOPOLOGY.value)
     check_fields(config)
     check_used(sys.argv, config)
-    if config.model.remat == "binomial":
-        raise UserError(
-            "config.model.remat: must be none, step or products in a plan, which can't model the loops of binomial, "
-            "but it is binomial"
-        )
     if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", gpus[1])
     config = finetune.inherit(config, f"runs/{config.name}")

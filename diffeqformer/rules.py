@@ -108,9 +108,9 @@ RULES = [
     _one_of("model.solver", SOLVERS),
     Rule(
         "model.solver",
-        lambda v, c: v in MODELS[c.model.kind].solvers(),
+        lambda v, c: len(SOLVERS[v].nodes) == 1 or not MODELS[c.model.kind].weights.fixed_depth,
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
-        f"({', '.join(MODELS['discretized'].solvers())})",
+        f"({', '.join(MODELS['gpt'].solvers())})",
     ),
     Rule(
         "model.unit_steps",
@@ -121,6 +121,11 @@ RULES = [
         "model.unit_steps",
         lambda v, c: not v or not MODELS[c.model.kind].weights.generated,
         "must be False for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
+    ),
+    Rule(
+        "model.solver",
+        lambda v, c: not SOLVERS[v].reversible or not c.model.unit_steps,
+        "must not be reversible where every step has the length 1 (model.unit_steps)",
     ),
     _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
     Rule(
@@ -185,6 +190,17 @@ RULES = [
         "must be default for model.dtype {c.model.dtype}, in which all products are at the highest",
     ),
     _one_of("model.remat", REMAT),
+    Rule(
+        "model.remat",
+        lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
+        "must not be reversible for model.solver {c.model.solver}; a solver that can be undone is one of "
+        f"{', '.join(name for name, solver in SOLVERS.items() if solver.reversible)}",
+    ),
+    Rule(
+        "model.state_dtype",
+        lambda v, c: v == "float32" or c.model.remat != "reversible",
+        "must be float32 for model.remat reversible, which steps back",
+    ),
     _one_of("optimizer.decay", ("as_published", "everything", "matrices")),
     Rule(
         "data.task",

@@ -55,8 +55,15 @@ class Kind:
     field: str | None = None
 
     def solvers(self) -> list[str]:
-        """The solvers that this kind can have. With one set of weights per step, a solver can use only one per step."""
-        return [name for name, solver in SOLVERS.items() if not self.weights.fixed_depth or len(solver.nodes) == 1]
+        """The solvers that this kind can have. With one set of weights per step, a solver can use only one per step.
+
+        Reversible solvers need steps whose lengths add up to 1.
+        """
+        return [
+            name
+            for name, solver in SOLVERS.items()
+            if not (self.weights.fixed_depth and len(solver.nodes) > 1) and not (self.vanilla and solver.reversible)
+        ]
 
 
 MODELS = {

@@ -187,6 +187,26 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"model__training_times": "mixed", "model__training_depths": "1,2"},
             "model.training_times: must be fixed or shifted, since mixed moves grids of more than two steps only",
         ),
+        (
+            ("gpt", "gpt"),
+            {"model__solver": "reversible_euler"},
+            r"model.solver: must not be reversible where every step has the length 1 \(model.unit_steps\), but it is",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__remat": "reversible"},
+            "model.remat: must not be reversible for model.solver euler; .* reversible_euler, .*, but it is 'reversible'",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {
+                "model__remat": "reversible",
+                "model__solver": "reversible_heun",
+                "model__dtype": "bfloat16",
+                "model__state_dtype": "bfloat16",
+            },
+            "model.state_dtype: must be float32 for model.remat reversible, .*, but it is 'bfloat16'",
+        ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),

@@ -30,6 +30,8 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
     possible = MODELS[config.kind].solvers()
     if model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
         possible = [other for other in possible if SOLVERS[other].nodes == SOLVERS[config.solver].nodes]
+    if model.unit_steps:
+        possible = [other for other in possible if not SOLVERS[other].reversible]
     if name not in possible:
         raise UserError(
             f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, "

@@ -56,11 +56,12 @@ def tpu_devices(topology: str, slices: int) -> list:
         ) from None
 
 
-def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Compiled:
+def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None, rounds: float = 0) -> Compiled:
     """Compile a program that was lowered for such devices.
 
     Args:
         dump: a folder that keeps all that the compiler writes; None: it is removed.
+        rounds: how often loops run on average whose number of rounds is computed.
 
     Raises:
         TooLarge: if it doesn't fit.
@@ -78,7 +79,7 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None) -> Com
             max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
             for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")
         ]
-    module, stats = Module(texts[0]), compiled.memory_analysis()
+    module, stats = Module(texts[0], rounds), compiled.memory_analysis()
     return Compiled(
         stats.argument_size_in_bytes,
         size_of_temporaries(texts[1]),

@@ -17,10 +17,14 @@ class Module:
 
     bodies: the instructions of every computation by its name, a line each; where the program begins is called ENTRY
     callers: for every stack frame the functions of ours in it, as file:function, the innermost first
+    rounds: how often a loop runs on average whose number of rounds is computed
+
+    Args:
+        text: what the compiler wrote.
     """
 
-    def __init__(self, text: str):
-        self.bodies, self.callers = computations(text), origins(text)
+    def __init__(self, text: str, rounds: float = 0):
+        self.bodies, self.callers, self.rounds = computations(text), origins(text), rounds
 
     def sources(self, line: str) -> tuple[str, ...]:
         """The functions of ours that an instruction comes from, as file:function, the innermost first."""
@@ -56,15 +60,15 @@ class Module:
         read = rf"get-tuple-element\(.*\), index={index}\b"
         return [(loop, name_of(line)) for loop in loops for line in self.bodies[loop] if re.search(read, line)]
 
-    def loop(self, line: str) -> tuple[str, int] | None:
+    def loop(self, line: str) -> tuple[str, float] | None:
         """The body of a loop and how often it runs, if the instruction is one."""
         loop = re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line)
         if not loop:
             return None
-        [count] = re.findall(r" constant\((\d+)\)", "\n".join(self.bodies[loop[1]]))
-        return loop[2], int(count)
+        counts = re.findall(r" constant\((\d+)\)", "\n".join(self.bodies[loop[1]]))
+        return loop[2], int(counts[0]) if counts else self.rounds
 
-    def instructions(self, body: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int]]:
+    def instructions(self, body: str = "ENTRY", times: float = 1) -> Iterator[tuple[str, float]]:
         """All instructions that run one after the other, and how often; those of a loop come in its place."""
         for line in self.bodies[body]:
             if loop := self.loop(line):

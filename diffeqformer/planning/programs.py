@@ -18,6 +18,7 @@ from diffeqformer.inference.scoring import full_batch, target_scores
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
+from diffeqformer.solvers.checkpointing import schedule
 from diffeqformer.training.dynamics import WINDOWS, Recorder
 from diffeqformer.training.memory import bytes_on_device
 from diffeqformer.training.step import Program
@@ -48,11 +49,16 @@ class Planned(NamedTuple):
 
 
 def planned(
-    name: str, lowered: jax.stages.Lowered, arrays: int, num_steps: int = 0, dump: str | None = None
+    name: str,
+    lowered: jax.stages.Lowered,
+    arrays: int,
+    num_steps: int = 0,
+    dump: str | None = None,
+    rounds: float = 0,
 ) -> Planned:
-    """Compile a program of a run, while which its `arrays` take some bytes."""
+    """Compile a program of a run, while which its `arrays` take some bytes. The rest is as in `compile_for_tpu`."""
     try:
-        compiled = compile_for_tpu(lowered, dump)
+        compiled = compile_for_tpu(lowered, dump, rounds)
     except TooLarge as error:
         return Planned(name, arrays, error.args[0], None, num_steps)
     arrays = max(arrays, compiled.arguments)  # which XLA may pad
@@ -97,7 +103,8 @@ def compile_train_steps(config: ConfigDict, program: Program, dump: str | None =
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     for depth in sorted(program.depths, reverse=True):
         lowered = program.train_step.lower(program.state_shapes, tokens, depth)
-        yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump)
+        again = schedule(depth, min(config.model.snapshots, depth)).counts.mean()  # before each step of the way back
+        yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump, float(again))
 
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:

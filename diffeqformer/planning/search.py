@@ -16,7 +16,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import mesh_shape
 
 VARIED = ("model.remat", "microbatches", "mesh.fsdp")
-REMAT_BY_MEMORY = ("step", "products", "none")  # from the least memory to the most
+REMAT_BY_MEMORY = ("reversible", "binomial", "step", "products", "none")  # from the least memory to the most
 
 
 class Setting(NamedTuple):

@@ -100,10 +100,11 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
         program: a program of the config. Its devices may be other ones than those that are planned for.
         num_steps: steps of depth.
     """
-    stores_all = config.copy_and_resolve_references()
-    stores_all.model.remat = "none"
-    loops = bytes_of_loops(program, num_steps)
-    again = bytes_of_loops(Program(stores_all, program.mesh, (program.loss.attend, "")), num_steps).stored
+    kept = states_kept(config.model, num_steps)
+    loops = bytes_of_loops(program if kept is None else like(program, "step"), num_steps)
+    if kept is not None:
+        loops = loops._replace(stored=kept * loops.stored // num_steps)
+    again = bytes_of_loops(like(program, "none"), num_steps).stored
     model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
@@ -120,6 +121,18 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
     ]
     state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
     return state | max(moments, key=lambda parts: sum(parts.values()))
+
+
+def like(program: Program, remat: str) -> Program:
+    """A program that differs in what the backward pass stores."""
+    config = program.config.copy_and_resolve_references()
+    config.model.remat = remat
+    return Program(config, program.mesh, (program.loss.attend, ""))
+
+
+def states_kept(model: ConfigDict, num_steps: int) -> int | None:
+    """How many states the way back needs at once, if not those between all steps; None: what the loops write."""
+    return {"binomial": min(model.snapshots, num_steps) + 1, "reversible": 1}.get(model.remat)
 
 
 STATE = {"parameters": "params", "moments": "optimizer"}

@@ -6,18 +6,23 @@ from diffeqformer.solvers.euler import EULER
 from diffeqformer.solvers.heun import HEUN
 from diffeqformer.solvers.lie_trotter import LIE_TROTTER
 from diffeqformer.solvers.midpoint import MIDPOINT
+from diffeqformer.solvers.reversible import reversible
 from diffeqformer.solvers.rk4 import RK4
 from diffeqformer.solvers.strang import STRANG
 from diffeqformer.solvers.walk import Solver, walk
 
-SOLVERS = {
+ONE_STEP = {
     "euler": EULER,
     "midpoint": MIDPOINT,
     "heun": HEUN,
     "rk4": RK4,
     "lie_trotter": LIE_TROTTER,
     "strang": STRANG,
+}
+SOLVERS = {
+    **ONE_STEP,
     "adams_bashforth": ADAMS_BASHFORTH,
+    **{f"reversible_{name}": reversible(solver) for name, solver in ONE_STEP.items()},
 }
 
 __all__ = ["SOLVERS", "KeyValueCache", "Solver", "walk"]

@@ -15,6 +15,7 @@ from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import as_it_is
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 from diffeqformer.solvers.checkpointing import last_state
+from diffeqformer.solvers.reversible import last_pair
 
 
 def _of_examples(_, *operands, **__) -> bool:
@@ -44,10 +45,11 @@ REMAT = {
         POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
     ),
     "binomial": None,
+    "reversible": None,
 }
 """What is stored for the backward pass: everything; the state between steps; the state between steps, products with
-weights, and attention; or some of the states between steps, by an optimal schedule (`checkpointing`). Gathered weights,
-and kernels in another type, are never stored.
+weights, and attention; some of the states between steps, by an optimal schedule (`checkpointing`); or the last one
+alone (`reversible`). Gathered weights, and kernels in another type, are never stored.
 """
 
 
@@ -72,6 +74,7 @@ class Solver:
     begin: (x, dt) -> the state before the first step, which has the length dt. A multistep method's holds more than x.
         Whatever has the shape of x belongs to the same tokens.
     read: (state) -> x.
+    increments: of a reversible solver, the increments of which its steps are made, forth and back (`reversible`).
     """
 
     step: Callable[[VectorField, list[dict], PyTree, Array, Context], PyTree]
@@ -79,6 +82,12 @@ class Solver:
     order: int
     begin: Callable[[Array, Array], PyTree] = x_alone
     read: Callable[[PyTree], Array] = as_x
+    increments: tuple[Callable, Callable] | None = None
+
+    @property
+    def reversible(self) -> bool:
+        """Whether the state before a step follows from the one after it."""
+        return self.increments is not None
 
     @functools.cached_property
     def evaluations(self) -> int:
@@ -132,11 +141,17 @@ def walk(
     """
     steps, nodes = len(weights.step_sizes), len(solver.nodes)
 
+    def at_nodes(layers, whole):
+        return whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
+
     def advance(state, layers, whole, step, dt, keys, attend=context.attend):
         here = context._replace(keys=keys, attend=attend).at_step(step + 1)  # 0 is the embedding
-        at_nodes = whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
-        after = solver.step(field, at_nodes, state, dt, here)
+        after = solver.step(field, at_nodes(layers, whole), state, dt, here)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+
+    def increments(dt, step, keys):
+        here = context._replace(keys=keys).at_step(step + 1)
+        return [functools.partial(increment, field, here, dt) for increment in solver.increments]
 
     def body(carry, inputs):
         state, cache = carry
@@ -156,8 +171,11 @@ def walk(
     else:
         whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
     state = solver.begin(x, weights.step_sizes[0])
+    inputs = state, layers, whole, weights.step_sizes, context.keys
     if remat == "binomial" and cache is None and not trajectory:
-        return solver.read(last_state(advance, snapshots, state, layers, whole, weights.step_sizes, context.keys))
+        return solver.read(last_state(advance, snapshots, *inputs))
+    if remat == "reversible" and solver.reversible and cache is None and not trajectory:
+        return solver.read(last_pair(increments, at_nodes, *inputs))
     (state, cache), states = jax.lax.scan(body, (state, cache), (jnp.arange(steps), weights.step_sizes, layers))
     if cache is not None:
         return solver.read(state), cache

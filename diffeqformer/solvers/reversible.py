@@ -1,0 +1,149 @@
+r"""Reversible solvers: from the state after a step, the one before it follows, so a backward pass stores no others.
+
+Any one-step solver can be made reversible. With its increment I(x, h) = step(x, h) - x, a pair of states (x, y) moves by
+
+    x' = a x + (1 - a) y + I(y, h)        a = exp(-c h)
+    y' = y - I(x', -h)
+
+which is undone by
+
+    y = y' + I(x', -h)
+    x = (x' - (1 - a) y - I(y, h)) / a
+
+Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - c for c. For a solver of
+order 1 the step's own weights will do, so none are added. A step takes twice the solver's evaluations, and stepping
+back as many again.
+
+a is the coupling of x to y. McCallum and Foster have a constant. Here the rate c is: then the walk back multiplies
+rounding errors by at most about exp(c), in however many steps. Coupling is what makes the pair stable. For Euler's
+increments and a field x' = m x with m < 0, it is stable if |m| h <= 1 - a, so if |m| is below about c, for any h.
+
+@article{mccallum2024efficient,
+  title={Efficient, Accurate and Stable Gradients for Neural {ODE}s},
+  author={McCallum, Sam and Foster, James},
+  journal={arXiv:2410.11648}, year={2024}}
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+COUPLING = 3.0
+"""c, per unit of depth."""
+
+
+class Pair(NamedTuple):
+    """The two states, of which x is the solution and y follows it."""
+
+    x: Float[Array, "B S D"]
+    y: Float[Array, "B S D"]
+
+
+def begin(x: Float[Array, "B S D"], dt: Float[Array, ""]) -> Pair:
+    """The pair before the first step."""
+    return Pair(x, x)
+
+
+def coupling(dt: Float[Array, ""]) -> Float[Array, ""]:
+    """a, for a step of length dt."""
+    return jnp.exp(-COUPLING * dt)
+
+
+def advance(forth: Callable[..., Array], back: Callable[..., Array], pair: Pair, dt: Float[Array, ""]) -> Pair:
+    """The pair after a step.
+
+    Args:
+        forth, back: (state) -> the solver's increment over dt, and over -dt from the end of the step.
+    """
+    a = coupling(dt)
+    x = a * pair.x + (1 - a) * pair.y + forth(pair.y)
+    return Pair(x, pair.y - back(x))
+
+
+def increment(solver, nodes: list[int], sign: int, field, context, dt, layers: list[dict], x: Array) -> Array:
+    """The increment of a solver over dt, or with the sign -1 over -dt. `nodes` are the places of its layers."""
+    return solver.step(field, [layers[node] for node in nodes], x, sign * dt, context) - x
+
+
+def reversible(solver):
+    """The reversible form of a one-step solver (`walk.Solver`)."""
+    nodes, mirrored = solver.nodes, [1 - node for node in solver.nodes]
+    if solver.order == 1:
+        mirrored = nodes
+    nodes = tuple(sorted({*nodes, *mirrored}))
+    forth, back = (
+        functools.partial(increment, solver, [nodes.index(node) for node in places], sign)
+        for places, sign in ((solver.nodes, 1), (mirrored, -1))
+    )
+
+    def step(field, layers, pair, dt, context):
+        return advance(*(functools.partial(one, field, context, dt, layers) for one in (forth, back)), pair, dt)
+
+    read = operator.attrgetter("x")
+    return dataclasses.replace(solver, step=step, nodes=nodes, begin=begin, read=read, increments=(forth, back))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def last_pair(
+    increments: Callable[..., list[Callable[..., Array]]],
+    at_nodes: Callable[..., list[dict]],
+    pair: Pair,
+    stacked: PyTree,
+    constant: PyTree,
+    step_sizes: Float[Array, "T"],
+    keys: Array | None,
+) -> Pair:
+    """The pair after all steps, of which the backward pass stores nothing else.
+
+    Args:
+        increments: (dt, step, keys) -> forth and back in a step, counted from 0: (layers, x) -> increment.
+        at_nodes: (layers, constant) -> the layers at the solver's nodes.
+        stacked: the layers of all steps, with a leading axis T. Each step's gradient is written once.
+        constant: what is the same in all steps.
+    """
+
+    def body(pair, inputs):
+        step, dt, layers = inputs
+        layers = at_nodes(layers, constant)
+        here = (functools.partial(one, layers) for one in increments(dt, step, keys))
+        after = advance(*here, pair, dt)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, pair), None
+
+    return jax.lax.scan(body, pair, (jnp.arange(len(step_sizes)), step_sizes, stacked))[0]
+
+
+def _forward(increments, at_nodes, pair, stacked, constant, step_sizes, keys):
+    last = last_pair(increments, at_nodes, pair, stacked, constant, step_sizes, keys)
+    return last, (last, stacked, constant, step_sizes, keys)
+
+
+def _backward(increments, at_nodes, residuals, d_last):
+    last, stacked, constant, step_sizes, keys = residuals
+
+    def undo(carry, inputs):
+        (x, y), (d_x, d_y), d_constant = carry
+        step, dt, layers = inputs
+        (forth, back), a = increments(dt, step, keys), coupling(dt)
+        layers, pull_layers = jax.vjp(at_nodes, layers, constant)
+        change, pull = jax.vjp(back, layers, x)
+        y, (d_back, d_added) = y + change, pull(-d_y)
+        d_x = d_x + d_added
+        change, pull = jax.vjp(forth, layers, y)
+        x, (d_forth, d_added) = (x - (1 - a) * y - change) / a, pull(d_x)
+        d_pair = Pair(a * d_x, d_y + (1 - a) * d_x + d_added)
+        d_layers, d_same = pull_layers(jax.tree.map(jnp.add, d_forth, d_back))
+        return (Pair(x, y), d_pair, jax.tree.map(jnp.add, d_constant, d_same)), d_layers
+
+    start = last, d_last, jax.tree.map(jnp.zeros_like, constant)
+    steps = jnp.arange(len(step_sizes)), step_sizes, stacked
+    (_, d_pair, d_constant), d_stacked = jax.lax.scan(undo, start, steps, reverse=True)
+    return d_pair, d_stacked, d_constant, None, None
+
+
+last_pair.defvjp(_forward, _backward)

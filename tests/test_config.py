@@ -195,7 +195,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("diffeqformer", "gpt"),
             {"model__remat": "reversible"},
-            "model.remat: must not be reversible for model.solver euler; .* reversible_euler, .*, but it is 'reversible'",
+            "model.remat: must not be reversible for model.solver euler; .* reversible_euler, .* it is 'reversible'",
         ),
         (
             ("diffeqformer", "gpt"),

@@ -1,6 +1,7 @@
 r"""Reversible solvers: from the state after a step, the one before it follows, so a backward pass stores no others.
 
-Any one-step solver can be made reversible. With its increment I(x, h) = step(x, h) - x, a pair of states (x, y) moves by
+Any one-step solver can be made reversible. With its increment I(x, h) = step(x, h) - x, a pair of states (x, y) moves
+by
 
     x' = a x + (1 - a) y + I(y, h)        a = exp(-c h)
     y' = y - I(x', -h)
@@ -10,8 +11,8 @@ which is undone by
     y = y' + I(x', -h)
     x = (x' - (1 - a) y - I(y, h)) / a
 
-Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - c for c. For a solver of
-order 1 the step's own weights will do, so none are added. A step takes twice the solver's evaluations, and stepping
+Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - c for c. For a solver
+of order 1 the step's own weights will do, so none are added. A step takes twice the solver's evaluations, and stepping
 back as many again.
 
 a is the coupling of x to y. McCallum and Foster have a constant. Here the rate c is: then the walk back multiplies

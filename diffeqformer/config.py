@@ -84,6 +84,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # state after it, so that none is stored; it needs a reversible solver, such as reversible_euler.
     config.model.remat = "step"
     config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
+    # Training generates the weights of at most so many steps at a time; 0: of all steps. Saves memory where the steps
+    # are more than time_embed_dim.
+    config.model.generate_chunk = 0
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 6e-4  # peak rate, after the warm-up
@@ -293,7 +296,8 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
 
 
 CHANGEABLE = tuple(
-    "name kernels microbatches model.remat model.snapshots mesh. log_every eval_every dynamics_every profile_steps "
+    "name kernels microbatches model.remat model.snapshots model.generate_chunk mesh. log_every eval_every "
+    "dynamics_every profile_steps "
     "checkpoint_every checkpoints_kept data.module data.train_files data.validation_files data.tokenizer_file data.dir "
     "data.remote data.tfds_dir data.processes sample.".split()
 )

@@ -152,7 +152,11 @@ RULES = [
         lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
         "must be fixed or shifted, since mixed moves grids of more than two steps only",
     ),
-    *_every("dynamics_every model.lora_rank mesh.generator data.processes", lambda v: v >= 0, "must not be negative"),
+    *_every(
+        "dynamics_every model.generate_chunk model.lora_rank mesh.generator data.processes",
+        lambda v: v >= 0,
+        "must not be negative",
+    ),
     *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
     Rule(
         "profile_steps",
@@ -195,6 +199,17 @@ RULES = [
         lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
         "must not be reversible for model.solver {c.model.solver}; a solver that can be undone is one of "
         f"{', '.join(name for name, solver in SOLVERS.items() if solver.reversible)}",
+    ),
+    _without_hypernetwork("model.generate_chunk", lambda v: not v, "0"),
+    Rule(
+        "model.generate_chunk",
+        lambda v, c: not v or c.model.solver != "adams_bashforth",
+        "must be 0 for model.solver adams_bashforth, which remembers more than states",
+    ),
+    Rule(
+        "kernels",
+        lambda v, c: v != "pallas" or not c.model.generate_chunk,
+        "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient",
     ),
     Rule(
         "model.state_dtype",

@@ -94,6 +94,7 @@ WRONG = {
     "model.weights_dtype": "int8",
     "model.remat": "all",
     "model.snapshots": 0,
+    "model.generate_chunk": -1,
     "mesh.data": -3,
     "mesh.fsdp": 0,
     "mesh.tensor": -2,
@@ -207,6 +208,21 @@ def test_a_wrong_value_is_refused_by_name(field):
             },
             "model.state_dtype: must be float32 for model.remat reversible, .*, but it is 'bfloat16'",
         ),
+        (
+            ("gpt", "gpt"),
+            {"model__generate_chunk": 2},
+            "model.generate_chunk: must be 0 for model.kind gpt, which has no hypernetwork, but it is 2",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__generate_chunk": 2, "model__solver": "adams_bashforth"},
+            "model.generate_chunk: must be 0 for model.solver adams_bashforth, which remembers more .*, but it is 2",
+        ),
+        (
+            ("diffeqformer", "gpt"),
+            {"model__generate_chunk": 2, "kernels": "pallas"},
+            r"kernels: must be auto or xla with model.generate_chunk \(2\), which adds up .*, but it is 'pallas'",
+        ),
         (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
         (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
         (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
@@ -280,8 +296,8 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
-    "model.snapshots", "log_every", "eval_every", "dynamics_every", "profile_steps", "checkpoint_every",
-    "checkpoints_kept", "data.module", "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir",
+    "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
+    "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir",
     "data.remote", "data.tfds_dir", "data.processes", "sample.prompt", "sample.length", "sample.temperature",
 }  # fmt: skip
 

@@ -125,9 +125,30 @@ def _forward(increments, at_nodes, pair, stacked, constant, step_sizes, keys):
 
 
 def _backward(increments, at_nodes, residuals, d_last):
-    last, stacked, constant, step_sizes, keys = residuals
+    _, d_pair, d_stacked, d_constant = undo(increments, at_nodes, d_last, *residuals)
+    return d_pair, d_stacked, d_constant, None, None
 
-    def undo(carry, inputs):
+
+last_pair.defvjp(_forward, _backward)
+
+
+def undo(
+    increments: Callable[..., list[Callable[..., Array]]],
+    at_nodes: Callable[..., list[dict]],
+    d_last: Pair,
+    last: Pair,
+    stacked: PyTree,
+    constant: PyTree,
+    step_sizes: Float[Array, "T"],
+    keys: Array | None,
+) -> tuple[Pair, Pair, PyTree, PyTree]:
+    """The pair before all steps, and the cotangents of that pair, of `stacked` and of `constant`.
+
+    Args:
+        d_last: the cotangent of the last pair; the other arguments are those of `last_pair`.
+    """
+
+    def back_one(carry, inputs):
         (x, y), (d_x, d_y), d_constant = carry
         step, dt, layers = inputs
         (forth, back), a = increments(dt, step, keys), coupling(dt)
@@ -143,8 +164,5 @@ def _backward(increments, at_nodes, residuals, d_last):
 
     start = last, d_last, jax.tree.map(jnp.zeros_like, constant)
     steps = jnp.arange(len(step_sizes)), step_sizes, stacked
-    (_, d_pair, d_constant), d_stacked = jax.lax.scan(undo, start, steps, reverse=True)
-    return d_pair, d_stacked, d_constant, None, None
-
-
-last_pair.defvjp(_forward, _backward)
+    (first, d_first, d_constant), d_stacked = jax.lax.scan(back_one, start, steps, reverse=True)
+    return first, d_first, d_stacked, d_constant

@@ -115,6 +115,38 @@ class _CountedField(VectorField):
         return x
 
 
+class Steps:
+    """The steps of a walk, for a loop over the stacked weights.
+
+    Args:
+        weights: how the layers of a step become those at the solver's nodes; the layers themselves aren't used.
+        first: the number of the first step, counted from 0. Dropout depends on it.
+    """
+
+    def __init__(
+        self, solver: Solver, field: VectorField, weights: StackedWeights, context: Context, first: int | Array = 0
+    ):
+        self.solver, self.field, self.gather, self.context, self.first = solver, field, weights.gather, context, first
+
+    def at_nodes(self, layers: list[dict] | None, whole: list[dict] | None) -> list[dict]:
+        """The layers at the solver's nodes in a step, from those of the step or those of all steps."""
+        return whole or [self.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
+
+    def advance(self, state: PyTree, layers, whole, step, dt, keys, attend: Callable | None = None) -> PyTree:
+        """The state after a step."""
+        after = self.solver.step(self.field, self.at_nodes(layers, whole), state, dt, self._here(step, keys, attend))
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+
+    def increments(self, dt, step, keys) -> list[Callable]:
+        """A reversible solver's increments in a step, forth and back: (layers, x) -> increment."""
+        here = self._here(step, keys)
+        return [functools.partial(increment, self.field, here, dt) for increment in self.solver.increments]
+
+    def _here(self, step, keys, attend=None) -> Context:
+        context = self.context._replace(keys=keys, attend=attend or self.context.attend)
+        return context.at_step(self.first + step + 1)  # 0 is the embedding
+
+
 def walk(
     solver: Solver,
     field: VectorField,
@@ -139,44 +171,49 @@ def walk(
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """
-    steps, nodes = len(weights.step_sizes), len(solver.nodes)
-
-    def at_nodes(layers, whole):
-        return whole or [weights.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
-
-    def advance(state, layers, whole, step, dt, keys, attend=context.attend):
-        here = context._replace(keys=keys, attend=attend).at_step(step + 1)  # 0 is the embedding
-        after = solver.step(field, at_nodes(layers, whole), state, dt, here)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-
-    def increments(dt, step, keys):
-        here = context._replace(keys=keys).at_step(step + 1)
-        return [functools.partial(increment, field, here, dt) for increment in solver.increments]
+    steps, state = Steps(solver, field, weights, context), solver.begin(x, weights.step_sizes[0])
+    if cache is None and not trajectory:
+        return solver.read(last_of_steps(steps, weights, state, remat, snapshots))
+    layers, whole = by_node(steps, weights)
 
     def body(carry, inputs):
         state, cache = carry
         step, dt, layers = inputs
-        attend = context.attend
+        attend = None
         if cache is not None:
             attend = CachedAttention(cache, step * solver.evaluations, context.position)
-        state = advance(state, layers, whole, step, dt, context.keys, attend)
+        state = steps.advance(state, layers, whole, step, dt, context.keys, attend)
         return (state, None if cache is None else attend.cache), state if trajectory else None
+
+    numbers = jnp.arange(len(weights.step_sizes))
+    (state, cache), states = jax.lax.scan(body, (state, cache), (numbers, weights.step_sizes, layers))
+    return states if trajectory else (solver.read(state), cache)
+
+
+def last_of_steps(steps: Steps, weights: StackedWeights, state: PyTree, remat: str, snapshots: int) -> PyTree:
+    """The solver's state after all steps, from that before the first of them. The arguments are those of `walk`."""
+    layers, whole = by_node(steps, weights)
+    keys, numbers = steps.context.keys, jnp.arange(len(weights.step_sizes))
+    inputs = state, layers, whole, weights.step_sizes, keys
+    if remat == "binomial":
+        return last_state(steps.advance, snapshots, *inputs)
+    if remat == "reversible" and steps.solver.reversible:
+        return last_pair(steps.increments, steps.at_nodes, *inputs)
+
+    def body(state, inputs):
+        step, dt, layers = inputs
+        return steps.advance(state, layers, whole, step, dt, keys), None
 
     adapted = any("a" in layer for layer in weights.layers.values())
     if remat != "none" or adapted or weights.gather is not as_it_is:
         # In a scan, common expressions of different steps can't be merged anyway.
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
+    return jax.lax.scan(body, state, (numbers, weights.step_sizes, layers))[0]
+
+
+def by_node(steps: Steps, weights: StackedWeights) -> tuple[list[dict] | None, list[dict] | None]:
+    """The layers of all steps at each node of the solver, stacked, or those that are the same in all steps."""
+    nodes = len(steps.solver.nodes)
     if weights.constant:
-        whole, layers = nodes * [weights.gather(weights.layers)], None
-    else:
-        whole, layers = None, [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)]
-    state = solver.begin(x, weights.step_sizes[0])
-    inputs = state, layers, whole, weights.step_sizes, context.keys
-    if remat == "binomial" and cache is None and not trajectory:
-        return solver.read(last_state(advance, snapshots, *inputs))
-    if remat == "reversible" and solver.reversible and cache is None and not trajectory:
-        return solver.read(last_pair(increments, at_nodes, *inputs))
-    (state, cache), states = jax.lax.scan(body, (state, cache), (jnp.arange(steps), weights.step_sizes, layers))
-    if cache is not None:
-        return solver.read(state), cache
-    return states if trajectory else solver.read(state)
+        return None, nodes * [weights.gather(weights.layers)]
+    return [jax.tree.map(lambda leaf: leaf[node::nodes], weights.layers) for node in range(nodes)], None

@@ -15,7 +15,10 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.transformer import MODELS, split_model
 
-OWN = tuple("num_steps training_times training_depths dropout dtype state_dtype weights_dtype remat snapshots".split())
+OWN = tuple(
+    "num_steps training_times training_depths dropout dtype state_dtype weights_dtype remat snapshots "
+    "generate_chunk".split()
+)
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
 

@@ -178,18 +178,32 @@ class ShardedLoss:
         Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
         the loss.
         """
+        model = self.model_on_device(others)
+        context = self.context_on_device(model, keys)
+        return self.sum_of_states(model, model.last_state(tokens, self.gathering(weights), context), tokens, scored)
+
+    def model_on_device(self, others: dict) -> Transformer:
+        """The whole model without depth weights, from this device's parts of its parameters."""
         others = gather(others, self.other_specs, ("fsdp", "tensor"))
-        model = nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
-        if self.mesh.shape["fsdp"] > 1:
-            specs = {
-                layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]}
-                for layer in weights.layers
-            }
-            weights = dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
-        shared = self.mesh.shape["tensor"]
-        total = functools.partial(jax.lax.psum, axis_name="tensor") if shared > 1 else as_it_is
-        context = Context.attending(self.attend, keys=keys, dropout=model.dropout, total=total)
-        x, targets = model.last_state(tokens, weights, context), jnp.roll(tokens, -1, axis=1)
+        return nnx.merge(self.graph, {**others, "depth": self.abstract["depth"]})
+
+    def context_on_device(self, model: Transformer, keys: Key[Array, "B"] | None) -> Context:
+        """What the vector field needs on a device, which may share the work of every token with others."""
+        total = functools.partial(jax.lax.psum, axis_name="tensor") if self.mesh.shape["tensor"] > 1 else as_it_is
+        return Context.attending(self.attend, keys=keys, dropout=model.dropout, total=total)
+
+    def gathering(self, weights: StackedWeights) -> StackedWeights:
+        """Weights of which a device has a part, and gathers those of each step."""
+        if self.mesh.shape["fsdp"] == 1:
+            return weights
+        specs = {
+            layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]} for layer in weights.layers
+        }
+        return dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
+
+    def sum_of_states(self, model: Transformer, x, tokens, scored) -> Float[Array, ""]:
+        """The part of `device_sum` after the last states `x` [B, S, D]."""
+        targets, shared = jnp.roll(tokens, -1, axis=1), self.mesh.shape["tensor"]
         if shared > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
             x, targets, scored = (jax.lax.dynamic_slice_in_dim(y, start, length, axis=1) for y in (x, targets, scored))

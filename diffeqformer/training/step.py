@@ -20,6 +20,7 @@ from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
+from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask
 from diffeqformer.transformer import (
@@ -83,7 +84,10 @@ class Program:
         attend, self.attention = attention or fastest(
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
         )
-        self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
+        if chunk := config.model.generate_chunk:
+            self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk)
+        else:
+            self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections)
         self.batch_sharding = sharding(self.mesh, "batch", None)
@@ -107,6 +111,8 @@ class Program:
         parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
         mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
         generator = f"; generator: {projections.said}" if projections else ""
+        if chunk := self.config.model.generate_chunk:
+            generator = f"; generator: XLA, {chunk} steps at a time"
         return f"mesh: {mesh}; attention: {self.attention}{generator}"
 
     def trained(self, tree: dict) -> dict:

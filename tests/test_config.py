@@ -297,8 +297,9 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
     "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
-    "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files", "data.tokenizer_file", "data.dir",
-    "data.remote", "data.tfds_dir", "data.processes", "sample.prompt", "sample.length", "sample.temperature",
+    "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
+    "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir", "data.processes", "sample.prompt",
+    "sample.length", "sample.temperature",
 }  # fmt: skip
 
 

@@ -1,0 +1,166 @@
+"""Temporaries and time of a train step against the number of steps of depth, for each way to save memory.
+
+    python benchmarks/depth_memory.py                                        # on this machine, a small model, measured
+    python benchmarks/depth_memory.py --config=configs/large.py --topology=v5e:8x8 --num_steps=12,192,1024
+    python benchmarks/depth_memory.py --config=configs/llama_1b.py --topology=v5p:2x2x1 --num_steps=12,192,1024
+    python benchmarks/depth_memory.py --draw                                 # the table and the picture of all rows
+
+With --topology, the TPU compiler says what the step needs and models its time without attention and collectives; it
+takes one to two minutes a row. A row that --results holds isn't made again. With a hypernetwork, all weights of a walk
+are in memory unless they are generated in chunks. Chunks have at most 12 steps.
+"""
+
+import json
+import pathlib
+import runpy
+import statistics
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from diffeqformer.config import base_config, check_config
+from diffeqformer.console.results import write_text
+from diffeqformer.parallel.mesh import make_mesh, mesh_shape
+from diffeqformer.training.step import Program
+
+CONFIG = flags.DEFINE_string("config", None, "A config to vary; by default a small model.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "A slice of TPUs, for its compiler; by default this machine.")
+NUM_STEPS = flags.DEFINE_list("num_steps", ["12", "24", "48", "96", "192", "1024"], "Numbers of steps of depth.")
+ONLY = flags.DEFINE_list("only", [], "Names of some of the ways; by default all.")
+TIMED = flags.DEFINE_integer("timed", 192, "The highest number of steps for which a step is run, on this machine.")
+RESULTS = flags.DEFINE_string("results", "benchmarks/depth_memory.json", "The rows so far; new ones are added.")
+DRAW = flags.DEFINE_bool("draw", False, "Print the tables and draw docs/pictures/depth_memory.png, of all rows.")
+
+CHUNK = 12
+REVERSIBLE = {"solver": "reversible_euler", "remat": "reversible"}
+WAYS = {
+    "none": {"remat": "none"},
+    "products": {"remat": "products"},
+    "step": {"remat": "step"},
+    "binomial, 8": {"remat": "binomial", "snapshots": 8},
+    "reversible": REVERSIBLE,
+    "step, chunks": {"remat": "step", "generate_chunk": CHUNK},
+    "binomial, 8, chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
+    "reversible, chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
+}
+SMALL = dict(
+    width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,
+    dtype="float32",
+)  # fmt: skip
+
+
+def config_of(way: str, num_steps: int):
+    """The config of a row."""
+    if CONFIG.value:
+        config = runpy.run_path(CONFIG.value)["get_config"]()
+    else:
+        config = base_config("small", "diffeqformer", "gpt")
+        config.update(steps=1000, batch_size=8, sequence_length=128)
+        config.model.update(SMALL)
+    config.model.update(num_steps=num_steps, **WAYS[way])
+    return config
+
+
+def on_this_machine(config) -> dict:
+    """MiB of temporaries, seconds of compilation and of a step."""
+    check_config(config, 1)
+    program = Program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    tokens = np.random.RandomState(0).randint(config.model.vocab_size, size=(config.batch_size, config.sequence_length))
+    start = time.monotonic()
+    compiled = program.train_step.lower(program.state_shapes, tokens).compile()
+    found = {"compile": time.monotonic() - start, "mib": compiled.memory_analysis().temp_size_in_bytes / 2**20}
+    if config.model.num_steps <= TIMED.value:
+        state, seconds = program.init(), []
+        for _ in range(6):
+            start = time.monotonic()
+            state, scalars = compiled(state, tokens)
+            scalars["loss"].block_until_ready()
+            seconds.append(time.monotonic() - start)
+        found["seconds"] = statistics.median(seconds[1:])
+    return found
+
+
+def on_tpus(config) -> dict:
+    """The same by the TPU compiler, for a device. Without a time if it doesn't fit."""
+    from diffeqformer.planning.chips import tpu_of
+    from diffeqformer.planning.compiler import tpu_devices
+    from diffeqformer.planning.estimate import milliseconds_of
+    from diffeqformer.planning.programs import compile_train_steps, size_of
+
+    devices = tpu_devices(TOPOLOGY.value, 1)
+    if config.data.tokenizer == "sentencepiece":
+        config.data.tokenizer_file = "any"
+    check_config(config, len(devices), "tpu")
+    program = Program(config, make_mesh(mesh_shape(config.mesh, len(devices)), devices))
+    start = time.monotonic()
+    [planned] = compile_train_steps(config, program)
+    found = {"compile": time.monotonic() - start}
+    if not planned.compiled:  # the compiler counts temporaries, or all
+        return found | {"mib": max(planned.needed - size_of(program.state_shapes), 0) / 2**20, "fits": False}
+    seconds = milliseconds_of(planned, tpu_of(TOPOLOGY.value), len(devices))["cycles_alone"] / 1e3
+    return found | {"mib": planned.compiled.temporaries / 2**20, "seconds": seconds}
+
+
+def measure(rows: dict) -> None:
+    """Make the rows that are missing."""
+    where = f"{pathlib.Path(CONFIG.value).stem} on {TOPOLOGY.value}" if TOPOLOGY.value else "small on this CPU"
+    for num_steps in map(int, NUM_STEPS.value):
+        for way in ONLY.value or WAYS:
+            name = f"{where}, {way}, {num_steps} steps"
+            if name not in rows:
+                config = config_of(way, num_steps)
+                found = (on_tpus if TOPOLOGY.value else on_this_machine)(config)
+                rows[name] = {"where": where, "way": way, "num_steps": num_steps, **found}
+                write_text(pathlib.Path(RESULTS.value), json.dumps(rows, indent=1) + "\n")
+            print(name, {key: value for key, value in rows[name].items() if key in ("mib", "seconds", "compile")})
+
+
+def table_of(rows: list[dict], key: str, numbers: list[int]) -> list[str]:
+    """A Markdown table of one of the figures: a row for each way."""
+    lines = ["| | " + " | ".join(f"{number:,}" for number in numbers) + " |", "| -- |" + " -- |" * len(numbers)]
+    for way in WAYS:
+        found = {row["num_steps"]: row.get(key) for row in rows if row["way"] == way}
+        cells = [f"{value:,.3g}" if (value := found.get(number)) is not None else "" for number in numbers]
+        if any(cells):
+            lines.append(f"| {way} | {' | '.join(cells)} |")
+    return lines
+
+
+def draw(rows: dict) -> None:
+    """Print the tables; draw temporaries and time against the number of steps."""
+    import matplotlib.pyplot as plt
+
+    from diffeqformer.console.figures import STYLE
+
+    places = list(dict.fromkeys(row["where"] for row in rows.values()))
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(2, len(places), figsize=(4.2 * len(places), 6.4), squeeze=False, sharex="col")
+        for (above, below), where in zip(axes.T, places):
+            here = [row for row in rows.values() if row["where"] == where]
+            numbers = sorted({row["num_steps"] for row in here})
+            for key in ("mib", "seconds", "compile"):
+                print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
+            for way in WAYS:
+                for axis, key in ((above, "mib"), (below, "seconds")):
+                    points = sorted((row["num_steps"], row[key]) for row in here if row["way"] == way and key in row)
+                    if points:
+                        axis.plot(*zip(*points), marker="o", markersize=3, label=way)
+            above.set(title=where, ylabel="temporaries, MiB", xscale="log", yscale="log")
+            below.set(xlabel="steps of depth", ylabel="seconds of a train step", xscale="log", yscale="log")
+            below.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
+            below.minorticks_off()
+        axes[0][0].legend(fontsize=8)
+        figure.tight_layout()
+        figure.savefig("docs/pictures/depth_memory.png", dpi=110)
+
+
+def main(_) -> None:
+    path = pathlib.Path(RESULTS.value)
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    draw(rows) if DRAW.value else measure(rows)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -130,30 +130,25 @@ def table_of(rows: list[dict], key: str, numbers: list[int]) -> list[str]:
 
 def draw(rows: dict) -> None:
     """Print the tables; draw temporaries and time against the number of steps."""
-    import matplotlib.pyplot as plt
-
-    from diffeqformer.console.figures import STYLE
+    from diffeqformer.console.figures import new_figure
 
     places = list(dict.fromkeys(row["where"] for row in rows.values()))
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(2, len(places), figsize=(4.2 * len(places), 6.4), squeeze=False, sharex="col")
-        for (above, below), where in zip(axes.T, places):
-            here = [row for row in rows.values() if row["where"] == where]
-            numbers = sorted({row["num_steps"] for row in here})
-            for key in ("mib", "seconds", "compile"):
-                print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
-            for way in WAYS:
-                for axis, key in ((above, "mib"), (below, "seconds")):
-                    points = sorted((row["num_steps"], row[key]) for row in here if row["way"] == way and key in row)
-                    if points:
-                        axis.plot(*zip(*points), marker="o", markersize=3, label=way)
-            above.set(title=where, ylabel="temporaries, MiB", xscale="log", yscale="log")
-            below.set(xlabel="steps of depth", ylabel="seconds of a train step", xscale="log", yscale="log")
-            below.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
-            below.minorticks_off()
-        axes[0][0].legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig("docs/pictures/depth_memory.png", dpi=110)
+    figure, axes = new_figure(2, len(places), (4.2 * len(places), 6.4), squeeze=False, sharex="col")
+    for (above, below), where in zip(axes.T, places):
+        here = [row for row in rows.values() if row["where"] == where]
+        numbers = sorted({row["num_steps"] for row in here})
+        for key in ("mib", "seconds", "compile"):
+            print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
+        for way in WAYS:
+            for axis, key in ((above, "mib"), (below, "seconds")):
+                points = sorted((row["num_steps"], row[key]) for row in here if row["way"] == way and key in row)
+                axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
+        above.set(title=where, ylabel="temporaries, MiB", xscale="log", yscale="log")
+        below.set(xlabel="steps of depth", ylabel="seconds of a train step", xscale="log", yscale="log")
+        below.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
+        below.minorticks_off()
+    axes[0][0].legend(fontsize=8)
+    figure.savefig("docs/pictures/depth_memory.png", dpi=110)
 
 
 def main(_) -> None:

@@ -6,7 +6,7 @@ from diffeqformer.solvers.euler import EULER
 from diffeqformer.solvers.heun import HEUN
 from diffeqformer.solvers.lie_trotter import LIE_TROTTER
 from diffeqformer.solvers.midpoint import MIDPOINT
-from diffeqformer.solvers.reversible import reversible
+from diffeqformer.solvers.reversible import reversible_form
 from diffeqformer.solvers.rk4 import RK4
 from diffeqformer.solvers.strang import STRANG
 from diffeqformer.solvers.walk import Solver, walk
@@ -22,7 +22,7 @@ ONE_STEP = {
 SOLVERS = {
     **ONE_STEP,
     "adams_bashforth": ADAMS_BASHFORTH,
-    **{f"reversible_{name}": reversible(solver) for name, solver in ONE_STEP.items()},
+    **{f"reversible_{name}": reversible_form(solver) for name, solver in ONE_STEP.items()},
 }
 
 __all__ = ["SOLVERS", "KeyValueCache", "Solver", "walk"]

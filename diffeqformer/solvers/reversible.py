@@ -72,7 +72,7 @@ def increment(solver, nodes: list[int], sign: int, field, context, dt, layers: l
     return solver.step(field, [layers[node] for node in nodes], x, sign * dt, context) - x
 
 
-def reversible(solver):
+def reversible_form(solver):
     """The reversible form of a one-step solver (`walk.Solver`)."""
     nodes, mirrored = solver.nodes, [1 - node for node in solver.nodes]
     if solver.order == 1:

@@ -105,6 +105,11 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
         raise UserError("--programs: must not be score for GPUs, for which nothing compiles without one")
     if SLICES.value > 1:
         raise UserError(f"--slices: are of TPUs; give the number of all GPUs, such as {TOPOLOGY.value}")
+    if config.model.generate_chunk:
+        raise UserError(
+            "config.model.generate_chunk: must be 0 in a plan for GPUs, which goes by the loops over all steps, but it "
+            f"is {config.model.generate_chunk}"
+        )
     check_config(config, number, "gpu")
     plan = plan_on_gpus(config, jax.devices(), gpu, PLAIN.value)
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())

@@ -12,7 +12,7 @@ from diffeqformer.planning.chips import GPUS, TPUS
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.search import Setting
-from diffeqformer.planning.shapes import bytes_of_loops, flash, plan_on_gpus
+from diffeqformer.planning.shapes import bytes_from_shapes, bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.training import step
 from helpers import change, load_config, toy_config
@@ -250,6 +250,31 @@ def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
         vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
         assert loops.gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows
         assert 0 <= loops.weights - loops.gradient < 100  # and the steps' numbers and sizes
+
+
+@pytest.mark.parametrize("remat, solver, states", [("binomial", "euler", 3), ("reversible", "reversible_euler", 2)])
+def test_shapes_tell_how_many_states_the_way_back_needs(remat, solver, states):
+    """Two snapshots and the state before the last step; or one pair. All in fp32."""
+    config = toy_config(model__num_steps=12, model__remat=remat, model__snapshots=2, model__solver=solver)
+    program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]), (flash, ""))
+    found = bytes_from_shapes(config, program, 12)
+    assert found["states"] == states * 4 * config.batch_size * config.sequence_length * config.model.width
+
+
+def test_loops_of_varying_length_count_with_their_mean():
+    """Binomial checkpointing computes steps again in loops whose conditions hold no number."""
+    text = """
+ENTRY %main () -> f32[] {
+  %a = f32[] while(%b), condition=%c, body=%d
+}
+%c (x: s32[]) -> pred[] {
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+%d (x: s32[]) -> s32[] {
+  %add = s32[] add(%x, %y)
+}
+"""
+    assert [times for _, times in Module(text, 2.5).instructions()] == [2.5]
 
 
 def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():

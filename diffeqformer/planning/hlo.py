@@ -60,7 +60,7 @@ class Module:
         read = rf"get-tuple-element\(.*\), index={index}\b"
         return [(loop, name_of(line)) for loop in loops for line in self.bodies[loop] if re.search(read, line)]
 
-    def loop(self, line: str) -> tuple[str, float] | None:
+    def loop(self, line: str) -> tuple[str, int | float] | None:
         """The body of a loop and how often it runs, if the instruction is one."""
         loop = re.search(r" while\(.*condition=(%[\w.-]+), body=(%[\w.-]+)", line)
         if not loop:
@@ -68,7 +68,7 @@ class Module:
         counts = re.findall(r" constant\((\d+)\)", "\n".join(self.bodies[loop[1]]))
         return loop[2], int(counts[0]) if counts else self.rounds
 
-    def instructions(self, body: str = "ENTRY", times: float = 1) -> Iterator[tuple[str, float]]:
+    def instructions(self, body: str = "ENTRY", times: int | float = 1) -> Iterator[tuple[str, int | float]]:
         """All instructions that run one after the other, and how often; those of a loop come in its place."""
         for line in self.bodies[body]:
             if loop := self.loop(line):

@@ -17,6 +17,7 @@ from diffeqformer.parallel.mesh import mesh_shape
 
 VARIED = ("model.remat", "microbatches", "mesh.fsdp")
 REMAT_BY_MEMORY = ("reversible", "binomial", "step", "products", "none")  # from the least memory to the most
+ALWAYS_TRIED = REMAT_BY_MEMORY[2:]  # the others with a config that has them
 
 
 class Setting(NamedTuple):
@@ -77,10 +78,11 @@ def with_setting(config: ConfigDict, setting: Setting) -> ConfigDict:
 def settings_of(config: ConfigDict, num_devices: int) -> list[Setting]:
     """All settings that `check_config` accepts on TPUs."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    remats = [remat for remat in REMAT_BY_MEMORY if remat in (*ALWAYS_TRIED, config.model.remat)]
     parts = [size for size in range(1, config.batch_size + 1) if config.batch_size % size == 0]
     return [
         setting
-        for setting in map(Setting._make, itertools.product(REMAT_BY_MEMORY, parts, divisors))
+        for setting in map(Setting._make, itertools.product(remats, parts, divisors))
         if _accepted(with_setting(config, setting), num_devices)
     ]
 

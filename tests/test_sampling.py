@@ -264,6 +264,9 @@ def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
     with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
         read()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(UserError, match="^--prompt: a text is needed, but standard input is empty"):
+        read()
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="^--prompt: a text to continue is needed"):
         read()

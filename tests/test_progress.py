@@ -3,7 +3,7 @@
 import types
 
 from diffeqformer.console import progress as progress_module
-from diffeqformer.console.progress import Progress
+from diffeqformer.console.progress import Progress, read_curves
 from runs import EventAccumulator, curves
 
 
@@ -14,6 +14,24 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
             progress.train(step, {"loss": value})
         progress.close()
     assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
+
+
+def test_curves_hold_each_step_once_whatever_the_clock_does(tmp_path, monkeypatch):
+    """Clocks are set back. A validation left over at step 2 is made twice, because the process ends before it saves."""
+    result = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
+    for hour, first in ((3, 0), (2, 2), (1, 2)):
+        monkeypatch.setattr("time.time", lambda hour=hour: 1.8e9 + 3600 * hour)
+        progress = Progress(tmp_path, first, steps=4, tokens_per_step=1)
+        if first == 2:
+            progress.validation(2, result)
+        for step in range(first + 1, 4 if first == 0 else 5):
+            progress.train(step, {"loss": float(hour)})
+        progress.close()
+    losses = {1: 3.0, 2: 3.0, 3: 1.0, 4: 1.0}
+    assert read_curves(tmp_path)["train/loss"] == curves(tmp_path)["train/loss"] == losses
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("validation/loss")] == [2]
 
 
 def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, monkeypatch, capsys):

@@ -19,10 +19,12 @@ FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
 def open_writer(folder: str, first_step: int) -> EventsWriter:
     """A new file of curves. TensorBoard ignores what earlier files have after `first_step`.
 
+    Files are read in the order of their names, so a number goes before the time in them: clocks can be set back.
     tensorboardX's usual writer isn't used: it writes in a thread, and its `flush` doesn't wait for that thread.
     """
     record_writer.directory_check(folder)
-    writer = EventsWriter(f"{folder}/events", f".{first_step}")  # otherwise names differ only by seconds
+    number = len(list(epath.Path(folder).glob("*.tfevents.*")))
+    writer = EventsWriter(f"{folder}/events{number:05d}", f".{first_step}")
     purge = SessionLog(status=SessionLog.START)
     writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
     return writer
@@ -50,7 +52,7 @@ def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 curves.setdefault(value.tag, {})[event.step] = value.simple_value
-    return curves
+    return {tag: dict(sorted(series.items())) for tag, series in curves.items()}
 
 
 def _events(content: bytes) -> Iterator[Event]:
@@ -95,7 +97,9 @@ class Progress:
         depths: tuple[int, ...] = (),
     ):
         self.writer, self.flushed, self.failed = None, time.monotonic(), False
+        self.written: set[str] = set()  # what earlier processes wrote at the first step
         if writes:
+            self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
             with reachable("--workdir", workdir):
                 self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step)
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
@@ -192,6 +196,8 @@ class Progress:
 
     def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
+            if step == self.first_step and f"{group}/{name}" in self.written:
+                continue  # a validation that was left over, and whose process ended before it was saved
             scalar = summary.scalar(f"{group}/{name}", value)
             event = Event(wall_time=time.time(), step=step, summary=scalar)
             self._put(lambda writer, event=event: writer.write_event(event))

@@ -116,6 +116,20 @@ def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
         preparation.begin_or_go_on(tmp_path / "python_stdlib-bytes.partial", plan | {"tokenizer": "gpt2"})
 
 
+@pytest.mark.fast
+def test_files_can_be_mended_before_anything_is_finished(tmp_path):
+    """An empty file is refused before the folder begins, and another plan may follow one of which nothing is done."""
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"^config.data.train_files: .*empty.txt is empty; put a file with text there"):
+        preparation.matching_files(f"{tmp_path}/empty.txt", "config.data.train_files")
+    for files in ("a", "b"):
+        preparation.begin_or_go_on(tmp_path, {"files": files})
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"files": "b"}
+    (tmp_path / "train-00000.bin.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an unfinished store of another text or tokenizer; delete it"):
+        preparation.begin_or_go_on(tmp_path, {"files": "c"})
+
+
 @pytest.mark.long
 def test_a_prepared_store_is_verified_again(corpus, store):
     """Also: text that changed."""

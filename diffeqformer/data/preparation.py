@@ -60,6 +60,8 @@ def matching_files(patterns: str, option: str) -> list[str]:
                 raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
             if not os.access(path, os.R_OK):
                 raise UserError(f"{option}: {path} can't be read; put a readable file there")
+            if os.path.isfile(path) and not os.path.getsize(path):
+                raise UserError(f"{option}: {path} is empty; put a file with text there")
         files += found
     return files
 
@@ -165,13 +167,15 @@ def remove_unfinished(partial: pathlib.Path) -> None:
 def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
     """Record the plan in the folder of the unfinished store, or check that the plan recorded there is the same.
 
+    As long as no shard is finished, another plan takes its place: files that couldn't be read were mended.
+
     Raises:
         UserError: if it isn't.
     """
     path, plan = partial / "plan.json", json.dumps(about, indent=1)
     if path.exists() and path.read_text() == plan:
         return
-    if path.exists():
+    if path.exists() and any(partial.glob("*.bin.json")):
         raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
     path.with_suffix(".partial").write_text(plan)
     path.with_suffix(".partial").rename(path)

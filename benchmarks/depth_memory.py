@@ -131,25 +131,25 @@ def table_of(rows: list[dict], key: str, numbers: list[int]) -> list[str]:
 
 
 def draw(rows: dict) -> None:
-    """Print the tables; draw temporaries and time against the number of steps."""
+    """Print the tables; draw temporaries against the number of steps."""
     from diffeqformer.console.figures import new_figure
 
     places = list(dict.fromkeys(row["where"] for row in rows.values()))
-    figure, axes = new_figure(2, len(places), (4.2 * len(places), 6.4), squeeze=False, sharex="col")
-    for (above, below), where in zip(axes.T, places):
+    figure, [axes] = new_figure(1, len(places), (4.2 * len(places) + 1.4, 3.6))
+    for axis, where in zip(axes, places):
         here = [row for row in rows.values() if row["where"] == where]
         numbers = sorted({row["num_steps"] for row in here})
         for key in ("mib", "seconds", "compile"):
             print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
         for way in WAYS:
-            for axis, key in ((above, "mib"), (below, "seconds")):
-                points = sorted((row["num_steps"], row[key]) for row in here if row["way"] == way and key in row)
-                axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
-        above.set(title=where, ylabel="temporaries, MiB", xscale="log", yscale="log")
-        below.set(xlabel="steps of depth", ylabel="seconds of a train step", xscale="log", yscale="log")
-        below.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
-        below.minorticks_off()
-    axes[0][0].legend(fontsize=8)
+            points = sorted((row["num_steps"], row["mib"]) for row in here if row["way"] == way)
+            axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
+        axis.set(ylabel="temporaries, MiB", xlabel="steps of depth", xscale="log", yscale="log")
+        axis.set_title(where)
+        axis.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
+        axis.tick_params(axis="x", which="minor", bottom=False)
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig("docs/pictures/depth_memory.png", dpi=110)
 
 

@@ -84,8 +84,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # state after it, so that none is stored; it needs a reversible solver, such as reversible_euler.
     config.model.remat = "step"
     config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
-    # Training generates the weights of at most so many steps at a time; 0: of all steps. Saves memory where the steps
-    # are more than time_embed_dim.
+    # Training generates the weights of at most so many steps at a time, of the largest number that divides the steps;
+    # 0: of all. Saves memory where the steps are more than time_embed_dim.
     config.model.generate_chunk = 0
 
     config.optimizer = ConfigDict()

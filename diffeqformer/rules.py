@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import are_depths, trained_depths
+from diffeqformer.depth.depths import are_depths, chunk_lengths, longest_grid, trained_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
@@ -110,7 +110,7 @@ RULES = [
         "model.solver",
         lambda v, c: len(SOLVERS[v].nodes) == 1 or not MODELS[c.model.kind].weights.fixed_depth,
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
-        f"({', '.join(MODELS['gpt'].solvers())})",
+        f"(such as {', '.join(MODELS['gpt'].solvers())})",
     ),
     Rule(
         "model.unit_steps",
@@ -205,6 +205,15 @@ RULES = [
         "model.generate_chunk",
         lambda v, c: not v or c.model.solver != "adams_bashforth",
         "must be 0 for model.solver adams_bashforth, which remembers more than states",
+    ),
+    Rule(
+        "model.generate_chunk",
+        lambda v, c: (
+            v < 2
+            or all(length > 1 or longest_grid(c.model, depth) == 1 for depth, length in chunk_lengths(c.model).items())
+        ),
+        "must be 0, 1, or no less than a divisor above 1 of the steps at every depth of training (shifted grids have "
+        "one more), or else each chunk would be one step",
     ),
     Rule(
         "kernels",

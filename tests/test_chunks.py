@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from diffeqformer.depth.depths import chunk_length, chunk_lengths
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training.chunks import chunk_length
 from diffeqformer.training.step import Program
 from helpers import ONE_DEVICE, run_steps, tokens_of, toy_config
 
@@ -16,14 +16,16 @@ from helpers import ONE_DEVICE, run_steps, tokens_of, toy_config
 def test_chunks_divide_the_steps():
     assert [chunk_length(12, most) for most in (1, 3, 5, 7, 12, 100)] == [1, 3, 4, 6, 12, 12]
     assert chunk_length(13, 6) == 1
+    model = toy_config(model__training_depths="2,3,8", model__training_times="mixed", model__generate_chunk=4).model
+    assert chunk_lengths(model) == {2: 2, 3: 4, 8: 3}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mesh, remat, changes",
     [
-        ((1, 1, 1), "none", {"solver": "heun", "training_times": "shifted"}),
-        ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama"}),
+        ((1, 1, 1), "none", {"solver": "heun", "training_times": "shifted", "num_steps": 7}),
+        ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama", "step_features": 4}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
         ((2, 2, 2), "products", {"dropout": 0.3, "kind": "looped"}),
         ((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}),

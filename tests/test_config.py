@@ -220,6 +220,11 @@ def test_a_wrong_value_is_refused_by_name(field):
         ),
         (
             ("diffeqformer", "gpt"),
+            {"model__generate_chunk": 4, "model__training_times": "shifted"},
+            "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of the steps at .*, but it is 4",
+        ),
+        (
+            ("diffeqformer", "gpt"),
             {"model__generate_chunk": 2, "kernels": "pallas"},
             r"kernels: must be auto or xla with model.generate_chunk \(2\), which adds up .*, but it is 'pallas'",
         ),

@@ -109,6 +109,11 @@ def test_a_linear_system_has_its_known_exponents(name):
     np.testing.assert_allclose(total, np.tile(np.log(y), (5, 1)), atol=1e-5)
 
 
+def test_a_reversible_solver_has_no_exponents():
+    with pytest.raises(UserError, match="^exponents: a reversible solver walks with two states"):
+        lyapunov.exponents(lively_model("diffeqformer", solver="reversible_euler"), jnp.arange(3))
+
+
 def test_kaplan_yorke():
     """The Lorenz system's published exponents give its published dimension; too few give None, only negative ones 0."""
     assert flow.kaplan_yorke(np.array([0.906, 0.0, -14.572])) == pytest.approx(2.062, abs=1e-3)

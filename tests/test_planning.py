@@ -11,9 +11,11 @@ from diffeqformer.planning import search
 from diffeqformer.planning.chips import GPUS, TPUS
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
+from diffeqformer.planning.programs import computed_again
 from diffeqformer.planning.search import Setting
 from diffeqformer.planning.shapes import bytes_from_shapes, bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
+from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
 from helpers import change, load_config, toy_config
 from runs import command
@@ -259,6 +261,15 @@ def test_shapes_tell_how_many_states_the_way_back_needs(remat, solver, states):
     program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]), (flash, ""))
     found = bytes_from_shapes(config, program, 12)
     assert found["states"] == states * 4 * config.batch_size * config.sequence_length * config.model.width
+
+
+def test_plans_know_how_much_a_schedule_computes_again():
+    """36 steps with 8 snapshots: 62 steps in all, of which 35 are the forward pass's. In chunks, chunks are counted."""
+    config = toy_config(model__num_steps=36, model__remat="binomial")
+    assert computed_again(config, 36) == pytest.approx((62 - 35) / 36)
+    config.model.generate_chunk = 2
+    assert computed_again(config, 36) == pytest.approx((fewest_advances(18, 8) - 17) / 18)
+    assert computed_again(change(config, model__remat="step"), 36) == 0
 
 
 def test_loops_of_varying_length_count_with_their_mean():

@@ -140,6 +140,8 @@ def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
     config = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
     check_config(config, 1)
     check_config(discretized_config(config, 3, "bfloat16"), 1)
+    config.model.update(generate_chunk=2, solver="reversible_heun", remat="reversible")
+    check_config(discretized_config(config, 3, "bfloat16"), 1)
 
 
 def test_surrounding_code_can_ask_for_more():

@@ -155,9 +155,11 @@ def exponents(
         progress: called with the number of finished steps and their total.
 
     Raises:
-        UserError: if the model can't take that number of steps, or if `published` and its weights aren't generated or
-            its solver isn't Euler's.
+        UserError: if the model can't take that number of steps or has a reversible solver, or if `published` and its
+            weights aren't generated or its solver isn't Euler's.
     """
+    if model.solver.reversible:  # attention reads the second states of all tokens, which `advance` doesn't follow
+        raise UserError("exponents: a reversible solver walks with two states of each token, and they follow one only")
     weights, solver = weights_at(model, num_steps), model.solver
     states = model.solver_states(tokens[None], weights)
     if published:

@@ -52,24 +52,28 @@ def measure(
 ) -> tuple[dict[str, Float[np.ndarray, "S"]], dict[str, np.ndarray]]:
     """The four measures of each token's influence by name, and the arrays behind the first two.
 
+    Without the first one, if the solver is reversible.
+
     Args:
         target: the id whose log probability is differentiated.
     """
-    added = lyapunov.exponents(
-        model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
-    )
+    measures, arrays = {}, {}
+    if not model.solver.reversible:
+        arrays["exponents"] = lyapunov.exponents(
+            model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
+        )
+        measures["Lyapunov sensitivity: largest exponent of equation (7)"] = arrays["exponents"].sum(0).max(-1)
     derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
     sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
     with np.errstate(divide="ignore"):
-        measures = {
-            "Lyapunov sensitivity: largest exponent of equation (7)": added.sum(0).max(-1),
+        measures |= {
             "total derivative: log of the largest singular value": np.log(sizes),
             "attention rollout": attention_maps.rollout(model, tokens, num_steps),
             "gradient of the prediction's log probability": attention_maps.input_gradients(
                 model, tokens, target, num_steps
             ),
         }
-    return measures, {"exponents": added, "derivative_sizes": sizes}
+    return measures, {**arrays, "derivative_sizes": sizes}
 
 
 @in_float32
@@ -94,12 +98,17 @@ def section(
     measures, arrays = measure(model, tokens, target, num_steps, published_pairing)
     predicted = opened.tokenizer.decode([target])
     exception = "" if model.solver in lyapunov.OTHERS_WAIT else ", but within a step of this solver"
+    of_exponents = (
+        "Equation (7) treats each token and the last one as an isolated system. Its exponents are 0 for a token "
+        "without influence. They ignore paths through other tokens and changes of the token "
+        f"itself{exception}. Over few steps they also depend on the order of the coordinates. "
+    )
+    if model.solver.reversible:
+        of_exponents = "Exponents of equation (7) aren't shown, since this solver walks with two states of each token. "
     shown = [
         paragraph(
             f"How the last of {len(ids)} tokens depends on each of them; the model's prediction of the next one is "
-            f"{predicted!r}. Equation (7) treats each token and the last one as an isolated system. Its exponents "
-            "are 0 for a token without influence. They ignore paths through other tokens and changes of the token "
-            f"itself{exception}. Over few steps they also depend on the order of the coordinates. The total derivative "
+            f"{predicted!r}. {of_exponents}The total derivative "
             "of the last state with respect to the first includes all paths. Darker is larger. Each line has its own "
             "scale, which excludes the last token (framed)."
         )

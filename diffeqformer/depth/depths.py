@@ -26,6 +26,22 @@ def trained_depths(config) -> dict[int, float]:
     return shares_of_depths(config.training_depths) or {config.num_steps: 1.0}
 
 
+def longest_grid(config, num_steps: int) -> int:
+    """The steps that training takes at a number of steps, from the `model` part of a config: shifted grids add one."""
+    shifted = config.training_times == "shifted" or (config.training_times == "mixed" and num_steps > 2)
+    return num_steps + (shifted and num_steps >= config.step_features)
+
+
+def chunk_length(steps: int, most: int) -> int:
+    """The largest divisor of a number of steps that isn't above `most`."""
+    return next(length for length in range(min(most, steps), 0, -1) if steps % length == 0)
+
+
+def chunk_lengths(config) -> dict[int, int]:
+    """The steps of a chunk at each number of steps in training, from the `model` part of a config."""
+    return {depth: chunk_length(longest_grid(config, depth), config.generate_chunk) for depth in trained_depths(config)}
+
+
 def are_depths(text: str) -> bool:
     """Whether `shares_of_depths` can read a text."""
     try:

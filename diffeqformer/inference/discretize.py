@@ -29,9 +29,11 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     config.model.update(num_steps=num_steps, dtype=dtype, lora_rank=0)
     if MODELS[config.model.kind].weights.generated:
         config.model.update(kind="discretized", training_times="fixed", training_depths="", step_features=0)
-        config.model.generator_precision = "default"
+        config.model.update(generator_precision="default", generate_chunk=0)
         if config.model.solver not in MODELS["discretized"].solvers():
             config.model.solver = "euler"
+    if config.model.remat == "reversible" and not SOLVERS[config.model.solver].reversible:
+        config.model.remat = "step"
     return config
 
 

@@ -17,7 +17,7 @@ class Module:
 
     bodies: the instructions of every computation by its name, a line each; where the program begins is called ENTRY
     callers: for every stack frame the functions of ours in it, as file:function, the innermost first
-    rounds: how often a loop runs on average whose number of rounds is computed
+    rounds: how often a loop runs on average whose number of rounds is computed; 0: there is none
 
     Args:
         text: what the compiler wrote.
@@ -66,6 +66,8 @@ class Module:
         if not loop:
             return None
         counts = re.findall(r" constant\((\d+)\)", "\n".join(self.bodies[loop[1]]))
+        if len(counts) > 1 or not (counts or self.rounds):
+            raise ValueError(f"how often this loop runs can't be read from its condition: {line.strip()}")
         return loop[2], int(counts[0]) if counts else self.rounds
 
     def instructions(self, body: str = "ENTRY", times: int | float = 1) -> Iterator[tuple[str, int | float]]:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.depth.depths import chunk_length, longest_grid
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
@@ -103,8 +104,17 @@ def compile_train_steps(config: ConfigDict, program: Program, dump: str | None =
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     for depth in sorted(program.depths, reverse=True):
         lowered = program.train_step.lower(program.state_shapes, tokens, depth)
-        again = schedule(depth, min(config.model.snapshots, depth)).counts.mean()  # before each step of the way back
-        yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump, float(again))
+        yield planned(f"train step, {depth} steps of depth", lowered, 0, depth, dump, computed_again(config, depth))
+
+
+def computed_again(config: ConfigDict, num_steps: int) -> float:
+    """How many steps, or chunks of them, binomial checkpointing computes again before each one on the way back."""
+    if config.model.remat != "binomial":
+        return 0.0
+    steps = longest_grid(config.model, num_steps)
+    if chunk := config.model.generate_chunk:
+        steps //= chunk_length(steps, chunk)
+    return float(schedule(steps, min(config.model.snapshots, steps)).counts.mean())
 
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:

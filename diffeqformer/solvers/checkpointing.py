@@ -170,7 +170,8 @@ def _forward(advance, snapshots, state, stacked, constant, step_sizes, keys):
 def _backward(advance, snapshots, residuals, d_state):
     kept, stacked, constant, step_sizes, keys = residuals
     steps = len(step_sizes)
-    plan = jax.tree.map(jnp.asarray, schedule(steps, min(snapshots, steps)))
+    plan = schedule(steps, min(snapshots, steps))
+    computes_again, plan = plan.counts.any(), jax.tree.map(jnp.asarray, plan)
 
     def again(index, carry):
         state, kept = carry
@@ -181,7 +182,9 @@ def _backward(advance, snapshots, residuals, d_state):
     def turn(carry, inputs):
         kept, d_state, d_constant = carry
         step, slot, offset, count, dt, layers = inputs
-        state, kept = jax.lax.fori_loop(offset, offset + count, again, (_at(kept, slot), kept))
+        state = _at(kept, slot)
+        if computes_again:
+            state, kept = jax.lax.fori_loop(offset, offset + count, again, (state, kept))
         _, pull = jax.vjp(lambda *parts: advance(*parts, step, dt, keys), state, layers, constant)
         d_state, d_layers, d_added = pull(d_state)
         return (kept, d_state, jax.tree.map(jnp.add, d_constant, d_added)), d_layers

@@ -19,21 +19,26 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from diffeqformer.depth.depths import chunk_length
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.parallel.mesh import AXES
-from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, axes_of, by_device, gather, sum_copies
+from diffeqformer.parallel.sharding import (
+    BATCH,
+    EVERYWHERE,
+    as_it_is,
+    axes_of,
+    by_device,
+    gather,
+    scatter,
+    sum_copies,
+)
 from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
 from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, split_batch
 from diffeqformer.transformer import Transformer
-
-
-def chunk_length(steps: int, most: int) -> int:
-    """The largest divisor of a number of steps that isn't above `most`."""
-    return next(length for length in range(min(most, steps), 0, -1) if steps % length == 0)
 
 
 class Part(NamedTuple):
@@ -44,6 +49,8 @@ class Part(NamedTuple):
     spec: those of `shared`.
     result: the partition spec of what it computes.
     microbatches: the number of parts in which the examples are processed, one after the other.
+    typed: what is done to `shared` before it is gathered. Its gradient is summed in its type from before.
+    over: the axes of the mesh over which `shared` is gathered, once for all microbatches.
     """
 
     mesh: Mesh
@@ -51,6 +58,17 @@ class Part(NamedTuple):
     spec: PyTree
     result: PartitionSpec = BY_EXAMPLE
     microbatches: int = 1
+    typed: Callable[[PyTree], PyTree] = as_it_is
+    over: tuple[str, ...] = ()
+
+    def gathered(self, shared: PyTree) -> PyTree:
+        """What the function takes, on a device."""
+        return gather(self.typed(shared), self.spec, self.over)
+
+    def summed(self, gradient: PyTree, shared: PyTree) -> PyTree:
+        """The device's part of the gradient of `shared`, from its own gradient of what the function takes."""
+        typed = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), gradient, shared)
+        return sum_copies(scatter(typed, self.spec, self.over), self.spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,6 +76,8 @@ def computed(part: Part, shared: PyTree, states: PyTree, fixed: PyTree, inputs: 
     """What a part computes. Its derivatives are computed by device, too, one microbatch after the other."""
 
     def on_device(shared, states, fixed, inputs):
+        shared = part.gathered(shared)
+
         def one(examples):
             return part.function(shared, examples[0], fixed, examples[1]), ()
 
@@ -73,13 +93,15 @@ def _computed_forward(part, *arguments):
 
 def _computed_backward(part, arguments, d_result):
     def on_device(d_result, shared, states, fixed, inputs):
+        gathered = part.gathered(shared)
+
         def one(examples):
             d_result, states, inputs = examples
-            _, pull = jax.vjp(lambda *both: part.function(*both, fixed, inputs), shared, states)
+            _, pull = jax.vjp(lambda *both: part.function(*both, fixed, inputs), gathered, states)
             return pull(shares(d_result, part.mesh, part.result))[::-1]
 
         d_states, d_shared = by_microbatch(one, part.microbatches, (d_result, states, inputs))
-        return summed(d_shared, shared, part.spec), summed(d_states, states, BY_EXAMPLE)
+        return part.summed(d_shared, shared), summed_states(d_states)
 
     places = part.result, part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
     return *by_device(part.mesh, on_device, places, (part.spec, BY_EXAMPLE))(d_result, *arguments), None, None
@@ -94,11 +116,9 @@ def shares(cotangent: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
     return jax.tree.map(lambda leaf: leaf / copies, cotangent)
 
 
-def summed(gradient: PyTree, of: PyTree, spec: PyTree) -> PyTree:
-    """The sums of a gradient over devices with copies, in the type of what it is the gradient `of`."""
-    if isinstance(spec, PartitionSpec):
-        spec = jax.tree.map(lambda _: spec, gradient)
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), sum_copies(gradient, spec), of)
+def summed_states(cotangent: PyTree) -> PyTree:
+    """The sums of states' cotangents over the devices that share the work of the same examples."""
+    return sum_copies(cotangent, jax.tree.map(lambda _: BY_EXAMPLE, cotangent))
 
 
 def by_microbatch(function: Callable, microbatches: int, examples: PyTree) -> tuple[PyTree, PyTree]:
@@ -132,7 +152,10 @@ class Chunks:
     def __init__(self, loss: ShardedLoss, model: Transformer, microbatches: int):
         self.loss, self.model = loss, model
         self.made_type, self.summed_type = loss.types_of_weights(model, microbatches)
-        self.part = Part(loss.mesh, self.walked, loss.made_specs, microbatches=microbatches)
+        typed = functools.partial(in_type, dtype=self.made_type)
+        self.part = Part(
+            loss.mesh, self.walked, loss.made_specs, microbatches=microbatches, typed=typed, over=("generator",)
+        )
 
     def layers(self, depth: dict, features: Float[Array, "T features"]) -> dict:
         """The weights of a chunk, in the type of their gradient."""
@@ -157,7 +180,6 @@ class Chunks:
     def steps(self, layers: dict, fixed: tuple, keys) -> tuple[Steps, StackedWeights]:
         """The steps of a chunk, and their weights, on a device."""
         step_sizes, first = fixed
-        layers = gather(in_type(layers, self.made_type), self.loss.made_specs, ("generator",))
         weights = self.loss.gathering(self.model.stack(layers, step_sizes))
         context = self.loss.context_on_device(self.model, keys)
         return Steps(self.model.solver, self.model.field, weights, context, first), weights
@@ -168,13 +190,15 @@ class Chunks:
         fixed, spec = (step_sizes, number * len(step_sizes)), self.loss.made_specs
 
         def on_device(layers, last, d_last, fixed, keys):
+            gathered = self.part.gathered(layers)
+
             def one(examples):
                 last, d_last, keys = examples
-                first, d_first, d_layers = self.undone_on_device(layers, last, d_last, fixed, keys)
+                first, d_first, d_layers = self.undone_on_device(gathered, last, d_last, fixed, keys)
                 return (first, d_first), d_layers
 
             (first, d_first), d_layers = by_microbatch(one, self.part.microbatches, (last, d_last, keys))
-            return first, summed(d_first, last, BY_EXAMPLE), summed(d_layers, layers, spec)
+            return first, summed_states(d_first), self.part.summed(d_layers, layers)
 
         places = spec, BY_EXAMPLE, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
         undo_chunk = by_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, BY_EXAMPLE, spec))
@@ -258,7 +282,8 @@ class ChunkedLoss(ShardedLoss):
         grid = grid or model.grid()
         others = {name: value for name, value in params.items() if name != "depth"}
         length, step_sizes = chunk_length(len(grid.ends), self.chunk), jnp.asarray(grid.step_sizes, jnp.float32)
-        x = computed(Part(self.mesh, self.embedded, self.other_specs), others, (), (), (tokens, keys))
+        embedding = Part(self.mesh, self.embedded, self.other_specs, microbatches=microbatches)
+        x = computed(embedding, others, (), (), (tokens, keys))
         state = model.solver.begin(x, step_sizes[0])
         features = jnp.asarray(model.depth.features(grid))
         features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])

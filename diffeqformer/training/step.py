@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
-from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.depths import chunk_lengths, trained_depths
 from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.mesh import divide_generator
@@ -111,8 +111,9 @@ class Program:
         parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
         mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
         generator = f"; generator: {projections.said}" if projections else ""
-        if chunk := self.config.model.generate_chunk:
-            generator = f"; generator: XLA, {chunk} steps at a time"
+        if self.config.model.generate_chunk:
+            lengths = sorted(set(chunk_lengths(self.config.model).values()))
+            generator = f"; generator: XLA, {' or '.join(map(str, lengths))} steps at a time"
         return f"mesh: {mesh}; attention: {self.attention}{generator}"
 
     def trained(self, tree: dict) -> dict:

@@ -39,11 +39,11 @@ WAYS = {
     "none": {"remat": "none"},
     "products": {"remat": "products"},
     "step": {"remat": "step"},
-    "binomial, 8": {"remat": "binomial", "snapshots": 8},
+    "binomial": {"remat": "binomial", "snapshots": 8},
     "reversible": REVERSIBLE,
-    "step, chunks": {"remat": "step", "generate_chunk": CHUNK},
-    "binomial, 8, chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
-    "reversible, chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
+    "step in chunks": {"remat": "step", "generate_chunk": CHUNK},
+    "binomial in chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
+    "reversible in chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
 }
 SMALL = dict(
     width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,

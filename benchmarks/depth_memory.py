@@ -1,6 +1,7 @@
 """Temporaries and time of a train step against the number of steps of depth, for each way to save memory.
 
-    python benchmarks/depth_memory.py                                        # on this machine, a small model, measured
+    python benchmarks/depth_memory.py                                        # a small model, by this machine's compiler
+    python benchmarks/depth_memory.py --time=36                              # seconds on this machine, side by side
     python benchmarks/depth_memory.py --config=configs/large.py --topology=v5e:8x8 --num_steps=12,192,1024
     python benchmarks/depth_memory.py --config=configs/llama_1b.py --topology=v5p:2x2x1 --num_steps=12,192,1024
     python benchmarks/depth_memory.py --draw                                 # the table and the picture of all rows
@@ -29,7 +30,7 @@ CONFIG = flags.DEFINE_string("config", None, "A config to vary; by default a sma
 TOPOLOGY = flags.DEFINE_string("topology", None, "A slice of TPUs, for its compiler; by default this machine.")
 NUM_STEPS = flags.DEFINE_list("num_steps", ["12", "24", "48", "96", "192", "1024"], "Numbers of steps of depth.")
 ONLY = flags.DEFINE_list("only", [], "Names of some of the ways; by default all.")
-TIMED = flags.DEFINE_integer("timed", 48, "The highest number of steps for which a step is run, on this machine.")
+TIME = flags.DEFINE_integer("time", None, "Run train steps in this number of steps, on this machine, side by side.")
 RESULTS = flags.DEFINE_string("results", "benchmarks/depth_memory.json", "The rows so far; new ones are added.")
 DRAW = flags.DEFINE_bool("draw", False, "Print the tables and draw docs/pictures/depth_memory.png, of all rows.")
 
@@ -64,23 +65,38 @@ def config_of(way: str, num_steps: int):
     return config
 
 
-def on_this_machine(config) -> dict:
-    """MiB of temporaries, seconds of compilation and of a step."""
+def compiled_here(config):
+    """The initial state, a batch and the compiled train step on this machine, and the seconds of compilation."""
     check_config(config, 1)
     program = Program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
     tokens = np.random.RandomState(0).randint(config.model.vocab_size, size=(config.batch_size, config.sequence_length))
     start = time.monotonic()
-    compiled = program.train_step.lower(program.state_shapes, tokens).compile()
-    found = {"compile": time.monotonic() - start, "mib": compiled.memory_analysis().temp_size_in_bytes / 2**20}
-    if config.model.num_steps <= TIMED.value:
-        state, seconds = program.init(), []
-        for _ in range(6):
+    step = program.train_step.lower(program.state_shapes, tokens).compile()
+    return program.init, tokens, step, time.monotonic() - start
+
+
+def on_this_machine(config) -> dict:
+    """MiB of temporaries, and seconds of compilation."""
+    *_, step, seconds = compiled_here(config)
+    return {"compile": seconds, "mib": step.memory_analysis().temp_size_in_bytes / 2**20}
+
+
+def time_side_by_side(num_steps: int, rounds: int = 6) -> None:
+    """Print the median seconds of a train step of each way, and its ratio to the way called step, by round."""
+    ways = {}
+    for way in ONLY.value or WAYS:
+        init, tokens, step, _ = compiled_here(config_of(way, num_steps))
+        ways[way] = [init(), tokens, step, []]
+    for _ in range(rounds):
+        for way in ways.values():
+            state, tokens, step, seconds = way
             start = time.monotonic()
-            state, scalars = compiled(state, tokens)
+            way[0], scalars = step(state, tokens)
             scalars["loss"].block_until_ready()
             seconds.append(time.monotonic() - start)
-        found["seconds"] = statistics.median(seconds[1:])
-    return found
+    for name, (*_, seconds) in ways.items():
+        ratios = np.array(seconds[1:]) / np.array(ways["step"][-1][1:])
+        print(f"| {name} | {statistics.median(seconds[1:]):.2f} | {np.median(ratios):.2f} |", flush=True)
 
 
 def on_tpus(config) -> dict:
@@ -110,8 +126,7 @@ def measure(rows: dict) -> None:
     for num_steps in map(int, NUM_STEPS.value):
         for way in ONLY.value or WAYS:
             name = f"{where}, {way}, {num_steps} steps"
-            untimed = not TOPOLOGY.value and num_steps <= TIMED.value and "seconds" not in rows.get(name, {})
-            if name not in rows or untimed:
+            if name not in rows:
                 config = config_of(way, num_steps)
                 found = (on_tpus if TOPOLOGY.value else on_this_machine)(config)
                 rows[name] = {"where": where, "way": way, "num_steps": num_steps, **found}
@@ -156,7 +171,10 @@ def draw(rows: dict) -> None:
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
     rows = json.loads(path.read_text()) if path.exists() else {}
-    draw(rows) if DRAW.value else measure(rows)
+    if TIME.value:
+        time_side_by_side(TIME.value)
+    else:
+        draw(rows) if DRAW.value else measure(rows)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ of order 1 the step's own weights will do, so none are added. A step takes twice
 back as many again.
 
 a is the coupling of x to y. McCallum and Foster have a constant. Here the rate c is: then the walk back multiplies
-rounding errors by at most about exp(c), in however many steps. Coupling is what makes the pair stable. For Euler's
-increments and a field x' = m x with m < 0, it is stable if |m| h <= 1 - a, so if |m| is below about c, for any h.
+rounding errors by about exp(c), besides what the field does, in however many steps. Coupling is what makes the pair
+stable. For Euler's increments and a field x' = m x with m < 0, it is stable if |m| <= (1 - a) / h. That is c for short
+steps, and less for long ones: 2.1 if h = 1/4.
 
 @article{mccallum2024efficient,
   title={Efficient, Accurate and Stable Gradients for Neural {ODE}s},

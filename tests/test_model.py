@@ -262,11 +262,11 @@ def lowered_gradient(num_steps: int, remat: str):
 
 @pytest.mark.long
 def test_the_program_does_not_grow_with_depth_and_remat_saves_memory():
-    programs = {(steps, remat): lowered_gradient(steps, remat) for steps in (6, 36) for remat in REMAT}
+    programs = {(steps, remat): lowered_gradient(steps, remat) for steps in (12, 36) for remat in REMAT}
     for remat in REMAT:
-        assert len(programs[36, remat].as_text()) < 1.05 * len(programs[6, remat].as_text())
+        assert len(programs[36, remat].as_text()) < 1.05 * len(programs[12, remat].as_text())
     compiled = {remat: programs[36, remat].compile() for remat in REMAT}
-    assert len(compiled["step"].as_text()) < 1.05 * len(programs[6, "step"].compile().as_text())
+    assert len(compiled["step"].as_text()) < 1.05 * len(programs[12, "step"].compile().as_text())
     memory = {remat: compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT}
     assert (
         memory["step"] < 0.9 * memory["products"] < 0.9 * 0.9 * memory["none"] and memory["step"] < 0.7 * memory["none"]

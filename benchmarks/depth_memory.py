@@ -15,6 +15,7 @@ import json
 import pathlib
 import runpy
 import statistics
+import sys
 import time
 
 import jax
@@ -84,7 +85,7 @@ def on_this_machine(config) -> dict:
 def time_side_by_side(num_steps: int, rounds: int = 6) -> None:
     """Print the median seconds of a train step of each way, and its ratio to the way called step, by round."""
     ways = {}
-    for way in ONLY.value or WAYS:
+    for way in dict.fromkeys(["step", *(ONLY.value or WAYS)]):
         init, tokens, step, _ = compiled_here(config_of(way, num_steps))
         ways[way] = [init(), tokens, step, []]
     for _ in range(rounds):
@@ -171,6 +172,9 @@ def draw(rows: dict) -> None:
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
     rows = json.loads(path.read_text()) if path.exists() else {}
+    for way in ONLY.value:
+        if way not in WAYS:
+            sys.exit(f"--only: must be of {', '.join(WAYS)}, but it has {way!r}")
     if TIME.value:
         time_side_by_side(TIME.value)
     else:

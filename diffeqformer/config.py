@@ -297,9 +297,8 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
 
 CHANGEABLE = tuple(
     "name kernels microbatches model.remat model.snapshots model.generate_chunk mesh. log_every eval_every "
-    "dynamics_every profile_steps "
-    "checkpoint_every checkpoints_kept data.module data.train_files data.validation_files data.tokenizer_file data.dir "
-    "data.remote data.tfds_dir data.processes sample.".split()
+    "dynamics_every profile_steps checkpoint_every checkpoints_kept data.module data.train_files "
+    "data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir data.processes sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""

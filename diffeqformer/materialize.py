@@ -48,7 +48,7 @@ def materialize(
     """
     with contextlib.ExitStack() as stack:
         manager, step, about, config = stack.enter_context(checkpoint.open_to_read(workdir, step=step))
-        if config.model.solver not in MODELS["discretized"].solvers():
+        if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
             raise UserError(
                 f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
                 "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "

@@ -110,7 +110,7 @@ RULES = [
         "model.solver",
         lambda v, c: len(SOLVERS[v].nodes) == 1 or not MODELS[c.model.kind].weights.fixed_depth,
         "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
-        f"(such as {', '.join(MODELS['gpt'].solvers())})",
+        f"(such as {', '.join(MODELS['gpt'].solvers(unit_steps=True))})",
     ),
     Rule(
         "model.unit_steps",

@@ -54,15 +54,16 @@ class Kind:
     vanilla: bool = False
     field: str | None = None
 
-    def solvers(self) -> list[str]:
+    def solvers(self, unit_steps: bool) -> list[str]:
         """The solvers that this kind can have. With one set of weights per step, a solver can use only one per step.
 
-        Reversible solvers need steps whose lengths add up to 1.
+        Args:
+            unit_steps: every step has the length 1. Reversible solvers need steps whose lengths add up to 1.
         """
         return [
             name
             for name, solver in SOLVERS.items()
-            if not (self.weights.fixed_depth and len(solver.nodes) > 1) and not (self.vanilla and solver.reversible)
+            if not (self.weights.fixed_depth and len(solver.nodes) > 1) and not (unit_steps and solver.reversible)
         ]
 
 

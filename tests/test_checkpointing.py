@@ -107,18 +107,17 @@ def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, fie
         ((1, 2, 2), {"field": "llama"}),
     ],
 )
-@pytest.mark.parametrize(
-    "remat, solver, tolerance", [("binomial", "euler", 2e-5), ("reversible", "reversible_euler", 2e-4)]
-)
-def test_training_is_the_same_on_meshes_with_dropout_and_accumulation(mesh, changes, remat, solver, tolerance):
+@pytest.mark.parametrize("remat, solver", [("binomial", "euler"), ("reversible", "reversible_euler")])
+def test_training_is_the_same_on_meshes_with_dropout_and_accumulation(mesh, changes, remat, solver):
     """Masks and drawn times are those of the steps, however often a step is computed.
 
-    A state that is one rounding error off can be another number in bf16.
+    After a step back, a state that is one rounding error off can be another number in bf16.
     """
     devices = make_mesh(mesh, jax.devices()[: math.prod(mesh)])
     changes = {"model__vocab_multiple": 16, "model__snapshots": 2, "model__solver": solver, **changes}
     ours, theirs = (run_steps(toy_config(**changes, model__remat=how), devices, 3)[2] for how in (remat, "step"))
-    np.testing.assert_allclose(ours, theirs, rtol=tolerance)
+    in_bf16 = remat == "reversible" and "model__dtype" in changes
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4 if in_bf16 else 2e-5)
 
 
 @pytest.mark.fast

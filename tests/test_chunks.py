@@ -39,7 +39,7 @@ def test_training_is_that_with_all_weights_at_once(mesh, remat, changes):
     whole = run_steps(toy_config(**changes, kernels="xla"), devices, 3)[2]
     chunked = run_steps(toy_config(**changes, model__remat=remat, model__generate_chunk=4), devices, 3)[2]
     # Gradients of weights are added up in another order; bf16 shows it.
-    np.testing.assert_allclose(chunked, whole, rtol=1e-3 if changes.get("model__dtype") else 2e-6)
+    np.testing.assert_allclose(chunked, whole, rtol=2e-4 if changes.get("model__dtype") else 2e-6)
 
 
 def temporaries(num_steps: int, **model) -> int:

@@ -30,7 +30,7 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
     if MODELS[config.model.kind].weights.generated:
         config.model.update(kind="discretized", training_times="fixed", training_depths="", step_features=0)
         config.model.update(generator_precision="default", generate_chunk=0)
-        if config.model.solver not in MODELS["discretized"].solvers():
+        if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
             config.model.solver = "euler"
     if config.model.remat == "reversible" and not SOLVERS[config.model.solver].reversible:
         config.model.remat = "step"

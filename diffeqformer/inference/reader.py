@@ -27,11 +27,9 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
     Raises:
         UserError: if this model can't have that solver.
     """
-    possible = MODELS[config.kind].solvers()
+    possible = MODELS[config.kind].solvers(model.unit_steps)
     if model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
         possible = [other for other in possible if SOLVERS[other].nodes == SOLVERS[config.solver].nodes]
-    if model.unit_steps:
-        possible = [other for other in possible if not SOLVERS[other].reversible]
     if name not in possible:
         raise UserError(
             f"--solver: must be one of {', '.join(possible)} for this model of the kind {config.kind}, "

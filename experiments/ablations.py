@@ -10,9 +10,9 @@
 
 Every model has the same budget: each of --rates with the seed 0, then the best of them with --seeds others, which are
 those that the tables and pictures show. Other configs need their own: --config=configs/medium.py --widths=12,48,144
---rates=2e-4,4e-4. Each run is a run of diffeqformer.main in its own folder; studies share runs. The same command
-resumes an interrupted study. After each run, <study>.md, <study>.json and <study>.png in --folder show the models that
-have finished runs.
+--rates=2e-4,4e-4 --results=medium.json. Each run is a run of diffeqformer.main in its own folder; studies share runs.
+Runs that --results holds aren't run again, and interrupted ones go on where they were. After each run, <study>.md and
+<study>.png in --folder show the models that have finished runs.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
-from common import articles_of_wikitext, inspected, perplexities, side_by_side, train
+from common import articles_of_wikitext, inspected, perplexities, run_rows, train
 
 from diffeqformer.config import get_field
 from diffeqformer.console.progress import read_curves
@@ -42,6 +42,7 @@ WIDTHS = flags.DEFINE_list(
 RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "Learning rates, of which each model gets its best.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Folder of the runs and their results.")
+RESULTS = flags.DEFINE_string("results", "experiments/ablations.json", "The runs so far; new ones are added.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103, for the study of overfitting.")
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
 AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
@@ -72,14 +73,15 @@ class Run(NamedTuple):
     def differences(self) -> list[str]:
         """The fields that differ from the config, so that studies share identical runs."""
         config = config_of(self.variant.model)
-        fields = dict(self.variant.changes) | {"optimizer.learning_rate": self.rate, "seed": self.seed}
-        return [f"{field}={value}" for field, value in fields.items() if value != get_field(config, field)]
+        changes = [each for each in self.variant.changes if each[1] != get_field(config, each[0])]
+        own = ("optimizer.learning_rate", self.rate), ("seed", self.seed)  # always named: a default may change
+        return [f"{field}={value}" for field, value in (*changes, *own)]
 
-    def workdir(self) -> pathlib.Path:
-        """Its folder."""
+    def name(self) -> str:
+        """Its key in the results, and its folder."""
         text = [f"{ARTICLES}_articles"] * self.variant.short_text
         parts = [pathlib.Path(CONFIG.value).stem, self.variant.model, *self.differences(), *text]
-        return pathlib.Path(FOLDER.value) / "-".join([*parts, f"{STEPS.value}_steps"]).replace("=", "-")
+        return "-".join([*parts, f"{STEPS.value}_steps"]).replace("=", "-")
 
 
 def variants() -> dict[str, Variant]:
@@ -125,31 +127,35 @@ def step_memory(workdir: pathlib.Path) -> float:
 
 
 def measure(run: Run, texts: list[str], cores: list[int] | None) -> dict:
-    """Train a run unless it is finished. Returns validation perplexities by step, parameters, and the best tokens/s."""
+    """Train one run.
+
+    Returns:
+        validation perplexities by step, parameters, the best tokens/s, and the memory of its train step in MiB.
+    """
     options = [f"--config={CONFIG.value}:{run.variant.model}", *(f"--config.{each}" for each in run.differences())]
     options += texts if run.variant.short_text else []
     options += [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 10)}"]
     options += [f"--config.log_every={max(1, STEPS.value // 30)}", "--config.checkpoints_kept=1"]
-    workdir = run.workdir()
+    workdir = pathlib.Path(FOLDER.value) / run.name()
     train(workdir, options, cores)
     speeds = read_curves(workdir)["train/tokens_per_second"]
     return {
-        "perplexities": perplexities(workdir),
+        "perplexities": {str(step): value for step, value in perplexities(workdir).items()},  # as JSON has it
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
         "tokens_per_second": max(speeds.values()),  # the interval that other load on the machine affects least
+        "step_mib": step_memory(workdir),
     }
 
 
 class Found(NamedTuple):
     """What is known of a variant.
 
-    rate: the best one; runs: one result for each seed; tokens_per_second: the best of all its runs.
+    rate: the best one; runs: one result for each seed, as of `measure`; tokens_per_second: the best of all its runs.
     """
 
     rate: float
     runs: list[dict]
     tokens_per_second: float
-    step_mib: float
 
     def ends(self) -> list[float]:
         """The last perplexity of each run."""
@@ -160,20 +166,23 @@ class Found(NamedTuple):
         return [min(run["perplexities"].values()) for run in self.runs]
 
 
-def best_rate(results: dict[Run, dict], variant: Variant) -> float:
+def best_rate(results: dict[str, dict], variant: Variant) -> float:
     """The rate with the best perplexity."""
     rates = [float(rate) for rate in RATES.value]
-    return min(rates, key=lambda rate: min(results[Run(variant, rate, 0)]["perplexities"].values()))
+    return min(rates, key=lambda rate: min(results[Run(variant, rate, 0).name()]["perplexities"].values()))
 
 
-def collected(results: dict[Run, dict], memory: dict[Variant, float]) -> dict[str, Found]:
+def collected(results: dict[str, dict]) -> dict[str, Found]:
     """What is known so far, by variant."""
     found = {}
     for name, variant in variants().items():
-        of_variant = {run: result for run, result in results.items() if run.variant == variant}
-        if runs := [result for run, result in of_variant.items() if run.seed]:
-            speed = max(result["tokens_per_second"] for result in of_variant.values())
-            found[name] = Found(best_rate(results, variant), runs, speed, memory[variant])
+        first = [results.get(Run(variant, float(rate), 0).name()) for rate in RATES.value]
+        if not all(first):
+            continue
+        rate = best_rate(results, variant)
+        seeds = [results.get(Run(variant, rate, seed).name()) for seed in range(1, 1 + SEEDS.value)]
+        if runs := [run for run in seeds if run]:
+            found[name] = Found(rate, runs, max(run["tokens_per_second"] for run in first + runs))
     return found
 
 
@@ -184,8 +193,8 @@ def table(found: dict[str, Found]) -> str:
     for name, each in found.items():
         curves = [run["perplexities"] for run in each.runs]
         cells = [name, f"{each.runs[0]['parameters']:,}", f"{each.rate:g}", str(len(curves)), spread(each.bests(), 2)]
-        cells += [", ".join(f"{min(curve, key=curve.get):,}" for curve in curves), spread(each.ends(), 2)]
-        cells += [f"{each.tokens_per_second:,.0f}", f"{each.step_mib:.0f}"]
+        cells += [", ".join(f"{int(min(curve, key=curve.get)):,}" for curve in curves), spread(each.ends(), 2)]
+        cells += [f"{each.tokens_per_second:,.0f}", f"{each.runs[0]['step_mib']:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -202,9 +211,9 @@ def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
         steps = steps if explodes else steps[1:]  # the first would flatten all others
         curves = [[run["perplexities"][step] for run in each.runs] for step in steps]
         panel.plot(
-            steps, [statistics.mean(values) for values in curves], line, color=colour, label=f"{name}, {each.rate:g}"
+            list(map(int, steps)), [statistics.mean(values) for values in curves], line, color=colour, label=f"{name}, {each.rate:g}"
         )
-        panel.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
+        panel.fill_between(list(map(int, steps)), list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
     panel.set(ylabel="validation perplexity", xlabel="training step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
     panel.grid(alpha=0.3)
@@ -218,7 +227,7 @@ def plot_sweep(found: dict[str, Found], path: pathlib.Path) -> None:
     quantities = {
         "validation perplexity, at the end": Found.ends,
         "tokens/s in training": lambda each: [each.tokens_per_second],
-        "memory of the train step on a device, MiB": lambda each: [each.step_mib],
+        "memory of the train step on a device, MiB": lambda each: [each.runs[0]["step_mib"]],
     }
     figure, [panels] = new_figure(1, 3, (14, 4))
     widths = {name: dict(of.changes)["model.time_embed_dim"] for name, of in variants().items() if of.changes}
@@ -254,28 +263,26 @@ def main(_) -> None:
     check_lists()
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    texts, results, memory = [], {}, {}
+    texts = []
     if STUDY.value == "overfitting":
         texts = articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
 
-    def save(run, result):
-        results[run] = result
-        if run.variant not in memory:
-            memory[run.variant] = step_memory(run.workdir())
-        if found := collected(results, memory):
-            written = {name: each._asdict() for name, each in found.items()}
-            write_text(folder / f"{STUDY.value}.json", json.dumps(written, indent=1))
+    def show(results):
+        if found := collected(results):
             write_text(folder / f"{STUDY.value}.md", table(found))
             (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{STUDY.value}.png")
 
+    def finish(runs):
+        path = pathlib.Path(RESULTS.value)
+        return run_rows(runs, Run.name, lambda run, cores: measure(run, texts, cores), path, AT_ONCE.value, show)
+
     compared = list(variants().values())
-    first = [Run(variant, float(rate), 0) for variant, rate in itertools.product(compared, RATES.value)]
-    side_by_side(first, lambda run, cores: measure(run, texts, cores), save, AT_ONCE.value)
+    results = finish(Run(variant, float(rate), 0) for variant, rate in itertools.product(compared, RATES.value))
     rates = {variant: best_rate(results, variant) for variant in compared}
     seeds = range(1, 1 + SEEDS.value)
-    second = [Run(variant, rates[variant], seed) for seed, variant in itertools.product(seeds, compared)]
-    side_by_side(second, lambda run, cores: measure(run, texts, cores), save, AT_ONCE.value)
-    print(table(collected(results, memory)))
+    results = finish(Run(variant, rates[variant], seed) for seed, variant in itertools.product(seeds, compared))
+    show(results)
+    print(table(collected(results)))
 
 
 if __name__ == "__main__":

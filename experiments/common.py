@@ -1,6 +1,7 @@
 """What the experiments share: resumable runs in separate processes, some at once, and reading their results."""
 
 import concurrent.futures
+import json
 import os
 import pathlib
 import shutil
@@ -112,6 +113,39 @@ def side_by_side(
         list(pool.map(work_on, parts))
     if failed.is_set():
         sys.exit(1)
+
+
+def run_rows(
+    rows: Iterable[Item],
+    name: Callable[[Item], str],
+    work: Callable[[Item, list[int] | None], dict],
+    path: pathlib.Path,
+    number: int,
+    then: Callable[[dict[str, dict]], None] = lambda results: None,
+) -> dict[str, dict]:
+    """Work on the rows that a file of results lacks, `number` at once. Each is saved when it is done.
+
+    So a study can be run in pieces, and on several machines.
+
+    Returns:
+        all results of the file, by name.
+
+    Args:
+        name: the key of a row's result.
+        work: (row, cores) -> result; see `side_by_side`.
+        path: the file of results, which is JSON.
+        then: called with all results after each row.
+    """
+    results = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def save(row, result):
+        results[name(row)] = result
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        then(results)
+
+    side_by_side([row for row in rows if name(row) not in results], work, save, number)
+    return results
 
 
 def perplexities(workdir: pathlib.Path) -> dict[int, float]:

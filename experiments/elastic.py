@@ -33,7 +33,7 @@ import time
 from typing import NamedTuple
 
 from absl import app, flags
-from common import on_cores, side_by_side, train
+from common import on_cores, run_rows, train
 
 from diffeqformer.console.results import spread, write_text
 
@@ -142,7 +142,7 @@ def final_rows(rates: dict[str, float]) -> list[Row]:
 
 
 def run(row: Row, cores: list[int] | None) -> dict:
-    """Train and score one row on some cores. Returns bits/byte by depth."""
+    """Train and score one row on some cores. Returns the row, with bits/byte by depth."""
     workdir = pathlib.Path(FOLDER.value) / row.name().replace(", ", "-").replace(" ", "_")
     train(workdir, row.options(), cores)
     shutil.rmtree(workdir / "scores", ignore_errors=True)  # of an interrupted scoring
@@ -153,17 +153,7 @@ def run(row: Row, cores: list[int] | None) -> dict:
     if done.returncode:
         sys.exit(f"{row.name()} wasn't scored: {done.stderr.strip()}")
     found = json.loads((workdir / "scores" / "results.json").read_text())["rows"]
-    return {"bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found}}
-
-
-def run_all(rows: list[Row], results: dict[str, dict]) -> None:
-    """Run the rows that `results` lack, some at once. Each is added and saved when it is done."""
-
-    def save(row, found):
-        results[row.name()] = {**row._asdict(), **found}
-        write_text(pathlib.Path(RESULTS.value), json.dumps(results, indent=1) + "\n")
-
-    side_by_side([row for row in rows if row.name() not in results], run, save, AT_ONCE.value)
+    return {**row._asdict(), "bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found}}
 
 
 def time_tokens() -> dict[str, dict[str, float]]:
@@ -201,7 +191,6 @@ def time_tokens() -> dict[str, dict[str, float]]:
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
     path_of_times = path.with_name(f"{path.stem}_times.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     results, times = (json.loads(file.read_text()) if file.exists() else {} for file in (path, path_of_times))
     if STAGE.value == "times":
         found = time_tokens()
@@ -210,7 +199,7 @@ def main(_) -> None:
             print(f"{model}: " + ", ".join(f"{1e3 * value:.2f} ms at {depth}" for depth, value in seconds.items()))
         return
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
-    run_all(rows, results)
+    results = run_rows(rows, Row.name, run, path, AT_ONCE.value)
     found = {row: results[row.name()] for row in rows}
     print(table(found))
     if STAGE.value == "final":

@@ -58,7 +58,8 @@ class Exhibit(NamedTuple):
 
 def study(name: str, options: str = "") -> Command:
     """A study of experiments/ablations.py, which resumes by itself."""
-    return Command(f"experiments/ablations.py --study={name} --folder={{folder}}/studies {options}".strip())
+    places = "--folder={folder}/studies --results={folder}/studies/results.json"
+    return Command(f"experiments/ablations.py --study={name} {places} {options}".strip())
 
 
 def train(config: str, options: str = "") -> Command:

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import shlex
 import subprocess
 import sys
@@ -18,24 +19,37 @@ from runs import command
 
 def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     """What is printed, and what is saved."""
-    done = command("pretended_study", f"--study={name}", f"--steps={steps}", f"--folder={folder}", *options)
+    results = folder / "results.json"
+    options = (f"--study={name}", f"--steps={steps}", f"--folder={folder}", f"--results={results}", *options)
+    done = command("pretended_study", *options)
     assert done.returncode == 0, done.stderr
     assert (folder / f"{name}.png").stat().st_size > 10_000
-    return done.stdout, json.loads((folder / f"{name}.json").read_text())
+    return done.stdout, json.loads(results.read_text())
 
 
 @pytest.mark.long
-def test_a_study_chooses_rates_goes_on_where_it_was_and_takes_no_runs_of_another_length(tmp_path):
+def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_length(tmp_path):
     printed, found = study(tmp_path, 3, "design", "--seeds=2")
     assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 3 + 2
-    run = {"perplexities": {"1": 8.5, "2": 7.5, "3": 6.5}, "parameters": 1234, "tokens_per_second": 2000}
-    assert found["alternative"] == {"rate": 0.002, "runs": [run, run], "tokens_per_second": 2000, "step_mib": 5}
+    best = "tiny-alternative-optimizer.learning_rate-0.002-seed-2-3_steps"
+    perplexities = {"1": 8.5, "2": 7.5, "3": 6.5}
+    run = {"perplexities": perplexities, "parameters": 1234, "tokens_per_second": 2000, "step_mib": 5}
+    assert len(found) == 2 * (3 + 2) and found[best] == run
     assert "| diffeqformer | 1,234 | 0.002 | 2 | 6.50 ± 0.00 | 3, 3 | 6.50 ± 0.00 | 2,000 | 5 |" in printed
 
-    checkpoints = tmp_path / "tiny-alternative-optimizer.learning_rate-0.002-seed-2-3_steps" / "checkpoints"
-    (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
+    del found[best]
+    (tmp_path / "results.json").write_text(json.dumps(found))
     printed, again = study(tmp_path, 3, "design", "--seeds=2")
-    assert printed.count("tiny.py:alternative ") == 1 and "tiny.py:diffeqformer " not in printed and again == found
+    assert "configs/tiny.py" not in printed and again == found | {best: run}  # from the folder
+    shutil.rmtree(tmp_path / best)
+    assert "configs/tiny.py" not in study(tmp_path, 3, "design", "--seeds=2")[0]  # from the results
+
+    del again[best]
+    (tmp_path / "results.json").write_text(json.dumps(again))
+    shutil.copytree(tmp_path / best.replace("seed-2", "seed-1"), tmp_path / best)
+    checkpoints = tmp_path / best / "checkpoints"
+    (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
+    assert study(tmp_path, 3, "design", "--seeds=2")[0].count("configs/tiny.py:alternative ") == 1
     printed, _ = study(tmp_path, 2, "design", "--seeds=1")
     assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 3 + 1
 
@@ -74,7 +88,7 @@ def test_runs_side_by_side_divide_the_cores(monkeypatch):
 @pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
     printed, found = study(tmp_path, 2, "embedding", "--seeds=1")
-    assert len(found) == 6 and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
+    assert len(found) == 6 * (3 + 1) and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
     assert printed.count("--config.model.time_embed_dim=96 ") == 3 + 1
 
 
@@ -83,7 +97,7 @@ def test_the_short_text_is_the_first_articles(tmp_path):
     articles = "".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14))
     (tmp_path / "wiki.txt").write_text(articles)
     printed, found = study(tmp_path, 2, "overfitting", f"--wikitext={tmp_path / 'wiki.txt'}", "--seeds=1")
-    assert list(found) == ["diffeqformer", "gpt", "shared"]
+    assert [name.split("-")[1] for name in list(found)[-3:]] == ["diffeqformer", "gpt", "shared"]
     texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
     assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
     assert texts[1].count("Article") == 10 and "text 13 " in texts[1]

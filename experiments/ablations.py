@@ -18,7 +18,6 @@ Runs that --results holds aren't run again, and interrupted ones go on where the
 import concurrent.futures
 import functools
 import itertools
-import json
 import multiprocessing
 import pathlib
 import runpy
@@ -210,10 +209,9 @@ def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
         steps = list(each.runs[0]["perplexities"])
         steps = steps if explodes else steps[1:]  # the first would flatten all others
         curves = [[run["perplexities"][step] for run in each.runs] for step in steps]
-        panel.plot(
-            list(map(int, steps)), [statistics.mean(values) for values in curves], line, color=colour, label=f"{name}, {each.rate:g}"
-        )
-        panel.fill_between(list(map(int, steps)), list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
+        at = [int(step) for step in steps]
+        panel.plot(at, list(map(statistics.mean, curves)), line, color=colour, label=f"{name}, {each.rate:g}")
+        panel.fill_between(at, list(map(min, curves)), list(map(max, curves)), color=colour, alpha=0.2, linewidth=0)
     panel.set(ylabel="validation perplexity", xlabel="training step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
     panel.grid(alpha=0.3)

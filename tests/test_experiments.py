@@ -3,8 +3,8 @@
 import json
 import re
 import runpy
-import shutil
 import shlex
+import shutil
 import subprocess
 import sys
 import threading

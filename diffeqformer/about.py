@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from diffeqformer.checksums import sealed, unsealed
+
 
 @dataclasses.dataclass(frozen=True)
 class About:
@@ -16,6 +18,7 @@ class About:
         validation_due: whether this state has not been validated yet. If so, the next process does this first.
         materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
         time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
+        checksums: of the saved arrays, by path (`diffeqformer.checksums`); None: an earlier version, or not yet saved.
     """
 
     config: dict
@@ -26,20 +29,23 @@ class About:
     validation_due: bool = False
     materialized_from: dict | None = None
     time_spent: dict | None = None
+    checksums: dict | None = None
 
     def to_json(self) -> dict:
-        """The fields that have a value."""
+        """The fields that have a value, sealed."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if value is not None}
+        return sealed({name: value for name, value in fields.items() if value is not None})
 
     @classmethod
     def from_json(cls, saved: dict) -> "About":
         """The reverse. Fields that an earlier version didn't write get their defaults.
 
         Raises:
-            ValueError: if config or tokenizer is missing, or a field has another type.
+            ValueError: if config or tokenizer is missing, a field has another type, or its content was changed.
         """
-        types = {"config": dict, "base": dict, "materialized_from": dict, "validation_due": bool, "time_spent": dict}
+        saved = unsealed(saved)
+        types = dict.fromkeys(("config", "base", "materialized_from", "time_spent", "checksums"), dict)
+        types["validation_due"] = bool
         fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
         for name in ("config", "tokenizer", *fields):
             expected, found = types.get(name, str), type(fields.get(name))

@@ -22,14 +22,16 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from diffeqformer import stored_arrays
+from diffeqformer import checksums, stored_arrays
 from diffeqformer.about import About
 from diffeqformer.checkpoint_folder import (
+    Damaged,
     NoCheckpoint,
     Step,
     chosen_step,
     folder_of,
     handlers,
+    older,
     open_checkpoints,
     open_read_only,
     readable,
@@ -77,12 +79,13 @@ def save(
         state: see `diffeqformer.training.step`; only the parameters if the model won't be trained further.
         validation: what the validation after this step found, with its `loss`; None if there was none.
     """
+    about = dataclasses.replace(about, checksums=checksums.of_tree(state))
     items = {"params": stored_arrays.standard_save(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
         items["optimizer"] = stored_arrays.standard_save(rest)
     with written(manager):
-        manager.save(step, args=ocp.args.Composite(**items), metrics=validation)
+        manager.save(step, args=ocp.args.Composite(**items), metrics=validation and checksums.sealed(validation))
 
 
 def save_one_by_one(
@@ -95,9 +98,12 @@ def save_one_by_one(
         arrays: makes the parameters, with their paths.
     """
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-    item_handlers = {**handlers(), "params": stored_arrays.one_by_one(arrays)}
-    items = {"params": stored_arrays.shapes_save(shapes), "about": ocp.args.JsonSave(about.to_json())}
-    with ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=item_handlers) as manager:
+
+    def record(found):
+        return dataclasses.replace(about, checksums=found).to_json()
+
+    own, items = stored_arrays.one_by_one(shapes, arrays, record)
+    with ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers() | own) as manager:
         with written(manager):
             manager.save(step, args=ocp.args.Composite(**items))
 
@@ -149,8 +155,9 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
     """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
 
     Raises:
-        UserError: if it can't be read.
+        Damaged: if it can't be read, or isn't what was saved.
     """
+    recorded = read_about(manager, step).checksums
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
     with readable(manager, step):
         restored = manager.restore(
@@ -159,7 +166,19 @@ def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dic
                 params=ocp.args.StandardRestore(abstract_state["params"]), optimizer=ocp.args.StandardRestore(rest)
             ),
         )
-    return {"params": restored["params"], **restored["optimizer"]}
+        state = {"params": restored["params"], **restored["optimizer"]}
+        check_arrays(state, recorded)
+    return state
+
+
+def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
+    """Compare the checksums of a restored tree with those that were saved, if there are any.
+
+    Raises:
+        Differs: for the first array that differs.
+    """
+    if recorded is not None:
+        checksums.check(checksums.of_tree(tree), recorded)
 
 
 def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[Path, Any]:
@@ -172,14 +191,21 @@ def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") ->
         return traverse_util.flatten_dict(manager.item_metadata(step)["params"].tree)
 
 
-def open_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[Path, stored_arrays.StoredArray]:
+def open_arrays(
+    manager: ocp.CheckpointManager, step: int, recorded: dict[str, str] | None, remedy: str = ""
+) -> dict[Path, stored_arrays.StoredArray]:
     """The parameters of a checkpoint on disk, by path. Needs neither a model nor the devices of training.
+
+    Args:
+        recorded: `About.checksums`, with which those are compared that are read as a whole.
 
     Raises:
         UserError: if they can't be read, now or later.
     """
     reading = functools.partial(readable, manager, step, remedy)
-    return stored_arrays.open_arrays(saved_arrays(manager, step, remedy), reading)
+    saved = saved_arrays(manager, step, remedy)
+    with reading():
+        return stored_arrays.open_arrays(saved, reading, recorded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +240,28 @@ def open_to_read(
     with open_read_only(folder_of(workdir)) as manager:
         step = chosen_step(manager, step, workdir)
         about = read_about(manager, step)
-        yield manager, step, about, saved_config(about.config)
+        with readable(manager, step):
+            config = saved_config(about.config)
+        yield manager, step, about, config
+
+
+def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, ConfigDict]:
+    """The metadata and config of the newest checkpoint; with `or_older`, of the newest of which they can be read.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        Damaged: if they can't be read.
+    """
+    step = None
+    while True:
+        try:
+            with open_to_read(workdir, step=step) as (_, _, about, config):
+                return about, config
+        except Damaged as error:
+            with open_read_only(folder_of(workdir)) as manager:
+                step = older(manager, error.step)
+            if step is None or not or_older:
+                raise
 
 
 def load_config(workdir: epath.PathLike, step: Step = None) -> ConfigDict:
@@ -237,14 +284,17 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
         if hosts.is_first():
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
     with open_to_write(workdir, 1, "frozen") as manager, written(manager):
-        items = {"params": stored_arrays.standard_save(params), "about": ocp.args.JsonSave(base)}
+        record = checksums.sealed({**base, "checksums": checksums.of_tree({"params": params})})
+        items = {"params": stored_arrays.standard_save(params), "about": ocp.args.JsonSave(record)}
         manager.save(0, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
 
 
 @contextlib.contextmanager
-def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.CheckpointManager, str]]:
-    """The checkpoint of `save_frozen`, whose step is 0, and the remedy if it can't be read.
+def open_frozen(
+    workdir: epath.PathLike, base: dict
+) -> Iterator[tuple[ocp.CheckpointManager, dict[str, str] | None, str]]:
+    """The checkpoint of `save_frozen`, whose step is 0, its checksums, and the remedy if it can't be read.
 
     Raises:
         UserError: if it is missing, has another base, or can't be read.
@@ -256,10 +306,11 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> Iterator[tuple[ocp.Check
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
     with open_read_only(folder) as manager:
         with readable(manager, 0, remedy):
-            theirs = _read_json(manager, 0)
+            theirs = checksums.unsealed(_read_json(manager, 0))
+            recorded = theirs.pop("checksums", None)
         if theirs != base:
             raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
-        yield manager, remedy
+        yield manager, recorded, remedy
 
 
 def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
@@ -268,8 +319,10 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
     Raises:
         UserError: if they are missing, come from another base, or can't be read.
     """
-    with open_frozen(workdir, base) as (manager, remedy), readable(manager, 0, remedy):
-        return manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
+    with open_frozen(workdir, base) as (manager, recorded, remedy), readable(manager, 0, remedy):
+        params = manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
+        check_arrays({"params": params}, recorded)
+    return params
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -303,6 +356,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -
             saved = manager.item_metadata(step)["params"].tree
             target = jax.tree.map(_placed, trained, saved, select(placed, model.trains))
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
+            check_arrays({"params": restored}, about.checksums)
     if frozen:
         rest = select(placed, lambda path: not model.trains(path))
         restored = merge_trees(

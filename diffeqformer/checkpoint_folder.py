@@ -1,6 +1,7 @@
 """The folder that holds a run's checkpoints: which are kept, and which one is opened."""
 
 import contextlib
+import itertools
 import json
 import operator
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
+from diffeqformer.checksums import unsealed
 from diffeqformer.errors import UserError, out_of_memory, reason_of
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
@@ -23,6 +25,19 @@ Step = int | Literal["best"] | None
 
 class NoCheckpoint(UserError):
     """There is no complete checkpoint in a folder."""
+
+
+class Damaged(UserError):
+    """A checkpoint can't be read, or isn't what was saved.
+
+    Args:
+        directory: the folder of the manager.
+        step: its training step.
+    """
+
+    def __init__(self, message: str, directory: epath.Path, step: int):
+        super().__init__(message)
+        self.directory, self.step = directory, step
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -120,19 +135,48 @@ def best_step(manager: ocp.CheckpointManager) -> int | None:
     for step in sorted(manager.all_steps(), reverse=True):  # of equal ones, the newest, as in `open_checkpoints`
         with readable(manager, step, REPLACED):
             if validation := manager.metrics(step):
-                losses[step] = float(validation["loss"])
+                losses[step] = float(unsealed(validation)["loss"])
     return min(losses, key=losses.get, default=None)
+
+
+def older(manager: ocp.CheckpointManager, step: int) -> int | None:
+    """The step of the checkpoint before another one; None if there is none."""
+    return max((other for other in manager.all_steps() if other < step), default=None)
 
 
 @contextlib.contextmanager
 def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
-    """Turn an error in reading a checkpoint's files into a UserError that ends with a remedy."""
-    remedy = remedy or "restore its files, or delete the folder to resume from the previous checkpoint"
+    """Turn an error in reading a checkpoint's files, or a wrong checksum, into `Damaged`, which ends with a remedy."""
     try:
         yield
     except Exception as error:  # from the file system, TensorStore or a file's content
         if out_of_memory(error):
             raise
-        raise UserError(
-            f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
-        ) from error
+        if not remedy:
+            before = older(manager, step)
+            remedy = "restore its files; there is none before it"
+            if before is not None:
+                remedy = f"restore its files, or take the one before it with --step={before}, and in training with "
+                remedy += "--config.on_damage=older"
+        message = f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
+        raise Damaged(message, manager.directory, step) from error
+
+
+def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
+    """Move a damaged checkpoint out of the folder, so that training can go on from the one before it.
+
+    Returns:
+        its new path: <workdir>/damaged/<step>, with a number if there already is such a one.
+
+    Raises:
+        UserError: if it can't be moved.
+    """
+    folder = manager.directory.parent / "damaged"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = (str(step) if number == 1 else f"{step}-{number}" for number in itertools.count(1))
+        target = next(folder / name for name in names if not (folder / name).exists())
+        (manager.directory / str(step)).rename(target)
+    except OSError as error:
+        raise UserError(f"{folder}: a damaged checkpoint can't be moved there: {reason_of(error)}") from error
+    return target

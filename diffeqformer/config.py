@@ -127,6 +127,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.profile_steps = ""  # steps to trace for TensorBoard's profiler, such as 100-102; empty: none
     config.checkpoint_every = 1000  # steps between checkpoints
     config.checkpoints_kept = 2  # number of newest checkpoints to keep, beside the one that validated best
+    # If the newest checkpoint is damaged: stop, or set it aside and go on from an older one.
+    config.on_damage = "stop"
 
     config.sample = ConfigDict()  # the text that is generated at the end of training
     config.sample.prompt = "\n"  # the text that it continues
@@ -297,7 +299,7 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
 
 CHANGEABLE = tuple(
     "name kernels microbatches model.remat model.snapshots model.generate_chunk mesh. log_every eval_every "
-    "dynamics_every profile_steps checkpoint_every checkpoints_kept data.module data.train_files "
+    "dynamics_every profile_steps checkpoint_every checkpoints_kept on_damage data.module data.train_files "
     "data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir data.processes sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.

@@ -56,11 +56,14 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
     }
 
 
-def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: str) -> list[dict]:
+def parameters(
+    manager, step: int, recorded: dict[str, str] | None, trains: bool, with_statistics: bool, remedy: str
+) -> list[dict]:
     """One row for each parameter of a checkpoint, in the order of the model.
 
     Args:
         manager: the manager of the checkpoint.
+        recorded: their checksums, which are checked if they are read.
         trains: whether these parameters are trained.
         with_statistics: whether to compute statistics. Without them no array is read.
         remedy: what to do if they can't be read.
@@ -68,8 +71,8 @@ def parameters(manager, step: int, trains: bool, with_statistics: bool, remedy: 
     saved = checkpoint.saved_arrays(manager, step, remedy)
     found = {}
     if with_statistics:
-        for path, array in checkpoint.open_arrays(manager, step, remedy).items():
-            found[path] = statistics(array[block] for block in array.blocks())
+        for path, array in checkpoint.open_arrays(manager, step, recorded, remedy).items():
+            found[path] = statistics(array.checked_blocks())
     rows = []
     for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
         leaf = saved[path]
@@ -122,10 +125,10 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
     """
     with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
         steps, best = sorted(manager.all_steps()), best_step(manager)
-        rows = parameters(manager, step, True, with_statistics, REPLACED)
+        rows = parameters(manager, step, about.checksums, True, with_statistics, REPLACED)
     if config.model.lora_rank:
-        with checkpoint.open_frozen(workdir, about.base) as (manager, remedy):
-            rows += parameters(manager, 0, False, with_statistics, remedy)
+        with checkpoint.open_frozen(workdir, about.base) as (manager, recorded, remedy):
+            rows += parameters(manager, 0, recorded, False, with_statistics, remedy)
     curves, model = read_curves(workdir), config.model
     return {
         "workdir": str(workdir),

@@ -15,12 +15,14 @@ from diffeqformer.training.loop import train  # noqa: E402
 if __name__ == "__main__":
     config = command_line.define_config()
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run; by default runs/<config name>.")
+    help_text = "Check the hashes and ids of the token store, in the background of the first steps."
+    verify = flags.DEFINE_bool("verify", True, help_text)
     hosts.define_flags()
 
     def command() -> None:
         check_used(sys.argv, config.value)
         with hosts.joined(flags.FLAGS):
-            train(config.value, workdir.value or f"runs/{config.value.name}", started=START)
+            train(config.value, workdir.value or f"runs/{config.value.name}", START, verify.value)
 
     command_line.run(
         command,

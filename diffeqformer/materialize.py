@@ -56,10 +56,12 @@ def materialize(
             )
         num_steps = config.model.num_steps if num_steps is None else num_steps
         dtype = dtype or config.model.dtype
-        stored = checkpoint.open_arrays(manager, step, REPLACED)
+        stored = checkpoint.open_arrays(manager, step, about.checksums, REPLACED)
         if config.model.lora_rank:
-            frozen, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
-            stored |= checkpoint.open_arrays(frozen, 0, remedy)
+            frozen, recorded, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
+            stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
+        for array in stored.values():
+            array.verify()  # in a pass of its own: each layer reads a part of it
         output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
         about = dataclasses.replace(
             about,

@@ -4,6 +4,8 @@ For arrays that don't fit into memory, or of which little is needed at a time. O
 chunk is read and decompressed as a whole. So blocks consist of whole chunks.
 """
 
+import asyncio
+import collections
 import dataclasses
 import itertools
 import math
@@ -17,6 +19,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from diffeqformer import checksums
+
+Path = tuple[str, ...]
 CHUNK_BYTES = 2**26
 """Limit of a chunk, before compression. Orbax's own is up to 2 GiB, all of which would be read for any part of it.
 
@@ -35,10 +40,13 @@ class StoredArray:
     Args:
         store: the open array.
         reading: the context in which it is read, which may translate errors.
+        name, checksum: those under which it was saved (`diffeqformer.checksums`); None: of an earlier version.
     """
 
     store: ts.TensorStore
     reading: Callable[[], AbstractContextManager]
+    name: str = ""
+    checksum: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,6 +59,30 @@ class StoredArray:
     def __getitem__(self, index) -> np.ndarray:
         with self.reading():
             return self.store[index].read().result()
+
+    def checked_blocks(self) -> Iterator[np.ndarray]:
+        """All blocks, one after another. At the end, the checksum of all of them is compared with the saved one.
+
+        Raises:
+            UserError: at the end, if they aren't what was saved (by `reading`).
+        """
+        total = np.zeros(2, np.uint32)
+        for index in self.blocks(4 * checksums.SMALL):
+            block = self[index]
+            if self.checksum is not None:
+                total += checksums.sums_of_block(block, tuple(part.start or 0 for part in index), self.shape)
+            yield block
+        if self.checksum is not None:
+            with self.reading():
+                checksums.check({self.name: checksums.as_text(total)}, {self.name: self.checksum})
+
+    def verify(self) -> None:
+        """Read the whole array, and compare its checksum with the saved one.
+
+        Raises:
+            UserError: if it isn't what was saved (by `reading`).
+        """
+        collections.deque(self.checked_blocks(), maxlen=0)
 
     def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:
         """The indices of blocks that make up the array.
@@ -77,17 +109,24 @@ class StoredArray:
         return list(itertools.product(*cuts))
 
 
-def open_arrays(saved: dict[Any, Any], reading: Callable[[], AbstractContextManager]) -> dict[Any, StoredArray]:
-    """Open the arrays of a checkpoint. Only their metadata is read.
+def open_arrays(
+    saved: dict[Path, Any], reading: Callable[[], AbstractContextManager], recorded: dict[str, str] | None
+) -> dict[Path, StoredArray]:
+    """Open the parameters of a checkpoint. Only their metadata is read.
 
     Args:
-        saved: what Orbax says of each array.
+        saved: what Orbax says of each.
         reading: see `StoredArray`.
+        recorded: their checksums by name; None if there are none.
     """
+    names = {path: checksums.name_of_parameter(path) for path in saved}
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     with reading():
         opening = {key: ts.open(_spec(array.directory, array.name), context=context) for key, array in saved.items()}
-        return {key: StoredArray(array.result(), reading) for key, array in opening.items()}
+        return {
+            path: StoredArray(array.result(), reading, names[path], recorded[names[path]] if recorded else None)
+            for path, array in opening.items()
+        }
 
 
 def _spec(folder: epath.Path, name: str) -> dict:
@@ -106,35 +145,57 @@ def standard_save(tree: Any) -> ocp.args.StandardSave:
     return ocp.args.StandardSave(tree, save_args=_save_args(tree))
 
 
-def shapes_save(shapes: Any) -> ocp.args.PyTreeSave:
-    """The same for the handler of `one_by_one`."""
-    return ocp.args.PyTreeSave(shapes, save_args=_save_args(shapes))
-
-
-def one_by_one(arrays: Iterator[tuple[tuple[str, ...], np.ndarray]]) -> ocp.PyTreeCheckpointHandler:
-    """A handler that saves a tree of shapes, taking each array and its path from an iterator.
+def one_by_one(
+    shapes: Any, arrays: Iterator[tuple[Path, np.ndarray]], about: Callable[[dict[str, str]], dict]
+) -> tuple[dict[str, ocp.CheckpointHandler], dict[str, ocp.args.CheckpointArgs]]:
+    """Orbax's handlers and arguments for saving `params` one by one, and then `about`.
 
     An array is written before the next one is taken, so only one need be in memory. Works without background saves.
+
+    Args:
+        shapes: tree of the arrays' shapes.
+        arrays: the arrays, with their paths.
+        about: what is saved as `about` when the checksums of all arrays are known.
     """
+    writer = _OneByOne(arrays)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.ShapeDtypeStruct, _OneByOne(arrays)),
+        (jax.ShapeDtypeStruct, writer),
         (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),  # Orbax warns if there is none
     )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    params = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    saved = ocp.args.PyTreeSave(shapes, save_args=_save_args(shapes))
+    return {"params": params, "about": _LateJson()}, {"params": saved, "about": _LateJsonSave(writer, about)}
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
     def __init__(self, arrays):
         super().__init__(deepcopy_host_arrays=False)
         self._arrays = arrays
+        self.checksums, self.done = {}, False
 
     async def serialize(self, values, infos, args=None):
         places = {info.name: (shape, info, arg) for shape, info, arg in zip(values, infos, args)}
         for path, array in self._arrays:
             shape, info, arg = places.pop(".".join(path))
             assert (array.shape, array.dtype) == (shape.shape, shape.dtype), path
+            self.checksums[checksums.name_of_parameter(path)] = checksums.of_array(array)
             for write in await super().serialize([array], [info], [arg]):
                 write.result()
             del array, write  # not kept while the next one is made
         assert not places, list(places)
+        self.done = True
         return []
+
+
+class _LateJson(ocp.JsonCheckpointHandler):
+    async def async_save(self, directory, item=None, args=None):
+        while not args.writer.done:  # if it fails, Orbax cancels this
+            await asyncio.sleep(0.01)
+        return await super().async_save(directory, args=ocp.args.JsonSave(args.content(args.writer.checksums)))
+
+
+@ocp.args.register_with_handler(_LateJson, for_save=True, for_restore=True)  # Orbax wants both
+@dataclasses.dataclass
+class _LateJsonSave(ocp.args.CheckpointArgs):
+    writer: _OneByOne
+    content: Callable[[dict[str, str]], dict]

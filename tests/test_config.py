@@ -123,6 +123,7 @@ WRONG = {
     "profile_steps": "7-3",
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
+    "on_damage": "newer",
     "sample.length": 17,
     "sample.temperature": -1.0,
 }
@@ -302,7 +303,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
     "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
-    "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
+    "checkpoint_every", "checkpoints_kept", "on_damage", "data.module", "data.train_files", "data.validation_files",
     "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir", "data.processes", "sample.prompt",
     "sample.length", "sample.temperature",
 }  # fmt: skip

@@ -166,7 +166,7 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
     saved(tmp_path, toy_config(), {1: {"array": stored}})
     with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
-        [array] = checkpoint.open_arrays(manager, step).values()
+        [array] = checkpoint.open_arrays(manager, step, None).values()
     assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
     for bytes_at_once, axes in ((1, None), (4 * 40, None), (10**6, None), (4 * 40, (0, 2)), (1, ())):
         blocks, again = array.blocks(bytes_at_once, axes), np.zeros_like(stored)
@@ -216,7 +216,11 @@ def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
     saved(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
     [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*metadata*")
     kept = json.loads(file.read_text())
-    assert list(kept) == ["config", "tokenizer", "tokenizer_data", "base", "data_sha256", "validation_due"]
+    fields = ["config", "tokenizer", "tokenizer_data", "base", "data_sha256", "validation_due", "checksums", "sha256"]
+    assert list(kept) == fields
+    file.write_text(json.dumps(kept | {"data_sha256": "other"}))
+    with pytest.raises(UserError, match="its content isn't what was saved, by its SHA-256"):
+        checkpoint.load_config(tmp_path)
     older = {name: kept[name] for name in ("config", "tokenizer", "data_sha256")}  # of the first version
     file.write_text(json.dumps(older | {"note": "of a later one"}))
     with checkpoint.open_to_read(tmp_path) as (_, _, about, _):

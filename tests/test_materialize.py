@@ -102,10 +102,10 @@ def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_pa
     read, get, done = [], StoredArray.__getitem__, []
     monkeypatch.setattr(StoredArray, "__getitem__", lambda self, index: read.append(get(self, index)) or read[-1])
     with checkpoint.open_to_read(tmp_path) as (manager, step, about, _):
-        stored = checkpoint.open_arrays(manager, step)
+        stored = checkpoint.open_arrays(manager, step, about.checksums)
         if model.has_adapters:
-            with checkpoint.open_frozen(tmp_path, about.base) as (frozen, remedy):
-                stored |= checkpoint.open_arrays(frozen, 0, remedy)
+            with checkpoint.open_frozen(tmp_path, about.base) as (frozen, recorded, remedy):
+                stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
     shapes, arrays = discretized_arrays(config, stored, 6, "float32", lambda *of: done.append(of), bytes_at_once)
     found, expected = dict(arrays), leaves(discretize(model, config, 6, "float32"))
     assert found.keys() == expected.keys() == traverse_util.flatten_dict(shapes).keys()

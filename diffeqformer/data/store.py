@@ -6,6 +6,7 @@ tokenizer and the origin, and for each split the tokens, documents, bytes of tex
 The folder gets its final name only when it is complete. `diffeqformer.data.preparation` makes it.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -13,6 +14,8 @@ import json
 import os
 import pathlib
 import re
+import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -156,31 +159,63 @@ def read_about(folder: pathlib.Path) -> dict:
     return about
 
 
-def sha256(*paths: pathlib.Path) -> str:
-    """The SHA-256 of the concatenated contents of files."""
+def _blocks(path: pathlib.Path) -> Iterator[bytes]:
+    """The content of a file, in parts that hold whole ids."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            yield block
+
+
+def sha256(path: pathlib.Path) -> str:
+    """The SHA-256 of a file."""
     digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            while data := file.read(1 << 24):
-                digest.update(data)
+    for block in _blocks(path):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def verify(folder: pathlib.Path, about: dict) -> None:
+def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, splits: Iterable[str] = SPLITS) -> None:
     """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
     The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
 
+    Args:
+        vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
+
     Raises:
-        UserError: for the first file that differs.
+        UserError: for the first file that differs, or holds an id that the tokenizer doesn't have.
     """
-    for shard in shards_of(about, folder / "store.json"):
-        if sha256(folder / shard["file"]) != shard["sha256"]:
-            raise UserError(f"{folder / shard['file']}: its content isn't what was written, by its SHA-256; {REMEDY}")
-    for split in about["splits"].values():
-        whole = sha256(*(folder / shard["file"] for shard in split["shards"]))
-        if whole != split.setdefault("sha256", whole):
+    shards_of(about, folder / "store.json")  # their names are safe
+    for split in (about["splits"][name] for name in splits):
+        whole = hashlib.sha256()
+        for shard in split["shards"]:
+            path, digest, largest = folder / shard["file"], hashlib.sha256(), 0
+            for block in _blocks(path):
+                digest.update(block)
+                whole.update(block)
+                if vocab_size is not None:
+                    largest = max(largest, int(np.frombuffer(block, about["dtype"]).max()))
+            if digest.hexdigest() != shard["sha256"]:
+                raise UserError(f"{path}: its content isn't what was written, by its SHA-256; {REMEDY}")
+            if vocab_size is not None and largest >= vocab_size:
+                said = f"it holds the id {largest:,}, but the tokenizer's ids are below {vocab_size:,}"
+                raise UserError(f"{path}: {said}; {REMEDY}")
+        if whole.hexdigest() != split.setdefault("sha256", whole.hexdigest()):
             raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
+
+
+def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:
+    """`verify` in the background, where hashing leaves Python free. Ask the result whether the store is whole."""
+    done = concurrent.futures.Future()
+
+    def work():
+        try:
+            done.set_result(verify(folder, read_about(folder), vocab_size))
+        except Exception as error:  # whoever asks for the result gets it
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="verifying", daemon=True).start()
+    return done
 
 
 def open_store(

@@ -11,7 +11,7 @@ from diffeqformer.console.terminal import printable
 from diffeqformer.data import quiet
 from diffeqformer.data.preparation import matching_files, store_folder
 from diffeqformer.data.remote import read_split
-from diffeqformer.data.store import Split, open_store
+from diffeqformer.data.store import Split, open_store, read_about, verify
 from diffeqformer.errors import UserError
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import window_size
@@ -138,8 +138,9 @@ def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -
         place = str(folder)
         try:
             splits = open_store(folder, opened.tokenizer.name, 1, task=task)
-        except (UserError, OSError):  # it can't be read, or has other text
-            print(printable(f"The token store {place} can't be used"), flush=True)
+            verify(folder, read_about(folder), splits=["validation"])
+        except (UserError, OSError) as error:  # it can't be read, is damaged, or has other text
+            print(printable(f"Not used: {error}"), flush=True)
             return None
         found, ids = splits["validation"], splits["train"].sha256
     else:

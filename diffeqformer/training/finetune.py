@@ -31,7 +31,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
     if not config.base:
         return config
     try:
-        model = checkpoint.load_config(workdir).model
+        model = checkpoint.newest_readable(workdir, config.on_damage == "older")[1].model
     except checkpoint.NoCheckpoint:
         model = _model_of_base(config)
     config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model

@@ -20,7 +20,8 @@ from diffeqformer import checkpoint
 from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
-from diffeqformer.data.store import Split
+from diffeqformer.data.preparation import store_folder
+from diffeqformer.data.store import Split, verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.choice import Choice
@@ -35,13 +36,16 @@ from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, random_key
 
 
-def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = None) -> Transformer:
+def train(
+    config: ConfigDict, workdir: epath.PathLike, started: float | None = None, verify: bool = True
+) -> Transformer:
     """Train according to `config`, from the newest checkpoint in `workdir` if there is one, and print a sample.
 
     Args:
         config: see `diffeqformer.config`; checked before anything else is done.
         workdir: folder of checkpoints and curves, on this machine or on gs://; created if it is missing.
         started: `time.monotonic()` when the process began, for the time to the first step; by default now.
+        verify: whether to check the token store's hashes, in the background. Nothing is saved before it has passed.
 
     Returns:
         The trained model.
@@ -61,8 +65,9 @@ def train(config: ConfigDict, workdir: epath.PathLike, started: float | None = N
     check_tokenizer(config, tokenizer)
     folder, program = epath.Path(workdir), make_program(config)  # fail before a corpus is prepared for hours
     splits, about = agree(config, folder, tokenizer)
-    with open_run(config, folder, program, splits, about, started) as run:
-        state = start_or_resume(run)
+    verified = verifying(store_folder(config.data, tokenizer), tokenizer.vocab_size) if verify else None
+    with open_run(config, folder, program, splits, about, started, verified) as run:
+        run, state = start_or_resume(run)
         describe(run, state["params"])
         finished = int(state["step"]) >= config.steps
         if not finished:
@@ -115,7 +120,11 @@ def describe(run: Run, params: dict) -> None:
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
-    print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}")
+    run.check_store()
+    recorded = (
+        "" if run.verified and run.verified.done() else f" by its record, {'being' if run.verified else 'not'} checked"
+    )
+    print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}{recorded}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {run.folder}")
@@ -172,6 +181,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
             if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
                 save(run, step, state, progress, found)
             checkpoint.check(run.checkpoints)
+            run.check_store()
             if stopping:
                 break
     checkpoint.check(run.checkpoints, wait=True)
@@ -227,6 +237,7 @@ def save(run: Run, step: int, state: dict, progress: Progress, validation: dict[
     Args:
         validation: of this step; None if there was none.
     """
+    run.check_store(wait=True)
     progress.flush()
     trained = {**state, "params": run.program.trained(state["params"])}
     due = validation is None and step % run.config.eval_every == 0

@@ -1,5 +1,6 @@
 """Opening a run: what all hosts must agree on, its folder, and its initial or restored state."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +16,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint import About
+from diffeqformer.checkpoint_folder import Damaged, older, set_aside
+from diffeqformer.checksums import Differs
 from diffeqformer.config import check_resumable
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
@@ -44,6 +47,7 @@ class Run:
         checkpoints: the manager of the run's checkpoints, and the only writer of new ones.
         about: the record of the next checkpoint, except that `validation_due` and `time_spent` are the newest one's.
         clock: counts where the run's time goes.
+        verified: the check of the token store, which goes on in the background; None: it isn't checked.
     """
 
     config: ConfigDict
@@ -53,6 +57,16 @@ class Run:
     checkpoints: ocp.CheckpointManager
     about: About
     clock: Stopwatch
+    verified: concurrent.futures.Future | None = None
+
+    def check_store(self, wait: bool = False) -> None:
+        """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end.
+
+        Raises:
+            UserError: if it has.
+        """
+        if self.verified and (wait or self.verified.done()):
+            self.verified.result()
 
     def batch(self, step: int) -> Int[Array, "B S"]:
         """The global batch of a step, counted from 1, on the devices."""
@@ -114,13 +128,20 @@ def make_program(config: ConfigDict) -> Program:
 
 @contextlib.contextmanager
 def open_run(
-    config: ConfigDict, folder: epath.Path, program: Program, splits: dict[str, Split], about: About, started: float
+    config: ConfigDict,
+    folder: epath.Path,
+    program: Program,
+    splits: dict[str, Split],
+    about: About,
+    started: float,
+    verified: concurrent.futures.Future | None = None,
 ) -> Iterator[Run]:
     """The run in a folder, which is locked against other runs. Saves are complete when the `with` block ends.
 
     Args:
         about: the result of `agree`.
         started: `time.monotonic()` when the process began.
+        verified: see `Run`.
 
     Raises:
         UserError: if the newest checkpoint can't be resumed with this config.
@@ -131,15 +152,9 @@ def open_run(
                 stack.enter_context(only_run(folder))
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             check_unchanged("data_sha256", about, saved, folder)
-        if saved:
-            about = dataclasses.replace(
-                about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
-            )
-        else:
-            about = dataclasses.replace(about, validation_due=bool(config.base))
+        about = dataclasses.replace(about, validation_due=bool(config.base))
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
-        clock = Stopwatch(started, about.time_spent, checkpoints.latest_step() or 0)
-        yield Run(config, folder, program, splits, checkpoints, about, clock)
+        yield Run(config, folder, program, splits, checkpoints, about, Stopwatch(started), verified)
 
 
 def make_folder(workdir: epath.Path) -> None:
@@ -160,8 +175,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         UserError: if it can't be resumed with this config.
     """
     try:
-        with checkpoint.open_to_read(workdir) as (_, _, saved, config_there):
-            pass
+        saved, config_there = checkpoint.newest_readable(workdir, config.on_damage == "older")
     except checkpoint.NoCheckpoint:
         return None
     if saved.materialized_from is not None:
@@ -189,8 +203,8 @@ def check_unchanged(what: str, about: About, saved: About | None, workdir: epath
         )
 
 
-def start_or_resume(run: Run) -> dict:
-    """A new state, or the state of the newest checkpoint.
+def start_or_resume(run: Run) -> tuple[Run, dict]:
+    """The run with a new state, or the run as of its newest checkpoint, with the state there.
 
     Raises:
         UserError: if processes see different checkpoints, it can't be read, or there isn't enough memory.
@@ -198,19 +212,69 @@ def start_or_resume(run: Run) -> dict:
     step = run.checkpoints.latest_step()
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    run = run if step is None else at_newest(run)
     shapes = run.program.state_shapes
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
         check_memory(run.config, run.program, shapes, will_train=(step or 0) < run.config.steps)
     run.clock.lap("compilation")  # of the train step
-    if step is None:
-        state = first_state(run)
-    else:
+    run, state = (run, first_state(run)) if step is None else restored(run, shapes)
+    # Wait for all of it: after a failed allocation, a single scalar may never be ready.
+    return run, jax.block_until_ready(state)
+
+
+def at_newest(run: Run) -> Run:
+    """The run as of its newest checkpoint.
+
+    Raises:
+        Damaged: if its record can't be read, unless `config.on_damage` takes an older one.
+    """
+    while True:
+        step = run.checkpoints.latest_step()
+        try:
+            saved = checkpoint.read_about(run.checkpoints, step)
+        except Damaged as error:
+            go_back(run, error)
+            continue
+        about = dataclasses.replace(
+            run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
+        )
+        return dataclasses.replace(run, about=about, clock=Stopwatch(run.clock.started, saved.time_spent, step))
+
+
+def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
+    """The state of the newest checkpoint, and the run as of it.
+
+    Raises:
+        Damaged: if it can't be read or isn't what was saved, unless `config.on_damage` takes an older one.
+    """
+    while True:
+        step = run.checkpoints.latest_step()
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
-        state = restored_state(run, step, shapes)
-    # Wait for all of it: after a failed allocation, a single scalar may never be ready.
-    return jax.block_until_ready(state)
+        try:
+            return run, restored_state(run, step, shapes)
+        except Damaged as error:
+            go_back(run, error)
+            run = at_newest(run)
+
+
+def go_back(run: Run, error: Damaged) -> None:
+    """Set a damaged checkpoint aside, so that the one before it is the newest, if `config.on_damage` says so.
+
+    Raises:
+        Damaged: the same, if it doesn't, if there is none before it, or if only some processes may have found it.
+    """
+    everywhere = jax.process_count() == 1 or isinstance(error.__cause__, Differs)
+    before = older(run.checkpoints, error.step)
+    own = error.directory == run.checkpoints.directory  # and not that of frozen parameters
+    if run.config.on_damage != "older" or before is None or not (own and everywhere):
+        raise error
+    if hosts.is_first():
+        moved = set_aside(run.checkpoints, error.step)
+        print(f"{str(error).rpartition('; ')[0]}; it is now {moved}, and the one before it is taken", flush=True)
+    hosts.wait("a damaged checkpoint is set aside")
+    run.checkpoints.reload()
 
 
 def first_state(run: Run) -> dict:

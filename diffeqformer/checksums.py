@@ -1,0 +1,143 @@
+"""Checksums of arrays that don't depend on how devices share them, and seals of JSON records.
+
+The bits of each element are mixed with its position, and the results are added up modulo 2^32. So shards, blocks and
+hosts can be added in any order, and restoring on another mesh costs nothing more. The mixing is one-to-one (it is the
+end of MurmurHash3), so a change to any one element changes the sum. Two such sums make 64 bits, which catch other
+damage but for one case in 2^64. They don't protect against somebody who wants to deceive: see docs/security.md.
+"""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, UInt32
+
+SMALL = 2**20  # elements of an array that NumPy adds up sooner than XLA compiles a program
+SECOND = 0x9E3779B9
+
+
+def _mixed(x: UInt32[Any, "..."]) -> UInt32[Any, "..."]:
+    """A one-to-one function of 32 bits, each of which depends on all of them."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _sums(np_or_jnp, bits: UInt32[Any, "..."], start: UInt32[Any, "axes"], strides: UInt32[Any, "axes"]):
+    """The two sums of a block of an array.
+
+    Args:
+        start: index of its first element in the array.
+        strides: how far apart neighbours on each axis are in the array, counted in elements.
+    """
+    position = np_or_jnp.zeros(bits.shape, np.uint32)
+    for axis, size in enumerate(bits.shape):
+        index = (np_or_jnp.arange(size, dtype=np.uint32) + start[axis]) * strides[axis]
+        position = position + index.reshape([-1 if other == axis else 1 for other in range(bits.ndim)])
+    mixed = _mixed(bits ^ _mixed(position))
+    return np_or_jnp.stack([x.sum(dtype=np.uint32) for x in (mixed, _mixed(mixed ^ np.uint32(SECOND)))])
+
+
+@functools.cache
+def _compiled(replicated: Sharding | None) -> Callable:
+    def sums(array, start, strides):
+        bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)
+        return _sums(jnp, bits, start, strides)
+
+    return jax.jit(sums, out_shardings=replicated)
+
+
+def _places(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[UInt32[Any, "axes"], UInt32[Any, "axes"]]:
+    """`start` and `strides` of `_sums` for a block that begins there in an array of a shape."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tuple(np.array([number % 2**32 for number in numbers], np.uint32) for numbers in (start, strides))
+
+
+def sums_of_block(block: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]) -> UInt32[np.ndarray, "2"]:
+    """The two sums of a block that begins at `start` in an array of a shape; those of all blocks are to be added."""
+    if not shape:
+        block, start, shape = np.reshape(block, 1), (0,), (1,)
+    if block.size <= SMALL:
+        bits = np.ascontiguousarray(block).view(f"uint{8 * block.itemsize}").astype(np.uint32)
+        return _sums(np, bits, *_places(start, shape))
+    axis = int(np.argmax(block.shape))
+    half = block.shape[axis] // 2
+    first, second = np.split(block, [half], axis)
+    moved = tuple(place + half * (other == axis) for other, place in enumerate(start))
+    return sums_of_block(first, start, shape) + sums_of_block(second, moved, shape)
+
+
+def _sums_of(array: Array | np.ndarray) -> UInt32[Any, "2"]:
+    """The sums of an array. Those of arrays on devices aren't awaited."""
+    array = array.reshape(array.shape or (1,))
+    start = (0,) * array.ndim
+    if isinstance(array, np.ndarray) or (array.size <= SMALL and array.is_fully_addressable):
+        return sums_of_block(np.asarray(array), start, array.shape)
+    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    return _compiled(mesh and NamedSharding(mesh, PartitionSpec()))(array, *_places(start, array.shape))
+
+
+def as_text(sums: UInt32[Any, "2"]) -> str:
+    """A checksum as 16 hexadecimal digits."""
+    first, second = np.asarray(sums).tolist()
+    return f"{first:08x}{second:08x}"
+
+
+def of_tree(tree: Any) -> dict[str, str]:
+    """The checksum of each array of a tree, by its path, such as `params/head/kernel`.
+
+    All processes that share the arrays must call this together.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sums = [(path, _sums_of(leaf)) for path, leaf in leaves]
+    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {names(path): as_text(value) for path, value in sums}  # all were dispatched before the first is awaited
+
+
+def of_array(array: np.ndarray) -> str:
+    """The checksum of an array in memory."""
+    return as_text(_sums_of(array))
+
+
+def name_of_parameter(path: tuple[str, ...]) -> str:
+    """The name that `of_tree` gives a parameter of a state."""
+    return "/".join(("params", *path))
+
+
+class Differs(ValueError):
+    """An array isn't what was saved. All processes that share it find the same."""
+
+
+def check(found: dict[str, str], recorded: dict[str, str]) -> None:
+    """Compare checksums with those that were recorded.
+
+    Raises:
+        Differs: for the first one that differs or wasn't recorded.
+    """
+    for name, value in found.items():
+        if value != recorded.get(name):
+            raise Differs(f"{name} isn't what was saved, by its checksum")
+
+
+def sealed(record: dict) -> dict:
+    """A record that JSON can hold, with the SHA-256 of its content as another entry."""
+    return {**record, "sha256": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}
+
+
+def unsealed(record: dict) -> dict:
+    """The reverse of `sealed`. A record without a seal, of an earlier version, is returned as it is.
+
+    Raises:
+        ValueError: if its content isn't what was sealed.
+    """
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    if "sha256" in record and sealed(content) != record:
+        raise ValueError("its content isn't what was saved, by its SHA-256")
+    return content

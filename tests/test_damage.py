@@ -1,0 +1,203 @@
+"""Damaged checkpoints are noticed, named and, where the user says so, set aside."""
+
+import concurrent.futures
+import json
+import pathlib
+import shutil
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diffeqformer import checkpoint, checksums
+from diffeqformer.console.progress import read_curves
+from diffeqformer.data.store import sha256
+from diffeqformer.errors import UserError
+from diffeqformer.inspect import inspect_run
+from diffeqformer.materialize import materialize
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.training import loop
+from diffeqformer.training.run import Run
+from helpers import drawn, toy_config
+
+CHUNK = 13  # elements, so that small arrays are taken in many parts
+
+
+def test_a_checksum_depends_on_all_bits_and_places_and_on_nothing_else(monkeypatch):
+    random = np.random.RandomState(0)
+    array = random.randn(8, 6, 16).astype(np.float32)
+    expected = checksums.of_array(array)
+    mesh = make_mesh((2, 2, 2))
+    for spec in (PartitionSpec(), PartitionSpec("data", None, "fsdp"), PartitionSpec(("data", "fsdp"), "tensor")):
+        monkeypatch.setattr(checksums, "SMALL", 0)  # by XLA
+        sharded = jax.device_put(array, NamedSharding(mesh, spec))
+        assert checksums.of_tree({"params": {"w": sharded}}) == {"params/w": expected}
+    monkeypatch.setattr(checksums, "SMALL", CHUNK)
+    assert checksums.of_array(array) == checksums.of_array(np.asfortranarray(array)) == expected
+
+    seen = {expected}
+    for number in range(200):
+        changed, bit = array.copy(), number % 32
+        changed.view(np.uint32)[tuple(random.randint(array.shape))] ^= np.uint32(1 << bit)
+        seen.add(checksums.of_array(changed))
+    swapped = array.copy()
+    swapped[0, 0, :2] = array[0, 0, 1::-1]
+    seen |= {checksums.of_array(other) for other in (swapped, array.reshape(8, 16, 6)[:, :, ::-1], -array, 0 * array)}
+    assert len(seen) == 1 + 200 + 4
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int32", "uint8"])
+def test_a_checksum_has_one_value_for_each_type_wherever_it_is_computed(kind, monkeypatch):
+    array = jnp.arange(24, dtype=kind).reshape(4, 6)
+    by_numpy = checksums.of_tree({"w": array, "scalar": array[1, 1]})
+    monkeypatch.setattr(checksums, "SMALL", 0)
+    assert checksums.of_tree({"w": array, "scalar": array[1, 1]}) == by_numpy
+
+
+def flip(file: pathlib.Path, place: int, bit: int) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.mark.long
+def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnoticed(tmp_path):
+    config = toy_config()
+    state = {"params": drawn(config.model)[1], "step": jnp.int32(7)}
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    with checkpoint.open_to_write(tmp_path / "run", kept=1) as manager:
+        checkpoint.save(manager, 7, state, about, {"loss": 1.25})
+    shapes = jax.eval_shape(lambda: state)
+    shapes = jax.tree.map(lambda x: x.update(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), shapes)
+    files = sorted(path for path in (tmp_path / "run" / "checkpoints" / "7").rglob("*") if path.is_file())
+    sizes = np.array([path.stat().st_size for path in files], float)
+    random, noticed = np.random.RandomState(0), 0
+    chosen = [*range(len(files)), *random.choice(len(files), 40, p=sizes / sizes.sum())]
+    for number, file in enumerate(files[index] for index in chosen if sizes[index]):
+        whole = file.read_bytes()
+        if number % 8 == 7:
+            file.write_bytes(whole[: random.randint(len(whole))])
+        else:
+            flip(file, random.randint(len(whole)), random.randint(8))
+        try:
+            with checkpoint.open_read_only(checkpoint.folder_of(tmp_path / "run")) as manager:
+                found = checkpoint.restore_state(manager, 7, shapes)
+                said = checkpoint.read_about(manager, 7)
+                best = checkpoint.chosen_step(manager, "best", tmp_path)
+        except UserError as error:
+            assert "7" in str(error) and ("can't be read" in str(error) or "damaged" in str(error)), error
+            noticed += 1
+        else:
+            jax.tree.map(np.testing.assert_array_equal, found, state)
+            assert (said.config, said.data_sha256, best) == (about.config, "hash", 7)
+        file.write_bytes(whole)
+    assert noticed > 40
+
+
+def hurt_arrays(checkpoint_folder: pathlib.Path) -> None:
+    """Flip a bit in the middle of the largest file of each item with arrays."""
+    for item in ("params", "optimizer"):
+        files = [path for path in (checkpoint_folder / item).rglob("*") if path.is_file()]
+        if files:
+            largest = max(files, key=lambda path: path.stat().st_size)
+            flip(largest, largest.stat().st_size // 2, 3)
+
+
+@pytest.mark.long
+def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_told_to(
+    tmp_path, short_stores, one_device_loop, capsys
+):
+    changes = {"checkpoint_every": 2, "checkpoints_kept": 3, "eval_every": 3, "data__dir": str(short_stores)}
+    alone, hurt = tmp_path / "alone", tmp_path / "hurt"
+    expected = loop.train(toy_config("gpt", **changes), alone)
+    shutil.copytree(alone, hurt)
+    hurt_arrays(hurt / "checkpoints" / "6")  # an array
+    [record] = (hurt / "checkpoints" / "4" / "about").glob("metadata")
+    record.write_text(record.read_text().replace('"steps": 6', '"steps": 7'))
+    said = "hurt/checkpoints/6: this checkpoint can't be read: .*; restore its files"
+    remedy = ", or take the one before it with --step=4, and in training with --config.on_damage=older$"
+    for use, end in (
+        (lambda: loop.train(toy_config("gpt", **changes), hurt), remedy),
+        (lambda: checkpoint.load(hurt), remedy),
+        (lambda: inspect_run(hurt), " or, if a running training has replaced it, start again$"),
+    ):
+        with pytest.raises(UserError, match=said + end):
+            use()
+    assert not (hurt / "damaged").exists()
+
+    capsys.readouterr()
+    model = loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
+    printed = capsys.readouterr().out
+    for step, before in ((6, "can't be read: "), (4, "its content isn't what was saved, by its SHA-256")):
+        assert f"hurt/checkpoints/{step}: this checkpoint can't be read: " in printed and before in printed
+        assert f"it is now {hurt}/damaged/{step}, and the one before it is taken\n" in printed
+        assert (hurt / "damaged" / str(step) / "params").is_dir()
+    assert f"Resuming {hurt} from its checkpoint at step 2\n" in printed
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(expected))
+    assert checkpoint.load(hurt).step == 6
+    ours, theirs = read_curves(hurt), read_curves(alone)
+    assert {tag for tag in theirs if ours[tag] != theirs[tag]} <= {"train/tokens_per_second"}
+
+    for step in (2, 4, 6):
+        hurt_arrays(hurt / "checkpoints" / str(step))
+    with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files; there is none before it$"):
+        loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
+    assert {path.name for path in (hurt / "damaged").iterdir()} == {"4", "6", "4-2", "6-2"}
+
+
+@pytest.mark.long
+def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):
+    config = toy_config()
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    with checkpoint.open_to_write(tmp_path / "run", kept=1) as manager:
+        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    made = pathlib.Path(materialize(tmp_path / "run", dtype="bfloat16"))
+    recorded = checkpoint.load(made).about.checksums
+    assert len(recorded) == len(inspect_run(made)["parameters"])
+    for folder in (made, tmp_path / "run"):
+        hurt_arrays(folder / "checkpoints" / "1")
+        with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
+            checkpoint.load(folder)
+    with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
+        materialize(tmp_path / "run", output=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.long
+def test_a_run_checks_its_token_store_before_it_saves_anything(tmp_path, short_stores, one_device_loop, capsys):
+    stores, name = tmp_path / "stores", "python_stdlib-bytes"
+    shutil.copytree(short_stores, stores)
+    config = toy_config("gpt", data__dir=str(stores), checkpoint_every=1)
+    [shard] = (stores / name).glob("train-*.bin")
+    flip(shard, 5000, 0)  # another letter
+    with pytest.raises(UserError, match=f"{shard}: its content isn't what was written, by its SHA-256; delete the"):
+        loop.train(config, tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    loop.train(config, tmp_path / "unchecked", verify=False)
+    assert "sha256 6bd487d4ac90 by its record, not checked\n" in capsys.readouterr().out
+
+    record = json.loads((stores / name / "store.json").read_text())  # of a foreign store, whose hashes are right
+    ids = np.fromfile(shard, "<u2")
+    ids[2500] = 300
+    ids.tofile(shard)
+    record["splits"]["train"]["sha256"] = record["splits"]["train"]["shards"][0]["sha256"] = sha256(shard)
+    (stores / name / "store.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"{shard}: it holds the id 300, but the tokenizer's ids are below 257; delete"):
+        loop.train(config, tmp_path / "run")
+
+
+def test_a_store_that_takes_long_to_check_holds_up_saves_alone():
+    verified = concurrent.futures.Future()
+    run = types.SimpleNamespace(verified=verified)
+    Run.check_store(run)
+    threading.Timer(0.2, verified.set_exception, [UserError("damaged")]).start()
+    with pytest.raises(UserError, match="damaged"):
+        Run.check_store(run, wait=True)
+    with pytest.raises(UserError, match="damaged"):
+        Run.check_store(run)

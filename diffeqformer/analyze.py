@@ -14,6 +14,7 @@ from diffeqformer.analysis.spectra import check_heads
 from diffeqformer.config import title
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, whole_numbers
+from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 
@@ -76,8 +77,9 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
             raise UserError(f"--parts: must be of {', '.join(ANALYSES)}, but it has {part!r}")
     model, kind = opened.model, opened.config.model.kind
     for name, number in (("--num_steps", options.num_steps), ("--times", options.times)):
-        if number is not None and number < 1:
-            raise UserError(f"{name}: must be at least 1, but it is {number}")
+        if number is not None and not 1 <= number <= MOST_STEPS:
+            bound = "at least 1" if number < 1 else f"at most {MOST_STEPS:,}"
+            raise UserError(f"{name}: must be {bound}, but it is {number}")
         if number not in (None, model.num_steps) and model.depth.fixed_depth:
             raise UserError(
                 f"{name}: must be left out for this model of the kind {kind}, which has weights for {model.num_steps} "

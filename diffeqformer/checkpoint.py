@@ -40,6 +40,7 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import shardings
 from diffeqformer.transformer import (
@@ -355,6 +356,8 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -
         with readable(manager, step, "" if step == manager.latest_step() else replaced):
             saved = manager.item_metadata(step)["params"].tree
             target = jax.tree.map(_placed, trained, saved, select(placed, model.trains))
+            if mesh is None:
+                check_free(f"{workdir}: its parameters", target, remedy="use a machine with more memory")
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
             check_arrays({"params": restored}, about.checksums)
     if frozen:

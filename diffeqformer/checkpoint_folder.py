@@ -49,9 +49,25 @@ def handlers() -> dict[str, ocp.CheckpointHandler]:
     }
 
 
+def work_folder(workdir: epath.PathLike) -> epath.Path:
+    """A work folder, on this machine or on gs://.
+
+    Raises:
+        UserError: if it is on something else.
+    """
+    try:
+        return epath.Path(workdir)
+    except KeyError:
+        raise UserError(f"--workdir: must be a folder of this machine or on gs://, but it is {workdir}") from None
+
+
 def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
-    """The folder of a work folder's checkpoints, which can be on gs://."""
-    folder = epath.Path(workdir) / name
+    """The folder of a work folder's checkpoints, which can be on gs://.
+
+    Raises:
+        UserError: if it is on something else.
+    """
+    folder = work_folder(workdir) / name
     return folder if "://" in str(folder) else folder.absolute()
 
 
@@ -149,6 +165,8 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
     """Turn an error in reading a checkpoint's files, or a wrong checksum, into `Damaged`, which ends with a remedy."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # from the file system, TensorStore or a file's content
         if out_of_memory(error):
             raise

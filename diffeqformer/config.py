@@ -211,6 +211,8 @@ def check_fields(config: ConfigDict) -> None:
         needed, value = type(get_field(base, name)), get_field(config, name)
         if not (type(value) is needed or (needed is float and type(value) is int)):
             raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
+        if needed is int and not abs(value) < 2**31 and name != "seed":
+            raise UserError(f"config.{name}: must be below 2**31, but it is {value!r}")
 
 
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 
 
@@ -47,15 +48,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether JAX's error means that a device or the host ran out of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    """Whether an error means that a device or the host ran out of memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
+def unforeseen(error: Exception) -> str:
+    """The sentence for an error that nothing else turns into one. `DIFFEQFORMER_TRACEBACK` shows where it was."""
+    if os.environ.get("DIFFEQFORMER_TRACEBACK"):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {reason_of(error)}; DIFFEQFORMER_TRACEBACK=1 shows where this happened"
 
 
 def leave(status: int, sentence: str) -> None:
     """End the process immediately. A normal exit can crash or hang in threads of XLA or TensorFlow."""
-    sys.stdout.flush()
-    sys.stderr.write(f"diffeqformer: {sentence}\n")  # one write: other threads may be writing, too
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the output is full, or closed
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"diffeqformer: {sentence}\n")  # one write: other threads may be writing, too
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -13,7 +13,7 @@ from absl import flags, logging
 from diffeqformer import checkpoint
 from diffeqformer.config import title
 from diffeqformer.console import command_line
-from diffeqformer.console.terminal import printable
+from diffeqformer.console.terminal import json_line
 from diffeqformer.data.files import read_lines
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
@@ -33,10 +33,11 @@ def define_flags() -> None:
     flags.DEFINE_string("prompt_file", None, "A file with the text to continue; -: standard input.")
     flags.DEFINE_string("prompts_file", None, "A file with a text to continue in each line; writes JSON lines.")
     flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
-    flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", 1, 2**16)
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
-    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is shown as it is generated.")
+    help_text = "Texts to write after the same prompt; the first is shown as it is generated."
+    flags.DEFINE_integer("samples", 1, help_text, upper_bound=2**16)
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
@@ -133,22 +134,21 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
     steps = write_tokens(
         model, ids, count=options.tokens, vocab_size=tokenizer.vocab_size, draft_steps=options.draft_steps, **how
     )
-    show = printable if sys.stdout.isatty() else str
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
     samples, shown = Samples(tokenizer, ids, count), prompt
-    print(headings[0] + show(prompt), end="", flush=True)
+    print(headings[0] + prompt, end="", flush=True)
     for tokens in steps:
         first = first or time.monotonic()
         samples.add(tokens)
         text = prompt + samples.text(0).rstrip("\ufffd")  # may be an incomplete character
-        print(show(text[len(shown) :]), end="", flush=True)
+        print(text[len(shown) :], end="", flush=True)
         shown = max(shown, text, key=len)
         if samples.finished():
             break
     seconds = time.monotonic() - first
-    print(show((prompt + samples.text(0))[len(shown) :]))
+    print((prompt + samples.text(0))[len(shown) :])
     for n in range(1, count):
-        print(headings[n] + show(prompt + samples.text(n)))
+        print(headings[n] + prompt + samples.text(n))
     sys.stdout.flush()
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
@@ -164,7 +164,6 @@ def write_lines(
         UserError: if one of the prompts has no room, or the file can't be written.
     """
     texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size or 8, **how)
-    show = printable if options.output is None and sys.stdout.isatty() else str
     try:
         with contextlib.ExitStack() as stack:
             file = sys.stdout
@@ -173,7 +172,7 @@ def write_lines(
                 file = stack.enter_context(open(path, "w", encoding="utf-8"))
             for number, text in enumerate(texts):
                 line = {"prompt": prompts[number // options.samples], "text": text}
-                print(show(json.dumps(line, ensure_ascii=False)), file=file, flush=True)
+                print(json_line(line), file=file, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

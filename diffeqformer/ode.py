@@ -5,6 +5,7 @@ solvers converge to one solution as their steps get smaller. docs/ode.md explain
 """
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from diffeqformer import checkpoint
 from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, write_text
+from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Stretch
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
@@ -46,6 +48,12 @@ def examine(options) -> dict:
         raise UserError(
             f"--workdir: must hold a model with steps of at most 1 / {config.step_features} (model.step_features), as "
             f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
+        )
+    most = int(math.log2(MOST_STEPS / model.num_steps))
+    if options.refinements > most:
+        raise UserError(
+            f"--refinements: must be at most {most}, which make {model.num_steps * 2**most:,} steps, but it is "
+            f"{options.refinements}"
         )
     window = window_of(options, opened)
     task, files, folder = None, None, None  # of process 0, which alone reads and writes

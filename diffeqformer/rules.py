@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import are_depths, chunk_lengths, longest_grid, trained_depths
+from diffeqformer.depth.depths import MOST_STEPS, are_depths, chunk_lengths, longest_grid, trained_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
@@ -80,6 +80,8 @@ RULES = [
         "must be at least 1",
     ),
     *_every("sequence_length sample.length", lambda v: v >= 2, "must be at least 2"),
+    *_every("model.num_steps", lambda v: v <= MOST_STEPS, f"must be at most {MOST_STEPS:,}"),
+    *_every("name", lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters"),
     *_every("seed", lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
     *_every(
         "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha",
@@ -137,7 +139,11 @@ RULES = [
     _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
     _without_hypernetwork("model.step_features", lambda v: not v, "left out"),
     _one_of("model.training_times", TRAINING_TIMES),
-    *_every("model.training_depths", are_depths, "must be numbers of steps, such as 2,4,8 or, weighted, 2:1,4:3,8:1"),
+    *_every(
+        "model.training_depths",
+        are_depths,
+        f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1",
+    ),
     Rule(
         "model.training_depths",
         lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,

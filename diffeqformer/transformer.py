@@ -11,7 +11,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from diffeqformer.depth.depths import trained_depths
+from diffeqformer.depth.depths import MOST_STEPS, trained_depths
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.looped import LoopedWeights
@@ -31,6 +31,7 @@ from diffeqformer.fields.layers import (
     rows_from,
 )
 from diffeqformer.parallel.fit import generator_parts
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import GENERATOR_ROWS, ROWS, partition
 from diffeqformer.solvers import SOLVERS, KeyValueCache, walk
@@ -142,13 +143,14 @@ class Transformer(nnx.Module):
             num_steps: the number of steps of equal length, by default as in training; or the ends of all steps.
 
         Raises:
-            UserError: if `num_steps` is below 1.
+            UserError: if `num_steps` is below 1 or above `MOST_STEPS`.
         """
         if isinstance(num_steps, tuple):
             return Grid.of(np.array(num_steps, np.float64), self.solver.nodes)
         num_steps = self.num_steps if num_steps is None else num_steps
-        if num_steps < 1:
-            raise UserError(f"num_steps: must be at least 1, but it is {num_steps}")
+        if not 1 <= num_steps <= MOST_STEPS:
+            bound = "at least 1" if num_steps < 1 else f"at most {MOST_STEPS:,}"
+            raise UserError(f"num_steps: must be {bound}, but it is {num_steps}")
         ends = np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
         return Grid.of(ends, self.solver.nodes)
 
@@ -278,9 +280,12 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     This way, weights in a small compute type need not exist in fp32 all at once.
 
     Raises:
-        UserError: if this model can't take that number of steps.
+        UserError: if this model can't take that number of steps, or its weights don't fit into memory.
     """
-    return weights_of(*split_model(model), num_steps)
+    graph, params = split_model(model)
+    what = f"num_steps: the weights of {len(model.grid(num_steps).ends):,} steps"
+    check_free(what, jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params))
+    return weights_of(graph, params, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import queue
-import re
 import shutil
 import threading
 
@@ -275,31 +274,6 @@ def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch
         assert [path.name for path in here.parent.iterdir()] == ["task"]
         verify(here, read_about(here))
         shutil.rmtree(here)
-
-
-@pytest.mark.parametrize("name", ["{tmp}/outside", "../outside", "..", ".hidden", "a/b", "a\\b", "a\n", ""])
-def test_a_store_names_no_file_outside_its_folder(name, small_store, tmp_path):
-    """Neither a store at a URL, which would be written here, nor a local one, which would be read or uploaded."""
-    name = name.format(tmp=tmp_path)
-    about = json.loads((small_store / "store.json").read_text())
-    about["splits"]["validation"]["shards"][0]["file"] = name
-    memory = fsspec.filesystem("memory")
-    upload(small_store, "memory://ninth/stores")
-    memory.pipe_file("/ninth/stores/task/store.json", json.dumps(about).encode())
-    if name:
-        memory.pipe_file(f"/ninth/stores/task/{name}", (small_store / "validation-00000.bin").read_bytes())
-    (small_store / "store.json").write_text(json.dumps(about))
-    here, sentence = tmp_path / "here" / "task", "store.json: 'file' must be a plain file name, but it is "
-    for act in (
-        lambda: stage("memory://ninth/stores", here),
-        lambda: read_about(small_store),
-        lambda: verify(small_store, about),
-        lambda: upload(small_store, "memory://tenth/stores"),
-    ):
-        with pytest.raises(UserError, match=f"{sentence}{re.escape(repr(name))}; delete"):
-            act()
-    assert not memory.exists("/tenth") and not here.exists() and not list(tmp_path.rglob("outside"))
-    memory.rm("/ninth", recursive=True)
 
 
 @pytest.mark.parametrize("obstacle, reason", [("link", "is a link to nothing"), ("file", "can't be made a folder")])

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import subprocess
-import sys
 import types
 
 import jax
@@ -15,7 +14,7 @@ from lm_eval.api.instance import Instance
 from scipy.special import log_softmax
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from diffeqformer import checkpoint, data, transformer
+from diffeqformer import checkpoint, transformer
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
@@ -361,29 +360,6 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     for options in ({}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):  # {}: own files
         with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
             text_of(remote="gs://bucket/stores", **options)
-
-
-def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
-    """A module runs code, so only the user's own option can name one."""
-    imported, fake = [], types.SimpleNamespace(CORPORA={"python_stdlib": ...}, Evaluation=lambda *arguments: arguments)
-    fake.configure = lambda module, _: imported.append(module)
-    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)
-    for name in ("diffeqformer.data.tasks", "diffeqformer.inference.perplexity"):  # which import TensorFlow
-        monkeypatch.setitem(sys.modules, name, fake)
-    monkeypatch.setattr(data, "tasks", fake, raising=False)
-    config = toy_config(data__task="mine", data__module="planted")
-    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
-
-    def open_text(task, module):
-        options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None, remote=None)
-        evaluation_command.open_text(options, opened, task, None, 8, 8)
-        return imported.pop()
-
-    with pytest.raises(
-        UserError, match="^--module: .* 'mine' came from the module 'planted'; to import it, give --module="
-    ):
-        open_text("mine", None)
-    assert not imported and open_text("python_stdlib", None) == "" and open_text("mine", "planted") == "planted"
 
 
 def test_repeated_numbers_count_once():

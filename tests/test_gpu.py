@@ -16,8 +16,8 @@ import pytest
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.fields import attention
+from diffeqformer.parallel import memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import memory
 from diffeqformer.training.step import Program
 from helpers import change, first_state, load_config, normal, tokens_of, toy_config
 from runs import curves, finish, start

@@ -290,7 +290,7 @@ def test_the_commands_can_be_imported_together():
         (["--prompt=a", "--tokens=64"], "tokens: after a prompt of 1 there is room for 63, but it is 64"),
         (["--prompt=a", "--top_q=1"], "top_q"),
         (["--prompt=a", "--seed=-1"], "--seed"),
-        ([b"--prompt=a\xff"], "prompt: it must be valid text, but its character 1 is '\\udcff'"),
+        ([b"--prompt=a\xff"], "--prompt=a\ufffd: this argument must be valid UTF-8"),
         (["--prompt=a", "nonsense"], "nonsense: this argument has no meaning here"),
     ],
 )

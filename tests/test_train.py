@@ -23,6 +23,7 @@ from diffeqformer.data.lock import only_run
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
+from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop, memory, optimizer, run
 from diffeqformer.training.step import Program, dropout_keys
@@ -283,11 +284,11 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
 def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
     silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
-    assert memory.free_bytes([gpu, gpu]) == 70 and memory.free_bytes([silent]) is None
+    assert device_memory.free_bytes([gpu, gpu]) == 70 and device_memory.free_bytes([silent]) is None
     cpus = jax.local_devices(backend="cpu")
-    assert memory.free_on_host() > 0
-    monkeypatch.setattr(memory, "free_on_host", lambda: 800)
-    assert memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
+    assert device_memory.free_on_host() > 0
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 800)
+    assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
 
 
 @pytest.mark.slow

@@ -2,13 +2,15 @@
 
 import pathlib
 import re
+import signal
 import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory
+from diffeqformer.console.terminal import PrintableOutput, printable
+from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory, unforeseen
 
 
 def define_config() -> flags.FlagHolder:
@@ -68,6 +70,19 @@ def config_file(text: str) -> str:
     raise UserError(f"--config: there is no {what} {name}{hint}")
 
 
+def check_text(arguments: list[str]) -> None:
+    """Check that all arguments are UTF-8.
+
+    Raises:
+        UserError: if one isn't.
+    """
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{argument}: this argument must be valid UTF-8") from None
+
+
 def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
     """Parse the command line, whose arguments are options but for the first, and others only if `positional`.
 
@@ -90,16 +105,22 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
     try:
         rest = parse_flags(_with_config_file(arguments))
         if flags.FLAGS.config is None:
+            given = any(re.match("--?config(=|$)", argument) for argument in arguments)
+            if given:
+                raise UserError("--config: the file's get_config must return a config")
             raise UserError("--config: a config is needed, for example --config=tiny")
         flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
         return rest
     except UserError:
         raise
     except flags.Error as error:  # it contains the whole traceback if the file raised an error
-        _, ours, sentence = str(error).strip().rpartition("\ndiffeqformer.errors.UserError: ")
-        if ours:
-            raise UserError(sentence) from None
-        raise
+        *before, last = str(error).strip().splitlines()
+        if not before:
+            raise
+        ours = last.removeprefix("diffeqformer.errors.UserError: ")
+        raise UserError(ours if ours != last else f"--config: the file can't be loaded, {last}") from None
+    except SystemExit:
+        raise UserError("--config: the file ended the process; its get_config must return a config") from None
     except Exception as error:  # the user's config file can raise anything
         reason = str(error).strip().splitlines() or [""]
         raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
@@ -149,7 +170,7 @@ def run(
 ) -> None:
     """Parse the flags and run the command.
 
-    Ends with one sentence, and a status, after a UserError or too little memory (1), Ctrl-C (130) and SIGTERM (143).
+    Ends with one sentence, and a status, after any error (1), Ctrl-C (130) and SIGTERM (143).
 
     Args:
         check: of a command that takes --config: checks its arguments and may raise a UserError
@@ -160,30 +181,39 @@ def run(
         verbosity: log level of the libraries.
     """
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.stdout and sys.stdout.isatty():  # None if it is closed; files and pipes get texts as they are
+        sys.stdout = PrintableOutput(sys.stdout)
+
     def parse_or_exit(line):
         given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
         if given & {"help", "h"} or explain and "help_config" in given:
             print(explain() if explain and "help_config" in given else help_text())
             sys.exit(0)
         try:
+            check_text(line)
             return parse_config(line, check) if check else parse_flags(line, arguments)
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
-            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else error}")
+            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(str(error))}")
 
     def main(line):
         logging.set_verbosity(verbosity)
         sys.unraisablehook = _but_for_late_news
         try:
             command(*line[1:])
+            if sys.stdout:
+                sys.stdout.flush()
         except UserError as error:
-            leave(1, str(error))
+            leave(1, printable(str(error)))
         except Stopped as stopped:
-            leave(stopped.status, str(stopped))
-        except RuntimeError as error:  # JAX's errors are of this type
-            if not out_of_memory(error):
-                raise
-            leave(1, "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts")
+            leave(stopped.status, printable(str(stopped)))
+        except BrokenPipeError:
+            leave(1, "the output was closed before its end")
+        except Exception as error:
+            little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
+            leave(1, little if out_of_memory(error) else printable(unforeseen(error)))
         except KeyboardInterrupt:
             leave(130, interrupted)
 

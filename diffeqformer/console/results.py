@@ -1,12 +1,29 @@
 """Folders of results that never overwrite one another, and files in them that are never half-written."""
 
 import datetime
+import itertools
 import os
 import pathlib
 import statistics
 from collections.abc import Sequence
 
 from diffeqformer.errors import UserError
+
+
+def check_links(folder: pathlib.Path, option: str) -> None:
+    """Check that a work folder holds no links: in a folder from elsewhere they could point to anything.
+
+    Raises:
+        UserError: if there is one in it, or in a folder in it.
+    """
+    entries = list(os.scandir(folder)) if folder.is_dir() else []
+    below = [os.scandir(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for entry in itertools.chain(entries, *below):
+        if entry.is_symlink():
+            raise UserError(
+                f"{option}: {entry.path} is a link, through which files elsewhere would be written; put what it points "
+                "to in its place"
+            )
 
 
 def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
@@ -21,6 +38,8 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
     home = pathlib.Path("runs", pathlib.Path(workdir).name) if "://" in workdir else pathlib.Path(workdir)
     try:
+        if not output:
+            check_links(home, "--workdir")
         folder = pathlib.Path(output) if output else _new_folder(home.joinpath(*inside))
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,7 +84,9 @@ def _new_folder(parent: pathlib.Path) -> pathlib.Path:
 def write_text(path: pathlib.Path, text: str) -> None:
     """Write a file atomically, so that it is never half-written."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as file:  # never through a link
+        file.write(text)
     partial.replace(path)
 
 

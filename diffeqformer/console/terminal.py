@@ -1,5 +1,7 @@
 """What commands print while they work."""
 
+import io
+import json
 import time
 from collections.abc import Callable
 
@@ -14,6 +16,31 @@ def duration(seconds: float) -> str:
 def printable(text: str) -> str:
     """The text with every control character but line ends and tabs replaced, safe for a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def json_line(record: dict) -> str:
+    """A record as JSON in which control characters are escaped, so that it is safe for a terminal, and exact."""
+    text = json.dumps(record, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+class PrintableOutput:
+    """An output that replaces control characters (`printable`). File names and checkpoints can hold any.
+
+    Args:
+        output: takes what is left.
+    """
+
+    def __init__(self, output: io.TextIOBase):
+        self.output = output
+
+    def write(self, text: str) -> int:
+        """Write a text, and return its length."""
+        self.output.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str):
+        return getattr(self.output, name)
 
 
 def show_progress(what: str, unit: str = "tokens") -> Callable[[int, int], None]:

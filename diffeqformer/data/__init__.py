@@ -7,5 +7,5 @@
 CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")
 """The names of the corpora in `diffeqformer.data.corpora`, available without importing TensorFlow."""
 
-TASK_NAME = r"\w[\w.-]*"
-TASK_NAME_SAYS = "must be a name of letters, digits, dots, hyphens and underscores"
+TASK_NAME = r"\w[\w.-]{0,99}"
+TASK_NAME_SAYS = "must be a name of letters, digits, dots, hyphens and underscores, at most 100 of them"

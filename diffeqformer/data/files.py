@@ -15,6 +15,7 @@ PLAIN = (".txt", ".tokens", ".raw")
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
 ROWS_AT_ONCE = 1000
+LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
 
 
 def kind(path: str | os.PathLike) -> str:
@@ -46,19 +47,25 @@ def read_texts(path: str | os.PathLike) -> Iterator[str]:
         for number, line in enumerate(read_lines(path), start=1):
             yield _json_text(path, number, line)
     else:
-        yield "".join(read_lines(path))
+        yield "".join(read_lines(path, whole=True))
 
 
-def read_lines(path: str | os.PathLike) -> Iterator[str]:
+def read_lines(path: str | os.PathLike, whole: bool = False) -> Iterator[str]:
     """The lines of a plain or JSON-lines file, with their line feeds. Only a line feed ends a line.
 
+    Args:
+        whole: whether all of them are one document.
+
     Raises:
-        UserError: if the file is missing, empty, or not UTF-8.
+        UserError: if the file is missing, empty, not UTF-8, or holds too large a line or document.
     """
     offset = 0
     try:
         with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
-            for line in file:
+            while line := file.readline(LARGEST + 1):
+                if len(line) + (offset if whole else 0) > LARGEST:
+                    what = "a document" if whole else "a line"
+                    raise UserError(f"{path}: it has {what} of more than {LARGEST:,} bytes; cut it into several")
                 try:
                     yield line.decode("utf-8" if offset else "utf-8-sig")
                 except UnicodeDecodeError as error:

@@ -25,7 +25,7 @@ from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import LocalTexts, stored_documents, uncut
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, reason_of
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -116,8 +116,9 @@ def configure(module: str, tfds_dir: str) -> None:
     if module:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise UserError(f"config.data.module: {module} can't be imported: {error}") from None
+        except (Exception, SystemExit) as error:  # the module is the user's
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise UserError(f"config.data.module: {module} can't be imported: {reason}") from None
     if tfds_dir:
         seqio.set_tfds_data_dir_override(tfds_dir)
 

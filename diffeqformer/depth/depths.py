@@ -4,6 +4,9 @@ import math
 
 import numpy as np
 
+MOST_STEPS = 2**16
+"""The largest number of steps of depth. Memory ends sooner."""
+
 
 def shares_of_depths(text: str) -> dict[int, float]:
     """The numbers of steps among which training draws, and their shares, which add up to 1, from `training_depths`.
@@ -12,11 +15,13 @@ def shares_of_depths(text: str) -> dict[int, float]:
         text: such as "2,4,8", or "2:1,4:3,8:1" with weights (1 if left out).
 
     Raises:
-        ValueError: if it isn't such a list, a number occurs twice, or one isn't positive.
+        ValueError: if it isn't such a list, a number occurs twice, or one isn't positive or is above `MOST_STEPS`.
     """
     pairs = [item.partition(":") for item in text.split(",")] if text else []
     weights = {int(steps): float(weight) if colon else 1.0 for steps, colon, weight in pairs}
-    if len(weights) < len(pairs) or not all(steps > 0 < weight < math.inf for steps, weight in weights.items()):
+    if len(weights) < len(pairs) or not all(
+        0 < steps <= MOST_STEPS and 0 < weight < math.inf for steps, weight in weights.items()
+    ):
         raise ValueError(text)
     return {steps: weights[steps] / sum(weights.values()) for steps in sorted(weights)}
 

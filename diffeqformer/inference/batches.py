@@ -9,7 +9,14 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt, sample_keys, tokens_after
+from diffeqformer.inference.sampling import (
+    Samples,
+    check_room,
+    continue_prompts,
+    encode_prompt,
+    sample_keys,
+    tokens_after,
+)
 from diffeqformer.transformer import Transformer
 
 
@@ -53,8 +60,10 @@ def write_texts(
         texts += [(ids, count, sample) for sample in range(samples)]
     if not texts:
         return iter(())
+    size = min(batch_size, len(texts))
+    check_room(model, num_steps, size, "batch_size")
     reader = *split_reader(model, num_steps), model.max_length
-    return _write(reader, tokenizer, texts, keys, choice, min(batch_size, len(texts)))
+    return _write(reader, tokenizer, texts, keys, choice, size)
 
 
 def _write(reader, tokenizer, texts, keys, choice, size) -> Iterator[str]:

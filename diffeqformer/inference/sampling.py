@@ -17,6 +17,7 @@ from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice, choose_next
 from diffeqformer.inference.reader import split_reader
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
@@ -149,6 +150,7 @@ def write_tokens(
     if samples < 1:
         raise UserError(f"samples: must be at least 1, but it is {samples}")
     count = tokens_after(prompt, count, model.max_length, sliding_window)
+    check_room(model, num_steps, samples, "samples")
     keys = sample_keys(key, samples)
     if draft_steps is not None:
         from diffeqformer.inference.speculation import continue_by_drafts
@@ -162,6 +164,18 @@ def write_tokens(
         *split_reader(model, num_steps), model.max_length, [prompt] * samples,
         count=count, keys=keys, vocab_size=vocab_size, choice=choice,
     )  # fmt: skip
+
+
+def check_room(model: Transformer, num_steps: int | None, texts: int, option: str) -> None:
+    """Check that the keys and values of some texts at once fit into memory.
+
+    Raises:
+        UserError: if they don't; it names the option.
+    """
+    grid = model.grid(num_steps)
+    shape = len(grid.ends) * model.solver.evaluations, 1, model.max_length, model.field.width
+    one = jax.ShapeDtypeStruct(shape, model.dtype)
+    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * texts)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,6 +19,7 @@ from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import by_device, partition, sharding
 from diffeqformer.transformer import Transformer, check_length
@@ -139,6 +141,7 @@ class Scorer:
         self.by_example = sharding(self.mesh, "batch", None)
         self.max_length = model.max_length
         self.batch_size = full_batch(batch_size, self.mesh)
+        self.width = model.field.width
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
@@ -184,6 +187,8 @@ class Scorer:
 
     def _score_batch(self, batch: list[Sequence[int]], length: int):
         """Pads the ends with id 0, which no scored position sees."""
+        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, length, self.width), jnp.float32)
+        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more than these
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence

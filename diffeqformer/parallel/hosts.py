@@ -6,7 +6,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import uuid
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory
+from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory, unforeseen
 
 
 def define_flags() -> None:
@@ -102,8 +101,7 @@ def together() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1 or out_of_memory(error):
             raise
-        traceback.print_exc()
-        leave(1, f"process {jax.process_index()} failed, and the others can't continue without it")
+        leave(1, f"process {jax.process_index()} of {jax.process_count()} failed: {unforeseen(error)}")
 
 
 def is_first() -> bool:

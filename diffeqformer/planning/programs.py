@@ -16,12 +16,12 @@ from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import full_batch, target_scores
+from diffeqformer.parallel.memory import bytes_on_device
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.solvers.checkpointing import schedule
 from diffeqformer.training.dynamics import WINDOWS, Recorder
-from diffeqformer.training.memory import bytes_on_device
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model, weights_of
 

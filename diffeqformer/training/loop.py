@@ -17,6 +17,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint_folder import work_folder
 from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import printable, show_progress
@@ -63,7 +64,7 @@ def train(
         check_profiler(jax.config.jax_platforms)
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     check_tokenizer(config, tokenizer)
-    folder, program = epath.Path(workdir), make_program(config)  # fail before a corpus is prepared for hours
+    folder, program = work_folder(workdir), make_program(config)  # fail before a corpus is prepared for hours
     splits, about = agree(config, folder, tokenizer)
     verified = verifying(store_folder(config.data, tokenizer), tokenizer.vocab_size) if verify else None
     with open_run(config, folder, program, splits, about, started, verified) as run:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -19,6 +20,7 @@ from diffeqformer.checkpoint import About
 from diffeqformer.checkpoint_folder import Damaged, older, set_aside
 from diffeqformer.checksums import Differs
 from diffeqformer.config import check_resumable
+from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.store import Split
@@ -164,6 +166,8 @@ def make_folder(workdir: epath.Path) -> None:
         UserError: if it can't be created or written.
     """
     with checkpoint.reachable("--workdir", workdir):
+        if "://" not in str(workdir):
+            check_links(pathlib.Path(workdir), "--workdir")
         (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
         (workdir / "parameters.txt").touch()
 

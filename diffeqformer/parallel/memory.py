@@ -1,0 +1,71 @@
+"""How much memory devices have, and what arrays and compiled programs need of it."""
+
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from diffeqformer.errors import UserError
+
+
+def check_free(what: str, shapes: Any, times: int = 1, remedy: str = "take fewer") -> None:
+    """Check that arrays of some shapes fit into the free memory of the first device, before they are made.
+
+    Args:
+        what: their name and the option that made them large, for the message.
+        shapes: a tree of arrays or of their shapes.
+        times: how many such trees there will be.
+
+    Raises:
+        UserError: if they don't fit.
+    """
+    free = free_bytes(jax.local_devices()[:1])
+    needed = times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    if free is not None and needed > free:
+        raise UserError(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
+
+
+def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array's part on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def bytes_of_program(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program needs on one device at once; 0 if the compiler doesn't say.
+
+    For TPUs they are those of the arguments: what the compiler states of temporaries can be half as much again as what
+    it lays out. It refuses a program that doesn't fit.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    if compiled.runtime_executable().client.platform == "tpu":
+        return stats.argument_size_in_bytes
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes  # donated buffers are reused
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def free_bytes(devices: list) -> int | None:
+    """Free memory of each of this process's devices; CPU devices share the host's. None if it isn't known."""
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return free_on_host() // len(devices) if devices[0].platform == "cpu" else None
+
+
+def free_on_host() -> int:
+    """Free bytes of this machine or of the container around this process; all its memory if free bytes aren't known."""
+    limit, table = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/proc/meminfo")
+    if not table.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows = dict(line.split(":") for line in table.read_text().splitlines())
+    free = sum(int(rows[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    of_container = limit.read_text().strip() if limit.exists() else "max"
+    return free if of_container == "max" else min(free, int(of_container))
+
+
+def gigabytes(count: int) -> str:
+    """A number of bytes as readable text."""
+    return f"{count / 1e9:,.1f} GB"

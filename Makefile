@@ -3,7 +3,7 @@
 # make test-fast  a subset for use after every change
 # make test-shuffled  the test suite in random order; it prints its seed, PYTEST='--randomly-seed=N' repeats it
 # make test-slow  tests that take half a minute or more: several processes, full disks, a kill in the middle of a save
-# make test-kill  ten minutes of kills at random moments, each of which a run must survive
+# make test-faults  an hour (or MINUTES=10) of signals, full disks, damage and more, all of which runs must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
@@ -21,7 +21,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-kill test-tpu test-gpu lint format docs-figures address help
+.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu lint format docs-figures address help
 
 train: .venv/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -38,8 +38,8 @@ test-shuffled: .venv/installed-test
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
 
-test-kill: .venv/installed-test
-	$(BIN)/python -m pytest -m kill
+test-faults: .venv/installed-test
+	$(BIN)/python -m pytest -m faults tests/test_faults.py
 
 test-tpu: .venv/installed-tpu
 	$(BIN)/python -m pytest -m tpu -s tests/test_tpu.py

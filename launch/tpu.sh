@@ -31,6 +31,7 @@ name=${NAME:-diffeqformer}
 type=${TYPE:-v5litepod-64}
 runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 pause=${PAUSE:-30}
+uv=0.13.9 # installs the package on the hosts
 here=.launch/$name # options: those of the last run, quoted; ready: exists once the slice's hosts are set up
 lost='FAILED|SUSPENDING|SUSPENDED' # final states of a slice
 
@@ -48,6 +49,8 @@ command=${1-}
 }
 shift
 [[ $command == run || $command == "do" || $# == 0 ]] || fail "$command: takes no options, but got $1"
+[[ ${NFS-} =~ ^([A-Za-z0-9.-]+:/[A-Za-z0-9._/-]*)?$ ]] || fail "NFS: must be like 10.0.0.2:/share, but it is $NFS"
+[[ ${EXTRAS-} =~ ^[a-z,]*$ ]] || fail "EXTRAS: must be names such as eval, separated by commas, but it is $EXTRAS"
 [[ -n ${ZONE-} ]] || fail "ZONE: name the zone of the slice, for example ZONE=us-west4-a"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
   fail "gcloud: not installed; see https://cloud.google.com/sdk/docs/install"
@@ -125,14 +128,14 @@ setup() {
   do_it gcloud compute tpus tpu-vm scp "$archive" "$name:diffeqformer.tar.gz" --worker=all "${where[@]}"
   # the updates of a new host hold apt's lock for a while
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
-command -v ~/.local/bin/uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
+python3 -m pip install --quiet --user uv==$uv
 ~/.local/bin/uv venv --allow-existing --python 3.11 .venv
 ~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs${EXTRAS:+,$EXTRAS}]' -c constraints.txt
 ${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common
 sudo mkdir -p /mnt/runs
 grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab
 mountpoint -q /mnt/runs || sudo mount /mnt/runs
-sudo chmod 777 /mnt/runs}"
+[ -w /mnt/runs ] || sudo chown \$(id -u):\$(id -g) /mnt/runs}"
   [[ -n $dry ]] || touch "$here/ready"
 }
 

@@ -281,6 +281,19 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         memory.check_memory(config, program, state, True)
 
 
+@pytest.mark.parametrize(
+    "changes, devices, said",
+    [
+        ({"model__remat": "none"}, 1, "config.microbatches=2, config.model.remat=step, or more"),
+        ({"model__remat": "step", "microbatches": 2}, 2, "config.microbatches=4, config.model.remat=binomial, or more"),
+        ({"model__remat": "binomial", "microbatches": 4}, 2, "a smaller batch, or more"),
+        ({"model__remat": "step", "microbatches": 4, "mesh__tensor": 2}, 2, "config.microbatches=8, config.model"),
+    ],
+)
+def test_what_would_save_memory(changes, devices, said):
+    assert memory.remedies(toy_config(**changes), devices).startswith(said)
+
+
 def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
     silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")

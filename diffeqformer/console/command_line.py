@@ -186,6 +186,8 @@ def run(
     if sys.stdout and sys.stdout.isatty():  # None if it is closed; files and pipes get texts as they are
         sys.stdout = PrintableOutput(sys.stdout)
 
+    logging.set_verbosity(logging.ERROR)  # until the flags are parsed
+
     def parse_or_exit(line):
         given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
         if given & {"help", "h"} or explain and "help_config" in given:

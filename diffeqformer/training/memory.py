@@ -49,7 +49,20 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     if needed > free:
         said = gigabytes(needed) if needed < math.inf else "more memory"
         raise UserError(
-            f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take a "
-            "smaller batch, more config.microbatches, config.model.remat=step, more devices (config.mesh.fsdp) or a "
-            "smaller model"
+            f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take "
+            f"{remedies(config, program.mesh.size)}"
         )
+
+
+def remedies(config: ConfigDict, num_devices: int) -> str:
+    """The three options that would save most memory, of those that this config can take."""
+    parts = 2 * config.microbatches
+    divides = config.batch_size % (parts * num_devices // max(1, config.mesh.tensor)) == 0
+    remat = {"none": "step", "products": "step", "step": "binomial"}.get(config.model.remat)
+    return ", ".join(
+        [
+            f"config.microbatches={parts}" if divides else "a smaller batch",
+            *([f"config.model.remat={remat}"] if remat else []),
+            "or more devices with config.mesh.fsdp",
+        ]
+    )

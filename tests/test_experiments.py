@@ -88,7 +88,7 @@ def test_runs_side_by_side_divide_the_cores(monkeypatch):
 @pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
     printed, found = study(tmp_path, 2, "embedding", "--seeds=1")
-    assert len(found) == 6 * (3 + 1) and printed.count("--config.optimizer.learning_rate=0.001 ") == 6
+    assert len(found) == 6 * (3 + 1) and printed.count("--config.optimizer.learning_rate=0.008 ") == 6
     assert printed.count("--config.model.time_embed_dim=96 ") == 3 + 1
 
 

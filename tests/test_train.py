@@ -248,7 +248,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     assert not (tmp_path / "stores").exists()
 
 
-@pytest.mark.parametrize("size", [{"model__vocab_size": 10**10}, {"model__width": 2**18, "model__mlp": 2**20}])
+@pytest.mark.parametrize("size", [{"model__vocab_size": 2 * 10**9}, {"model__width": 2**18, "model__mlp": 2**20}])
 def test_a_model_too_large_is_said_before_anything_is_allocated(size, tmp_path, short_stores, one_device_loop):
     sentence = (
         r"its parameters and the optimizer's state need [\d,.]+ GB on each device, but [\d,.]+ GB are free; take a"

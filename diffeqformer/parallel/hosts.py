@@ -152,10 +152,18 @@ def check_shared(workdir: epath.Path) -> None:
 
 
 def wait(what: str) -> None:
-    """Wait, for hours if need be, until all processes have come here with the same words."""
-    if jax.process_count() > 1:
+    """Wait, for hours if need be, until all processes have come here with the same words. After a minute, say so."""
+    if jax.process_count() == 1:
+        return
+    said = f"process {jax.process_index()} of {jax.process_count()} is waiting for the others: {what}"
+    notice = threading.Timer(60, print, (said,), {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    notice.start()
+    try:
         a_week = 7 * 24 * 3600 * 1000  # in ms; a wait on the devices would time out after minutes
         get_barrier_sync_fn()(key=what, timeout_ms=a_week)
+    finally:
+        notice.cancel()
 
 
 @contextlib.contextmanager

@@ -86,6 +86,6 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """The end of an error's first line. TensorStore gives the reason first, then the array's spec, which is cut off."""
+    """An error's first line, without its middle if it is long. The array's spec at TensorStore's end is left out."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
-    return line if len(line) <= 200 else f"... {line[-200:]}"
+    return line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"

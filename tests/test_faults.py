@@ -145,8 +145,11 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
             continue
         campaign.injected[name] += 1
         print(f"{life.folder.name}: {name}, now at {newest(life.folder)}", file=sys.__stderr__, flush=True)
-    running = life.start()
-    end(campaign, life, running, (0,))
+    for _ in range(5 if life.environment else 1):  # a bucket can fail too often
+        running = life.start()
+        end(campaign, life, running, (0,))
+        if all(process.returncode == 0 for process in running):
+            break
     try:
         assert all(process.returncode == 0 for process in running) and life.done()
     except AssertionError:

@@ -360,12 +360,12 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -
                 check_free(f"{workdir}: its parameters", target, remedy="use a machine with more memory")
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
             check_arrays({"params": restored}, about.checksums)
+            tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     if frozen:
         rest = select(placed, lambda path: not model.trains(path))
         restored = merge_trees(
             restored, restore_frozen(workdir, jax.tree.map(_placed, frozen, frozen, rest), about.base)
         )
-    tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)
 
 

@@ -104,6 +104,7 @@ def load_tasks(names: list[str], include: str | None):
 
 def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
     tasks, rows = [], []
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would report each of its attempts, twice
     random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples
     for name in names:
         print(f"loading {name}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import fsspec
 import jax.numpy as jnp
 import pytest
 
-from diffeqformer import checkpoint, data
+from diffeqformer import checkpoint, checksums, data
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import check_links, results_folder, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
@@ -147,6 +147,11 @@ def test_a_record_that_was_changed_is_refused(tmp_path):
         checkpoint.save(manager, 1, {"params": {"w": jnp.ones(2)}}, checkpoint.About(config.to_dict(), "bytes"))
     [file] = (tmp_path / "checkpoints" / "1" / "about").glob("metadata")
     whole = json.loads(file.read_text())
+    del whole["checksums"]
+    for content in ({"config": {}}, {"config": {"name": 3}}, {"config": {"name": "a", "model": []}}, {"tokenizer": 7}):
+        file.write_text(json.dumps(checksums.sealed({**whole, **content})))  # with a seal of its own
+        with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
+            checkpoint.load_config(tmp_path)
     for change in ({"tokenizer": "gpt2"}, {"checksums": {}}, {"unknown": 1}, {"sha256": "0" * 64}):
         file.write_text(json.dumps(whole | change))
         with pytest.raises(UserError, match="its content isn't what was saved, by its SHA-256"):

@@ -8,7 +8,6 @@ import os
 import pathlib
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -74,18 +73,17 @@ class Life:
         if self.processes > 1:
             return start_command(module, self.processes, 1, [[*given, "--join_timeout=60"]] * self.processes)
 
-        def before():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
-            if limit is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+        before = ["env", "--default-signal=INT"]  # what a shell starts in the background ignores it
+        if limit is not None:
+            before += ["prlimit", f"--fsize={limit}"]
         how = ["-m", f"diffeqformer.{module}"]
         if prelude:
             how = ["-c", f"{prelude}\nimport runpy\nrunpy.run_module('{how[1]}', run_name='__main__', alter_sys=True)"]
         return [
             subprocess.Popen(
-                [sys.executable, *how, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                env={**os.environ, "XLA_FLAGS": for_a_process(1), **self.environment}, preexec_fn=before,
+                [*before, sys.executable, *how, *given], cwd=ROOT, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env={**os.environ, "XLA_FLAGS": for_a_process(1), **self.environment},
             )
         ]  # fmt: skip
 
@@ -226,10 +224,10 @@ class Bucket:
         }  # fmt: skip
 
     def fetch(self, name: str, folder: pathlib.Path) -> None:
-        """Copy what is in a folder of the bucket, in another process, which has its environment."""
+        """Copy a folder of the bucket to one of the same name, in another process, which has its environment."""
         copy = "import fsspec, sys; fsspec.filesystem('gs').get(sys.argv[1], sys.argv[2], recursive=True)"
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "-c", copy, f"gs://bucket/{name}", f"{folder}/"]
+        command = [sys.executable, "-c", copy, f"gs://bucket/{name}", f"{folder.parent}/"]
         subprocess.run(command, env={**os.environ, **self.environment}, capture_output=True)
 
     def failures(self) -> int:

@@ -164,7 +164,6 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
 
 
 @pytest.mark.faults
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whatever_happens_nothing_is_lost_or_changed(tmp_path, short_stores, capsys):
     minutes, seed = float(os.environ.get("MINUTES") or 60), int(os.environ.get("SEED") or time.time())
     shutil.copytree(short_stores, tmp_path / "stores")

@@ -199,6 +199,8 @@ def run(
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(str(error))}")
+        except KeyboardInterrupt:
+            leave(130, interrupted)
 
     def main(line):
         logging.set_verbosity(verbosity)

@@ -19,6 +19,7 @@ from flags import for_a_process
 from helpers import ROOT
 from runs import start_command
 
+EXPECTED = r".* Using GOOGLE_AUTH_TOKEN_FOR_TESTING\n|\n*stopping after what is in progress.*\n"  # on standard error
 LONGEST = 200  # seconds of a process, after which it is said to hang; the machine may be busy
 
 
@@ -100,7 +101,7 @@ def end(campaign: Campaign, life: Life, running: list[subprocess.Popen], statuse
             campaign.fail("hangs", f"{life.folder.name}: {output[-500:]} {errors[-500:]}")
             continue
         outputs.append(output)
-        errors = re.sub(r".* Using GOOGLE_AUTH_TOKEN_FOR_TESTING\n|\n*stopping after what is in progress.*\n", "", errors)
+        errors = re.sub(EXPECTED, "", errors)
         statuses += (1,) if life.environment else ()  # a bucket that fails too often
         alone = life.processes == 1  # JAX reports the loss of another process at length
         if alone and (process.returncode not in statuses or errors.count("\n") > 1 or "Traceback" in errors):

@@ -19,5 +19,9 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 
 # A command's imports take seconds. Ctrl-C ends them at once: an exception could be swallowed by a library. While
 # `python -m` looks for the module, its argument is "-m".
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if (
+    sys.argv[:1] == ["-m"]
+    and "diffeqformer" in (name.partition(".")[0] for name in sys.orig_argv)
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

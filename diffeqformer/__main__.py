@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 
-from diffeqformer.errors import did_you_mean
+from diffeqformer.errors import did_you_mean, printable
 
 COMMANDS = (
     "main",
@@ -45,7 +45,7 @@ def main() -> None:
         print("\n".join(f"{command:{width}}  {summary(command)}" for command in COMMANDS))
         print("\nRun one with `python -m diffeqformer.NAME` or `diffeqformer NAME`; --help shows its options.")
     else:
-        sys.exit(f"diffeqformer: there is no command {name}{did_you_mean(name, COMMANDS)}")
+        sys.exit(f"diffeqformer: there is no command {printable(name)}{did_you_mean(name, COMMANDS)}")
 
 
 if __name__ == "__main__":

@@ -356,8 +356,8 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -
         with readable(manager, step, "" if step == manager.latest_step() else replaced):
             saved = manager.item_metadata(step)["params"].tree
             target = jax.tree.map(_placed, trained, saved, select(placed, model.trains))
-            if mesh is None:
-                check_free(f"{workdir}: its parameters", target, remedy="use a machine with more memory")
+            parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
+            check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
             check_arrays({"params": restored}, about.checksums)
             tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)

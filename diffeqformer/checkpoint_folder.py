@@ -192,9 +192,23 @@ def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     folder = manager.directory.parent / "damaged"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if "://" in str(folder):
+            (folder / "about").write_text(
+                "Checkpoints that were set aside because they are damaged.\n"
+            )  # makes it exist
         names = (str(step) if number == 1 else f"{step}-{number}" for number in itertools.count(1))
         target = next(folder / name for name in names if not (folder / name).exists())
         (manager.directory / str(step)).rename(target)
-    except OSError as error:
+    except Exception as error:  # cloud clients have many exceptions of their own
         raise UserError(f"{folder}: a damaged checkpoint can't be moved there: {reason_of(error)}") from error
     return target
+
+
+PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "ABORTED", "CANCELLED", "Too many open files")
+
+
+def may_pass(error: Damaged) -> bool:
+    """Whether a checkpoint can't be read for a reason that may pass, such as a disk that can't be reached."""
+    cause = error.__cause__
+    of_disk = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return of_disk or any(word in str(cause) for word in PASSING)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, UInt32
 
-SMALL = 2**20  # elements of an array that NumPy adds up sooner than XLA compiles a program
+SMALL = 2**18  # elements of an array that NumPy adds up sooner than XLA compiles a program
 SECOND = 0x9E3779B9
 
 
@@ -41,8 +41,13 @@ def _sums(np_or_jnp, bits: UInt32[Any, "..."], start: UInt32[Any, "axes"], strid
     for axis, size in enumerate(bits.shape):
         index = (np_or_jnp.arange(size, dtype=np.uint32) + start[axis]) * strides[axis]
         position = position + index.reshape([-1 if other == axis else 1 for other in range(bits.ndim)])
-    mixed = _mixed(bits ^ _mixed(position))
-    return np_or_jnp.stack([x.sum(dtype=np.uint32) for x in (mixed, _mixed(mixed ^ np.uint32(SECOND)))])
+    first = _mixed(bits ^ _mixed(position))
+    second = _mixed(first ^ np.uint32(SECOND))
+    if np_or_jnp is np:
+        return np.stack([first.sum(dtype=np.uint32), second.sum(dtype=np.uint32)])
+    zero, add = np.uint32(0), lambda x, y: (x[0] + y[0], x[1] + y[1])
+    both = jax.lax.reduce((first, second), (zero, zero), add, range(bits.ndim))  # in one pass, so nothing is stored
+    return jnp.stack(both)
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def sums_of_block(block: np.ndarray, start: tuple[int, ...], shape: tuple[int, .
 
 
 def _sums_of(array: Array | np.ndarray) -> UInt32[Any, "2"]:
-    """The sums of an array. Those of arrays on devices aren't awaited."""
+    """The sums of an array. Those of large arrays on devices aren't awaited."""
     array = array.reshape(array.shape or (1,))
     start = (0,) * array.ndim
     if isinstance(array, np.ndarray) or (array.size <= SMALL and array.is_fully_addressable):
@@ -98,7 +103,9 @@ def of_tree(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = [(path, _sums_of(leaf)) for path, leaf in leaves]
     names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {names(path): as_text(value) for path, value in sums}  # all were dispatched before the first is awaited
+    return {
+        names(path): as_text(value) for path, value in sums
+    }  # large ones were dispatched before the first is awaited
 
 
 def of_array(array: np.ndarray) -> str:
@@ -112,7 +119,7 @@ def name_of_parameter(path: tuple[str, ...]) -> str:
 
 
 class Differs(ValueError):
-    """An array isn't what was saved. All processes that share it find the same."""
+    """An array isn't what was saved. Of a copy that each process has, only the one that read it wrong finds this."""
 
 
 def check(found: dict[str, str], recorded: dict[str, str]) -> None:
@@ -135,9 +142,9 @@ def unsealed(record: dict) -> dict:
     """The reverse of `sealed`. A record without a seal, of an earlier version, is returned as it is.
 
     Raises:
-        ValueError: if its content isn't what was sealed.
+        ValueError: if its content isn't what was sealed, or it has no seal but checksums, which came with the seal.
     """
     content = {name: value for name, value in record.items() if name != "sha256"}
-    if "sha256" in record and sealed(content) != record:
+    if ("sha256" in record or "checksums" in record) and sealed(content) != record:
         raise ValueError("its content isn't what was saved, by its SHA-256")
     return content

@@ -23,8 +23,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import results_folder, spread, write_text
-from diffeqformer.console.terminal import printable
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, printable
 
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on

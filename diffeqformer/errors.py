@@ -47,6 +47,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return ""
 
 
+def printable(text: str) -> str:
+    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether an error means that a device or the host ran out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
@@ -64,7 +69,7 @@ def leave(status: int, sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the output is full, or closed
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"diffeqformer: {sentence}\n")  # one write: other threads may be writing, too
+        sys.stderr.write(f"diffeqformer: {printable(sentence)}\n")  # one write: other threads may be writing, too
         sys.stderr.flush()
     os._exit(status)
 
@@ -87,5 +92,8 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """An error's first line, without its middle if it is long. The array's spec at TensorStore's end is left out."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+    while "See full TensorStore" in str(error) and error.__cause__:
+        error = error.__cause__  # which has the reason
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = line.partition(" [tensorstore_spec")[0].partition(". See full TensorStore")[0]
     return line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"

@@ -16,7 +16,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.terminal import json_line
 from diffeqformer.data.files import read_lines
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
@@ -125,7 +125,7 @@ def write(options) -> None:
     steps = f"{options.num_steps or trained.num_steps} steps{solver}{drafts}"
     if hosts.is_first():
         what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
-        print(f"\n{what}: {said}", file=sys.stderr)
+        print(f"\n{printable(what)}: {said}", file=sys.stderr)
 
 
 def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options, started: float, how: dict) -> str:

@@ -8,6 +8,7 @@ command that takes a run also takes it.
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 
 from absl import flags, logging
@@ -16,6 +17,7 @@ from etils import epath
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED, Step
 from diffeqformer.console import command_line
+from diffeqformer.console.results import check_links
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
@@ -62,6 +64,8 @@ def materialize(
             stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
         for array in stored.values():
             array.verify()  # in a pass of its own: each layer reads a part of it
+        if not output and "://" not in str(workdir):
+            check_links(pathlib.Path(workdir), "--workdir")
         output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
         about = dataclasses.replace(
             about,

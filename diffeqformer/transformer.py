@@ -284,7 +284,10 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     """
     graph, params = split_model(model)
     what = f"num_steps: the weights of {len(model.grid(num_steps).ends):,} steps"
-    check_free(what, jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params))
+    shapes = jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params)
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    devices = max((len(array.sharding.device_set) for array in arrays), default=1)
+    check_free(what, shapes, 1 / devices)  # they are divided at most as much
     return weights_of(graph, params, num_steps)
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -115,9 +116,14 @@ def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
     if when != "training":
         time.sleep(campaign.at.uniform(0.05, 3) if when == "imports" else campaign.at.uniform(3, 12))
         return
+    too_long = threading.Timer(LONGEST, running.kill)
+    too_long.start()
     for line in running.stdout:
         if "first step" in line or "documents" in line:
             break
+    too_long.cancel()
+    if running.poll() == -signal.SIGKILL:
+        campaign.fail("hangs", "before the first step")
     time.sleep(campaign.at.uniform(0, 3))
 
 
@@ -145,7 +151,7 @@ def paused(campaign: Campaign, life: Life) -> None:
     end(campaign, life, running, (-signal.SIGKILL, 0))
 
 
-def full_disk(campaign: Campaign, life: Life) -> None:
+def limited_files(campaign: Campaign, life: Life) -> None:
     """Files that can't grow beyond a random size."""
     size = int(2 ** campaign.at.uniform(10, 21))
     end(campaign, life, life.start(limit=size), (1, 0))
@@ -258,7 +264,7 @@ def read_only_disk(campaign: Campaign, life: Life) -> bool | None:
 
 
 SIGNALS = {which.name: functools.partial(signalled, which) for which in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
-OF_DISKS = {"full disk": filled_disk, "limit on file sizes": full_disk, "read-only disk": read_only_disk}
+OF_DISKS = {"full disk": filled_disk, "limit on file sizes": limited_files, "read-only disk": read_only_disk}
 OF_RUNS = {
     **SIGNALS, **OF_DISKS, "pauses": paused, "wrong clock": clock, "damaged checkpoint": damaged_checkpoint,
     "damaged store": damaged_store,

@@ -22,7 +22,7 @@ from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
-from diffeqformer.training.run import Run
+from diffeqformer.training.run import Run, go_back
 from helpers import drawn, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -75,7 +75,9 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
         checkpoint.save(manager, 7, state, about, {"loss": 1.25})
     shapes = jax.eval_shape(lambda: state)
     shapes = jax.tree.map(lambda x: x.update(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), shapes)
-    files = sorted(path for path in (tmp_path / "run" / "checkpoints" / "7").rglob("*") if path.is_file())
+    folder = tmp_path / "run" / "checkpoints" / "7"  # where some files have random names
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: (str(path.parent), path.stat().st_size, path.name))
     sizes = np.array([path.stat().st_size for path in files], float)
     random, noticed = np.random.RandomState(0), 0
     chosen = [*range(len(files)), *random.choice(len(files), 40, p=sizes / sizes.sum())]
@@ -94,7 +96,7 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
             assert "7" in str(error) and ("can't be read" in str(error) or "damaged" in str(error)), error
             noticed += 1
         else:
-            jax.tree.map(np.testing.assert_array_equal, found, state)
+            jax.tree.map(lambda *both: np.testing.assert_array_equal(*both, str(file)), found, state)
             assert (said.config, said.data_sha256, best) == (about.config, "hash", 7)
         file.write_bytes(whole)
     assert noticed > 40
@@ -149,6 +151,30 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
     with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files; there is none before it$"):
         loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"4", "6", "4-2", "6-2"}
+
+
+def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
+    config = toy_config("gpt", on_damage="older")
+    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    with checkpoint.open_checkpoints(tmp_path, kept=3) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
+        manager.wait_until_finished()
+        run = types.SimpleNamespace(config=config, checkpoints=manager)
+        for error, passes in (
+            (OSError(24, "Too many open files"), True),
+            (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), True),
+            (FileNotFoundError("gone"), False),
+            (ValueError("Error decompressing"), False),
+        ):
+            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(manager, 2):
+                raise error
+            if passes:
+                with pytest.raises(checkpoint.Damaged):
+                    go_back(run, 2, found.value)
+                assert manager.latest_step() == 2
+        go_back(run, 2, found.value)
+        assert manager.latest_step() == 1 and (tmp_path / "damaged" / "2").is_dir()
 
 
 @pytest.mark.long

@@ -21,8 +21,8 @@ import pytest
 from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, small_disk
 
 from diffeqformer import checkpoint
-from diffeqformer.console.terminal import printable
 from diffeqformer.data.store import read_about
+from diffeqformer.errors import printable
 from diffeqformer.training import loop
 from runs import TINY, curves, finish, start
 

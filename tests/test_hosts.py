@@ -10,6 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from diffeqformer import checksums
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from helpers import ROOT
@@ -223,3 +224,19 @@ def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, s
     shutil.rmtree(checkpoints / "24")
     [(output, _)] = finish(start(1, 1, [tmp_path], short_stores))
     assert "from its checkpoint at step 20" in output
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, short_stores):
+    finish(start(2, 1, [tmp_path] * 2, short_stores))
+    [file] = (tmp_path / "checkpoints" / "24" / "about").glob("metadata")
+    record = checksums.unsealed(json.loads(file.read_text()))
+    record["checksums"]["optimizer/1/0/mu/token_embedding"] = 16 * "0"  # as if these had been others
+    file.write_text(json.dumps(checksums.sealed(record)))
+    expected = curves(tmp_path)["train/loss"][24]
+    for _, errors in finish(start(2, 1, [tmp_path] * 2, short_stores), 1):
+        assert "24: this checkpoint can't be read: optimizer/1/0/mu/token_embedding isn't what was saved" in errors
+    again = start(2, 1, [tmp_path] * 2, short_stores, "--config.on_damage=older")
+    [(output, _), _] = finish(again)
+    assert f"by its checksum; it is now {tmp_path}/damaged/24, and the one before it is taken" in output
+    assert "from its checkpoint at step 20" in output and curves(tmp_path)["train/loss"][24] == expected

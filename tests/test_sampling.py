@@ -12,9 +12,8 @@ import pytest
 
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
-from diffeqformer.console.terminal import printable
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import (
     CHUNK,

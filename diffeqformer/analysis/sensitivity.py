@@ -9,8 +9,9 @@ from diffeqformer.analysis.common import check_text, in_float32
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
-from diffeqformer.console.terminal import printable, show_progress
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import printable
 from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side

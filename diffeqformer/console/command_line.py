@@ -9,8 +9,8 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.console.terminal import PrintableOutput, printable
-from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory, unforeseen
+from diffeqformer.console.terminal import PrintableOutput
+from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory, printable, unforeseen
 
 
 def define_config() -> flags.FlagHolder:
@@ -210,14 +210,14 @@ def run(
             if sys.stdout:
                 sys.stdout.flush()
         except UserError as error:
-            leave(1, printable(str(error)))
+            leave(1, str(error))
         except Stopped as stopped:
-            leave(stopped.status, printable(str(stopped)))
+            leave(stopped.status, str(stopped))
         except BrokenPipeError:
             leave(1, "the output was closed before its end")
         except Exception as error:
             little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
-            leave(1, little if out_of_memory(error) else printable(unforeseen(error)))
+            leave(1, little if out_of_memory(error) else unforeseen(error))
         except KeyboardInterrupt:
             leave(130, interrupted)
 

@@ -1,7 +1,6 @@
 """Folders of results that never overwrite one another, and files in them that are never half-written."""
 
 import datetime
-import itertools
 import os
 import pathlib
 import statistics
@@ -13,17 +12,20 @@ from diffeqformer.errors import UserError
 def check_links(folder: pathlib.Path, option: str) -> None:
     """Check that a work folder holds no links: in a folder from elsewhere they could point to anything.
 
+    Inside of a checkpoint nothing is written, so its folder isn't searched.
+
     Raises:
-        UserError: if there is one in it, or in a folder in it.
+        UserError: if there is one.
     """
-    entries = list(os.scandir(folder)) if folder.is_dir() else []
-    below = [os.scandir(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    for entry in itertools.chain(entries, *below):
-        if entry.is_symlink():
-            raise UserError(
-                f"{option}: {entry.path} is a link, through which files elsewhere would be written; put what it points "
-                "to in its place"
-            )
+    for parent, folders, files in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
+            if os.path.islink(path):
+                raise UserError(
+                    f"{option}: {path} is a link, through which files elsewhere would be written; put what it points "
+                    "to in its place"
+                )
+        if os.path.basename(parent) in ("checkpoints", "frozen", "damaged"):
+            folders.clear()
 
 
 def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:

@@ -5,17 +5,14 @@ import json
 import time
 from collections.abc import Callable
 
+from diffeqformer.errors import printable
+
 
 def duration(seconds: float) -> str:
     """Seconds as h:mm:ss or m:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def printable(text: str) -> str:
-    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def json_line(record: dict) -> str:

@@ -185,6 +185,14 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
     Raises:
         UserError: for the first file that differs, or holds an id that the tokenizer doesn't have.
     """
+    try:
+        _verify(folder, about, vocab_size, splits)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None
+
+
+def _verify(folder: pathlib.Path, about: dict, vocab_size: int | None, splits: Iterable[str]) -> None:
     shards_of(about, folder / "store.json")  # their names are safe
     for split in (about["splits"][name] for name in splits):
         whole = hashlib.sha256()

@@ -175,7 +175,7 @@ def check_room(model: Transformer, num_steps: int | None, texts: int, option: st
     grid = model.grid(num_steps)
     shape = len(grid.ends) * model.solver.evaluations, 1, model.max_length, model.field.width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
-    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * texts)
+    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * texts / jax.device_count())
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:

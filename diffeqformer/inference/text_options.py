@@ -7,12 +7,11 @@ from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.terminal import printable
 from diffeqformer.data import quiet
 from diffeqformer.data.preparation import matching_files, store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import Split, open_store, read_about, verify
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import window_size
 

@@ -190,6 +190,11 @@ def all_succeed(what: str) -> Iterator[None]:
         raise error
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether something holds on one process at least. All must call this together."""
+    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+
+
 def check_same(what: str, digest: str, remedy: str) -> None:
     """Check that something is the same on every process.
 

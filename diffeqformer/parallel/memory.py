@@ -10,13 +10,13 @@ import jax
 from diffeqformer.errors import UserError
 
 
-def check_free(what: str, shapes: Any, times: int = 1, remedy: str = "take fewer") -> None:
+def check_free(what: str, shapes: Any, times: float = 1, remedy: str = "take fewer") -> None:
     """Check that arrays of some shapes fit into the free memory of the first device, before they are made.
 
     Args:
         what: their name and the option that made them large, for the message.
         shapes: a tree of arrays or of their shapes.
-        times: how many such trees there will be.
+        times: how many such trees there will be on the device.
 
     Raises:
         UserError: if they don't fit.

@@ -5,11 +5,15 @@ is unchanged. From then on it is a run like any other. It trains all weights or,
 adapters and embeddings.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
+from diffeqformer.checkpoint import Damaged
 from diffeqformer.config import base_config
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
@@ -54,10 +58,20 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
     return config
 
 
+@contextlib.contextmanager
+def _reading_base(config: ConfigDict) -> Iterator[None]:
+    """Another remedy if the base's checkpoint is damaged: a run takes its base's newest one."""
+    try:
+        yield
+    except Damaged as error:
+        found = str(error).partition("; restore its files")[0]
+        raise UserError(f"config.base: {found}; restore its files, or begin with another run") from error
+
+
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
     try:
-        with checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
+        with _reading_base(config), checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
             pass
     except checkpoint.NoCheckpoint:
         raise UserError(
@@ -86,7 +100,7 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     Raises:
         UserError: if the base was trained with another tokenizer.
     """
-    with checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
+    with _reading_base(config), checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "
@@ -103,5 +117,6 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
         step: training step of the base's checkpoint.
         mesh: the devices over which the parameters are sharded.
     """
-    opened = checkpoint.load(config.base, mesh, step)
+    with _reading_base(config):
+        opened = checkpoint.load(config.base, mesh, step)
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

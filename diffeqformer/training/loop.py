@@ -20,11 +20,11 @@ from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import work_folder
 from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
-from diffeqformer.console.terminal import printable, show_progress
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.store import Split, verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import Stopped, UserError
+from diffeqformer.errors import Stopped, UserError, printable
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
@@ -180,7 +180,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
                 clock.lap("steps")  # all have ended
             found = show_validation(run, step, state["params"], progress, dynamics) if evaluating else None
             if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
-                save(run, step, state, progress, found)
+                save(run, step, state, progress, found, stopping)
             checkpoint.check(run.checkpoints)
             run.check_store()
             if stopping:
@@ -232,13 +232,17 @@ def show_validation(
     return results
 
 
-def save(run: Run, step: int, state: dict, progress: Progress, validation: dict[str, float] | None) -> None:
+def save(
+    run: Run, step: int, state: dict, progress: Progress, validation: dict[str, float] | None, stopping: bool
+) -> None:
     """Start saving the state after `step` steps, without frozen parameters, when all curves are on disk.
 
     Args:
         validation: of this step; None if there was none.
+        stopping: whether the run was told to stop. Then the token store's check isn't awaited: the next process has it.
     """
-    run.check_store(wait=True)
+    run.check_store(wait=not stopping)
+    run.clock.lap("start-up")  # the wait, if there was one
     progress.flush()
     trained = {**state, "params": run.program.trained(state["params"])}
     due = validation is None and step % run.config.eval_every == 0

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint import About
-from diffeqformer.checkpoint_folder import Damaged, older, set_aside
+from diffeqformer.checkpoint_folder import Damaged, may_pass, older, set_aside
 from diffeqformer.checksums import Differs
 from diffeqformer.config import check_resumable
 from diffeqformer.console.results import check_links
@@ -213,18 +213,29 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
     Raises:
         UserError: if processes see different checkpoints, it can't be read, or there isn't enough memory.
     """
-    step = run.checkpoints.latest_step()
-    seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
-    hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    step = newest_seen(run)
     run = run if step is None else at_newest(run)
     shapes = run.program.state_shapes
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
-        check_memory(run.config, run.program, shapes, will_train=(step or 0) < run.config.steps)
+        will_train = (step or 0) < run.config.steps or run.config.on_damage == "older"
+        check_memory(run.config, run.program, shapes, will_train)
     run.clock.lap("compilation")  # of the train step
     run, state = (run, first_state(run)) if step is None else restored(run, shapes)
     # Wait for all of it: after a failed allocation, a single scalar may never be ready.
     return run, jax.block_until_ready(state)
+
+
+def newest_seen(run: Run) -> int | None:
+    """The step of the newest checkpoint; None if there is none.
+
+    Raises:
+        UserError: if processes see different ones.
+    """
+    step = run.checkpoints.latest_step()
+    seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
+    hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
+    return step
 
 
 def at_newest(run: Run) -> Run:
@@ -234,11 +245,13 @@ def at_newest(run: Run) -> Run:
         Damaged: if its record can't be read, unless `config.on_damage` takes an older one.
     """
     while True:
-        step = run.checkpoints.latest_step()
+        step, saved, error = newest_seen(run), None, None
         try:
             saved = checkpoint.read_about(run.checkpoints, step)
-        except Damaged as error:
-            go_back(run, error)
+        except Damaged as raised:
+            error = raised
+        if hosts.anywhere(error is not None):
+            go_back(run, step, error)
             continue
         about = dataclasses.replace(
             run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
@@ -253,30 +266,41 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
         Damaged: if it can't be read or isn't what was saved, unless `config.on_damage` takes an older one.
     """
     while True:
-        step = run.checkpoints.latest_step()
+        step, state, error = run.checkpoints.latest_step(), None, None
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
         try:
-            return run, restored_state(run, step, shapes)
-        except Damaged as error:
-            go_back(run, error)
-            run = at_newest(run)
+            state = restored_state(run, step, shapes)
+        except Damaged as raised:
+            if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
+                raise  # in the middle of reading, where the others wait for this process
+            error = raised
+        if not hosts.anywhere(error is not None):
+            return run, state
+        go_back(run, step, error)
+        run = at_newest(run)
 
 
-def go_back(run: Run, error: Damaged) -> None:
+def go_back(run: Run, step: int, error: Damaged | None) -> None:
     """Set a damaged checkpoint aside, so that the one before it is the newest, if `config.on_damage` says so.
 
+    All processes call this together.
+
+    Args:
+        error: what this process found; None if only others found damage.
+
     Raises:
-        Damaged: the same, if it doesn't, if there is none before it, or if only some processes may have found it.
+        Damaged: if it doesn't, if there is none before it, or if the reason may pass.
     """
-    everywhere = jax.process_count() == 1 or isinstance(error.__cause__, Differs)
-    before = older(run.checkpoints, error.step)
-    own = error.directory == run.checkpoints.directory  # and not that of frozen parameters
-    if run.config.on_damage != "older" or before is None or not (own and everywhere):
+    directory = run.checkpoints.directory
+    error = error or Damaged(f"{directory / str(step)}: another process found this checkpoint damaged", directory, step)
+    own = error.directory == directory  # and not that of frozen parameters
+    stops = run.config.on_damage != "older" or older(run.checkpoints, step) is None
+    if hosts.anywhere(stops or not own or may_pass(error)):
         raise error
     if hosts.is_first():
-        moved = set_aside(run.checkpoints, error.step)
-        print(f"{str(error).rpartition('; ')[0]}; it is now {moved}, and the one before it is taken", flush=True)
+        moved = set_aside(run.checkpoints, step)
+        print(f"{str(error).rsplit('; ', 1)[0]}; it is now {moved}, and the one before it is taken", flush=True)
     hosts.wait("a damaged checkpoint is set aside")
     run.checkpoints.reload()
 

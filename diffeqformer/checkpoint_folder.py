@@ -193,9 +193,7 @@ def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if "://" in str(folder):
-            (folder / "about").write_text(
-                "Checkpoints that were set aside because they are damaged.\n"
-            )  # makes it exist
+            (folder / "about").write_text("Damaged checkpoints that were set aside.\n")  # makes the folder exist
         names = (str(step) if number == 1 else f"{step}-{number}" for number in itertools.count(1))
         target = next(folder / name for name in names if not (folder / name).exists())
         (manager.directory / str(step)).rename(target)

@@ -103,9 +103,7 @@ def of_tree(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = [(path, _sums_of(leaf)) for path, leaf in leaves]
     names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {
-        names(path): as_text(value) for path, value in sums
-    }  # large ones were dispatched before the first is awaited
+    return {names(path): as_text(value) for path, value in sums}  # large ones were dispatched before
 
 
 def of_array(array: np.ndarray) -> str:

@@ -22,7 +22,7 @@ def check_free(what: str, shapes: Any, times: float = 1, remedy: str = "take few
         UserError: if they don't fit.
     """
     free = free_bytes(jax.local_devices()[:1])
-    needed = times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    needed = int(times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
     if free is not None and needed > free:
         raise UserError(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
 

@@ -10,7 +10,7 @@ import jax
 from diffeqformer.errors import UserError
 
 
-def check_free(what: str, shapes: Any, times: float = 1, remedy: str = "take fewer") -> None:
+def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "take fewer") -> None:
     """Check that arrays of some shapes fit into the free memory of the first device, before they are made.
 
     Args:

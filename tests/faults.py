@@ -21,7 +21,7 @@ from helpers import ROOT
 from runs import start_command
 
 EXPECTED = r".* Using GOOGLE_AUTH_TOKEN_FOR_TESTING\n|\n*stopping after what is in progress.*\n"  # on standard error
-LONGEST = 200  # seconds of a process, after which it is said to hang; the machine may be busy
+LONGEST = 400  # seconds of a process, after which it is said to hang; the machine may be busy
 
 
 def newest(workdir: pathlib.Path) -> int:
@@ -73,7 +73,7 @@ class Life:
         """
         module, *given = *self.command, *options
         if self.processes > 1:
-            return start_command(module, self.processes, 1, [[*given, "--join_timeout=60"]] * self.processes)
+            return start_command(module, self.processes, 1, [[*given, "--join_timeout=120"]] * self.processes)
 
         before = ["env", "--default-signal=INT"]  # what a shell starts in the background ignores it
         if limit is not None:

@@ -161,7 +161,9 @@ def main() -> None:
         from diffeqformer.data.tasks import one_sentence
 
         kind, errors, say = TaskTexts, (UserError, tf.errors.OpError), one_sentence
-    first = json.loads(sys.stdin.readline())
+    if not (line := sys.stdin.readline()):
+        return  # the process that waits for the answers was killed before it asked
+    first = json.loads(line)
     try:
         tokenizer = restore_tokenizer(*first["tokenizer"])
         texts = kind(first, tokenizer)

@@ -285,7 +285,7 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     graph, params = split_model(model)
     what = f"num_steps: the weights of {len(model.grid(num_steps).ends):,} steps"
     shapes = jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params)
-    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "sharding")]  # none in a derivative
     devices = max((len(array.sharding.device_set) for array in arrays), default=1)
     check_free(what, shapes, 1 / devices)  # they are divided at most as much
     return weights_of(graph, params, num_steps)

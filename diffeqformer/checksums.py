@@ -80,7 +80,7 @@ def sums_of_block(block: np.ndarray, start: tuple[int, ...], shape: tuple[int, .
 
 
 def _sums_of(array: Array | np.ndarray) -> UInt32[Any, "2"]:
-    """The sums of an array. Those of large arrays on devices aren't awaited."""
+    """The sums of an array."""
     array = array.reshape(array.shape or (1,))
     start = (0,) * array.ndim
     if isinstance(array, np.ndarray) or (array.size <= SMALL and array.is_fully_addressable):
@@ -98,12 +98,11 @@ def as_text(sums: UInt32[Any, "2"]) -> str:
 def of_tree(tree: Any) -> dict[str, str]:
     """The checksum of each array of a tree, by its path, such as `params/head/kernel`.
 
-    All processes that share the arrays must call this together.
+    All processes that share the arrays must call this together. Each sum is awaited: on CPUs, collectives of programs
+    that run at the same time can wait for one another.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = [(path, _sums_of(leaf)) for path, leaf in leaves]
-    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {names(path): as_text(value) for path, value in sums}  # large ones were dispatched before
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): as_text(_sums_of(leaf)) for path, leaf in leaves}
 
 
 def of_array(array: np.ndarray) -> str:

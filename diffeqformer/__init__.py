@@ -9,19 +9,15 @@
 """
 
 import os
-import signal
 import sys
+
+from diffeqformer.errors import end_imports_on_interrupt
 
 __version__ = "0.1.0"
 
 # read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")
 
-# A command's imports take seconds. Ctrl-C ends them at once: an exception could be swallowed by a library. While
-# `python -m` looks for the module, its argument is "-m".
-if (
-    sys.argv[:1] == ["-m"]
-    and "diffeqformer" in (name.partition(".")[0] for name in sys.orig_argv)
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# while `python -m` looks for the module of a command, its argument is "-m"
+if sys.argv[:1] == ["-m"] and "diffeqformer" in (name.partition(".")[0] for name in sys.orig_argv):
+    end_imports_on_interrupt()

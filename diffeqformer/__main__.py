@@ -6,10 +6,9 @@ Once installed, `diffeqformer` is the same.
 import ast
 import pathlib
 import runpy
-import signal
 import sys
 
-from diffeqformer.errors import did_you_mean, printable
+from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable
 
 COMMANDS = (
     "main",
@@ -37,8 +36,7 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         sys.argv = [name, *arguments]
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # while a command's imports take seconds
+        end_imports_on_interrupt()
         runpy.run_module(f"diffeqformer.{name}", run_name="__main__", alter_sys=True)
     elif name in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """The text with every control character but line ends and tabs replaced, safe for a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def end_imports_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once while a command's imports take seconds: a library could swallow an exception.
+
+    `diffeqformer.console.command_line.run` restores Python's own way.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -62,8 +62,6 @@ def materialize(
         if config.model.lora_rank:
             frozen, recorded, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
             stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
-        for array in stored.values():
-            array.verify()  # in a pass of its own: each layer reads a part of it
         if not output and "://" not in str(workdir):
             check_links(pathlib.Path(workdir), "--workdir")
         output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
@@ -76,6 +74,10 @@ def materialize(
         progress = show_progress("weights", "blocks")
         shapes, arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
         with new_checkpoints(output):
+            checked = show_progress("checksums", "arrays")
+            for done, array in enumerate(stored.values(), 1):
+                array.verify()  # in a pass of its own: each layer reads a part of it
+                checked(done, len(stored))
             checkpoint.save_one_by_one(output, step, shapes, arrays, about)
     return output
 

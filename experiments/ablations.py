@@ -125,8 +125,11 @@ def step_memory(workdir: pathlib.Path) -> float:
         return child.submit(compiled_memory, workdir).result()
 
 
-def measure(run: Run, texts: list[str], cores: list[int] | None) -> dict:
+def measure(texts: list[str], memory: dict[Variant, float], run: Run, cores: list[int] | None) -> dict:
     """Train one run.
+
+    Args:
+        memory: `step_memory` of the variants so far, to which this one's is added.
 
     Returns:
         validation perplexities by step, parameters, the best tokens/s, and the memory of its train step in MiB.
@@ -142,7 +145,7 @@ def measure(run: Run, texts: list[str], cores: list[int] | None) -> dict:
         "perplexities": {str(step): value for step, value in perplexities(workdir).items()},  # as JSON has it
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
         "tokens_per_second": max(speeds.values()),  # the interval that other load on the machine affects least
-        "step_mib": step_memory(workdir),
+        "step_mib": memory.get(run.variant) or memory.setdefault(run.variant, step_memory(workdir)),
     }
 
 
@@ -261,7 +264,7 @@ def main(_) -> None:
     check_lists()
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = []
+    texts, memory = [], {}
     if STUDY.value == "overfitting":
         texts = articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
 
@@ -271,8 +274,8 @@ def main(_) -> None:
             (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{STUDY.value}.png")
 
     def finish(runs):
-        path = pathlib.Path(RESULTS.value)
-        return run_rows(runs, Run.name, lambda run, cores: measure(run, texts, cores), path, AT_ONCE.value, show)
+        work = functools.partial(measure, texts, memory)
+        return run_rows(runs, Run.name, work, pathlib.Path(RESULTS.value), AT_ONCE.value, show)
 
     compared = list(variants().values())
     results = finish(Run(variant, float(rate), 0) for variant, rate in itertools.product(compared, RATES.value))

@@ -152,7 +152,7 @@ class Scorer:
             show: called after each batch with the number of ids scored in it.
 
         Raises:
-            UserError: if one is too long.
+            UserError: if one is too long, or a batch of them doesn't fit into memory.
         """
         results, pending = [None] * len(sequences), collections.deque()
 
@@ -166,6 +166,10 @@ class Scorer:
 
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
         order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first: it needs the most memory
+        if order:
+            shape = self.batch_size // self.mesh.size, lengths[order[0]], self.width
+            states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these
+            check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
         while order:
             length = lengths[order[0]]
             indices = [i for i in order[: self.batch_size] if lengths[i] == length]
@@ -187,8 +191,6 @@ class Scorer:
 
     def _score_batch(self, batch: list[Sequence[int]], length: int):
         """Pads the ends with id 0, which no scored position sees."""
-        states = jax.ShapeDtypeStruct((self.batch_size // self.mesh.size, length, self.width), jnp.float32)
-        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)  # there are more than these
         ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence

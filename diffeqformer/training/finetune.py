@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint import Damaged
 from diffeqformer.config import base_config
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
@@ -63,7 +62,7 @@ def _reading_base(config: ConfigDict) -> Iterator[None]:
     """Another remedy if the base's checkpoint is damaged: a run takes its base's newest one."""
     try:
         yield
-    except Damaged as error:
+    except checkpoint.Damaged as error:
         found = str(error).partition("; restore its files")[0]
         raise UserError(f"config.base: {found}; restore its files, or begin with another run") from error
 

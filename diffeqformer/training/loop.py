@@ -46,7 +46,8 @@ def train(
         config: see `diffeqformer.config`; checked before anything else is done.
         workdir: folder of checkpoints and curves, on this machine or on gs://; created if it is missing.
         started: `time.monotonic()` when the process began, for the time to the first step; by default now.
-        verify: whether to check the token store's hashes, in the background. Nothing is saved before it has passed.
+        verify: whether to check the token store's hashes, in the background. Nothing is saved before it has passed,
+            unless the run is told to stop.
 
     Returns:
         The trained model.
@@ -122,9 +123,9 @@ def describe(run: Run, params: dict) -> None:
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     run.check_store()
-    recorded = (
-        "" if run.verified and run.verified.done() else f" by its record, {'being' if run.verified else 'not'} checked"
-    )
+    recorded = " by its record, not checked"
+    if run.verified:
+        recorded = "" if run.verified.done() else " by its record, being checked"
     print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}{recorded}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
@@ -242,7 +243,7 @@ def save(
         stopping: whether the run was told to stop. Then the token store's check isn't awaited: the next process has it.
     """
     run.check_store(wait=not stopping)
-    run.clock.lap("start-up")  # the wait, if there was one
+    progress.pause(run.clock.lap("start-up"))  # the wait, if there was one
     progress.flush()
     trained = {**state, "params": run.program.trained(state["params"])}
     due = validation is None and step % run.config.eval_every == 0

@@ -20,6 +20,7 @@ import tensorstore as ts
 from etils import epath
 
 from diffeqformer import checksums
+from diffeqformer.parallel import memory
 
 Path = tuple[str, ...]
 CHUNK_BYTES = 2**26
@@ -57,6 +58,15 @@ class StoredArray:
         return self.store.size * self.store.dtype.numpy_dtype.itemsize
 
     def __getitem__(self, index) -> np.ndarray:
+        """A part of the array.
+
+        Raises:
+            UserError: if it can't be read (by `reading`), or it or a chunk doesn't fit into the free memory.
+        """
+        largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape))
+        needed = largest * self.store.dtype.numpy_dtype.itemsize
+        part, remedy = f"{self.name}: a part of it", "use a machine with more memory"
+        memory.check_enough(part, needed, memory.free_on_host(), remedy)
         with self.reading():
             return self.store[index].read().result()
 

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pty
@@ -12,6 +13,8 @@ import types
 
 import fsspec
 import jax.numpy as jnp
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from diffeqformer import checkpoint, checksums, data
@@ -23,6 +26,7 @@ from diffeqformer.data.remote import stage, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inspect import inspect_run
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.training.run import make_folder
 from helpers import ROOT, lively_model, toy_config
@@ -137,10 +141,30 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
     assert sum(1 for _ in files.read_texts(tmp_path / "many.jsonl.gz")) == 10**5
 
 
+def test_a_text_that_a_parquet_file_repeats_does_not_fill_the_memory(tmp_path, monkeypatch):
+    """Ten kilobytes of Parquet hold a megabyte a million times."""
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 10**6, pa.int32()), pa.array(["a" * 2**20]))
+    path = tmp_path / "repeated.parquet"
+    pq.write_table(pa.table({"text": repeated}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        assert len(list(itertools.islice(files.read_texts(path), 100))) == 100
+        assert pool.max_memory() < 2**25
+    finally:
+        pa.set_memory_pool(usual)
+    monkeypatch.setattr(files, "LARGEST", 10**6)
+    with pytest.raises(UserError, match="texts from row 0 on have more than 1,000,000 bytes; cut them"):
+        files.pick_texts(path, [3])
+
+
 def test_arrays_are_compared_with_the_free_memory_before_they_are_read(run, monkeypatch):
     monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
     with pytest.raises(UserError, match=r"its parameters would take 0\.\d GB, but 0.0 GB are free; use a machine with"):
         checkpoint.load(run)
+    with pytest.raises(UserError, match=r"^params/.*: a part of it would take 0\.0 GB, but 0.0 GB are free"):
+        inspect_run(run)
 
 
 def test_a_record_that_was_changed_is_refused(tmp_path):

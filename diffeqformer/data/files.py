@@ -7,15 +7,13 @@ import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from diffeqformer.errors import UserError
 
 PLAIN = (".txt", ".tokens", ".raw")
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
-ROWS_AT_ONCE = 1000
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
+ROWS_AT_ONCE = 4  # of a Parquet file: a kilobyte of it can hold a long text a million times
 
 
 def kind(path: str | os.PathLike) -> str:
@@ -38,10 +36,11 @@ def read_texts(path: str | os.PathLike) -> Iterator[str]:
     A document of a .jsonl or .parquet file may be empty.
 
     Raises:
-        UserError: if the file is missing, empty, broken, without the field, or not UTF-8.
+        UserError: if the file is missing, empty, broken, without the field, not UTF-8, or holds too large a document.
     """
     if kind(path) in PARQUET:
-        yield from _parquet_texts(path)
+        with _open_parquet(path) as file:
+            yield from _parquet_texts(path, file, range(file.num_row_groups))
     elif kind(path) in JSON_LINES:
         number = 0
         for number, line in enumerate(read_lines(path), start=1):
@@ -113,28 +112,29 @@ def _open_parquet(path: str | os.PathLike):
     return file
 
 
-def _strings(path: str | os.PathLike, column, rows: Sequence[int]) -> list[str]:
-    """The texts of `rows` from a pyarrow column. Parquet files can hold nulls and bytes that aren't UTF-8."""
+def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
+    """The texts of a pyarrow column that begins at `row`. Parquet files can hold nulls and bytes that aren't UTF-8."""
+    if column.nbytes > LARGEST:
+        raise UserError(f"{path}: the texts from row {row:,} on have more than {LARGEST:,} bytes; cut them")
     try:
         texts = column.to_pylist()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: a text from row {rows[0]:,} on isn't UTF-8; convert the file to UTF-8") from None
+        raise UserError(f"{path}: a text from row {row:,} on isn't UTF-8; convert the file to UTF-8") from None
     if None in texts:
-        raise UserError(f"{path}: row {rows[texts.index(None)]:,} has no text (null); leave it out")
+        raise UserError(f"{path}: row {row + texts.index(None):,} has no text (null); leave it out")
     return texts
 
 
-def _parquet_texts(path: str | os.PathLike) -> Iterator[str]:
+def _parquet_texts(path: str | os.PathLike, file, groups: Sequence[int], row: int = 0) -> Iterator[str]:
+    """The texts of some row groups in order, the first of which begins at `row`."""
     import pyarrow
 
-    row = 0
-    with _open_parquet(path) as file:
-        try:
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=["text"]):
-                yield from _strings(path, batch.column(0), range(row, row + batch.num_rows))
-                row += batch.num_rows
-        except (OSError, pyarrow.ArrowInvalid):
-            raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
+    try:
+        for batch in file.iter_batches(ROWS_AT_ONCE, groups, columns=["text"]):
+            yield from _strings(path, batch.column(0), row)
+            row += batch.num_rows
+    except (OSError, pyarrow.ArrowInvalid):
+        raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
 
 
 def count_texts(path: str | os.PathLike) -> int:
@@ -155,22 +155,15 @@ def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
     Raises:
         UserError: as `read_texts`.
     """
-    wanted = np.array(sorted(rows), np.int64)
+    wanted = set(rows)
     if kind(path) not in PARQUET:
-        chosen = set(wanted.tolist())
-        return {row: text for row, text in enumerate(read_texts(path)) if row in chosen}
-    import pyarrow
-
+        return {row: text for row, text in enumerate(read_texts(path)) if row in wanted}
     texts, start = {}, 0
     with _open_parquet(path) as file:
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
-            here = wanted[(wanted >= start) & (wanted < end)]
-            if len(here):
-                try:
-                    column = file.read_row_group(group, columns=["text"]).column(0).take(pyarrow.array(here - start))
-                except (OSError, pyarrow.ArrowInvalid):
-                    raise UserError(f"{path}: this Parquet file is damaged after row {start:,}; get it again") from None
-                texts.update(zip(here.tolist(), _strings(path, column, here.tolist())))
+            if any(start <= row < end for row in wanted):
+                found = enumerate(_parquet_texts(path, file, [group], start), start)
+                texts.update((row, text) for row, text in found if row in wanted)
             start = end
     return texts

@@ -21,8 +21,16 @@ def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "ta
     Raises:
         UserError: if they don't fit.
     """
-    free = free_bytes(jax.local_devices()[:1])
     needed = int(times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
+    check_enough(what, needed, free_bytes(jax.local_devices()[:1]), remedy)
+
+
+def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
+    """Check that something that takes `needed` bytes fits into `free` bytes (None: not known), before it is made.
+
+    Raises:
+        UserError: if it doesn't fit.
+    """
     if free is not None and needed > free:
         raise UserError(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
 

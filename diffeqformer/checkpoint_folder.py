@@ -77,8 +77,9 @@ def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoint
     Saves run in the background. The remains of an interrupted save are removed.
 
     Raises:
-        UserError: if the folder can't be written, or one of its validations can't be read.
+        UserError: if the folder can't be written, or one of its validations isn't what was saved.
     """
+    check_validations(folder_of(workdir, name))
     loss = operator.itemgetter("loss")
     best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
@@ -94,9 +95,11 @@ def open_read_only(folder: epath.Path) -> ocp.CheckpointManager:
     """The manager of the checkpoints in a folder, for reading. It writes nothing.
 
     Raises:
-        UserError: if one of their validations can't be read.
+        UserError: if the folder can't be read.
     """
-    options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    options = ocp.CheckpointManagerOptions(
+        read_only=True, save_interval_steps=0, create=False, lightweight_initialize=True
+    )
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)  # Orbax would warn that it only reads, which is intended
     try:
@@ -108,13 +111,7 @@ def open_read_only(folder: epath.Path) -> ocp.CheckpointManager:
 def _opened(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
     try:
         return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
-    except Exception as error:  # of the file system or a cloud client; or Orbax can't read a checkpoint's validation
-        for file in folder.glob("*/metrics/metrics"):
-            try:
-                json.loads(file.read_text())
-            except (OSError, ValueError):
-                remedy = "restore it, or delete the folder of its checkpoint"
-                raise UserError(f"{file}: this file is damaged: {reason_of(error)}; {remedy}") from error
+    except Exception as error:  # of the file system or a cloud client
         raise UserError(
             f"{folder}: these checkpoints can't be opened: {reason_of(error)}; check that the folder can be reached"
         ) from error
@@ -150,7 +147,7 @@ def best_step(manager: ocp.CheckpointManager) -> int | None:
     losses = {}
     for step in sorted(manager.all_steps(), reverse=True):  # of equal ones, the newest, as in `open_checkpoints`
         with readable(manager, step, REPLACED):
-            if validation := manager.metrics(step):
+            if (validation := manager.metrics(step)) is not None:
                 losses[step] = float(unsealed(validation)["loss"])
     return min(losses, key=losses.get, default=None)
 
@@ -180,6 +177,35 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
         raise Damaged(message, manager.directory, step) from error
 
 
+def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
+    """Check that the validations beside checkpoints are what was saved.
+
+    Args:
+        folder: of the checkpoints.
+        or_aside: move those aside that aren't. Their checkpoints then count as not validated.
+
+    Raises:
+        UserError: if one isn't, or can't be read or moved.
+    """
+    if not folder.exists():
+        return
+    for step in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+        file = step / "metrics" / "metrics"
+        try:
+            float(unsealed(json.loads(file.read_text()))["loss"])
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"{file}: this file can't be read: {reason_of(error)}; check its disk") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            damage = f"{file}: this validation is damaged: {reason_of(error)}"
+            if not or_aside:
+                remedy = "restore it, or let training go on without it by --config.on_damage=older"
+                raise UserError(f"{damage}; {remedy}") from error
+            moved = move_aside(file.parent, folder, f"{step.name}-metrics")
+            print(f"{damage}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
+
+
 def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     """Move a damaged checkpoint out of the folder, so that training can go on from the one before it.
 
@@ -189,16 +215,25 @@ def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     Raises:
         UserError: if it can't be moved.
     """
-    folder = manager.directory.parent / "damaged"
+    return move_aside(manager.directory / str(step), manager.directory, str(step))
+
+
+def move_aside(path: epath.Path, folder: epath.Path, name: str) -> epath.Path:
+    """Move a folder to `damaged`, which is beside the folder of checkpoints, and return its new path.
+
+    Raises:
+        UserError: if it can't be moved.
+    """
+    damaged = folder.parent / "damaged"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if "://" in str(folder):
-            (folder / "about").write_text("Damaged checkpoints that were set aside.\n")  # makes the folder exist
-        names = (str(step) if number == 1 else f"{step}-{number}" for number in itertools.count(1))
-        target = next(folder / name for name in names if not (folder / name).exists())
-        (manager.directory / str(step)).rename(target)
+        damaged.mkdir(parents=True, exist_ok=True)
+        if "://" in str(damaged):
+            (damaged / "about").write_text("Damaged checkpoints that were set aside.\n")  # makes the folder exist
+        names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+        target = next(damaged / name for name in names if not (damaged / name).exists())
+        path.rename(target)
     except Exception as error:  # cloud clients have many exceptions of their own
-        raise UserError(f"{folder}: a damaged checkpoint can't be moved there: {reason_of(error)}") from error
+        raise UserError(f"{damaged}: {path} is damaged and can't be moved there: {reason_of(error)}") from error
     return target
 
 

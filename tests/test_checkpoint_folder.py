@@ -1,12 +1,10 @@
 """Which checkpoints of a run are kept, and which one a command opens."""
 
-import json
-
 import jax.numpy as jnp
 import pytest
 from absl import flags
 
-from diffeqformer import checkpoint
+from diffeqformer import checkpoint, checkpoint_folder
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from helpers import toy_config
@@ -53,18 +51,22 @@ def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(
         opened(tmp_path, 1)
 
 
-def test_a_damaged_validation_is_said_by_readers_and_writers(tmp_path):
-    save(tmp_path, {1: 3.0, 2: 2.0}, kept=2)
-    [file] = (tmp_path / "checkpoints" / "1" / "metrics").glob("metrics")
-    file.write_text("{")
-    for use in (lambda: opened(tmp_path, "best"), lambda: save(tmp_path, {3: 1.0}, kept=2)):
-        with pytest.raises(UserError, match="checkpoints/1/metrics/metrics: this file is damaged: "):
-            use()
-    file.write_text(json.dumps({"perplexity": 1.0}))
-    with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: 'loss'"):
+@pytest.mark.parametrize("content", ["{", "[]", '{"perplexity": 1.0}', '{"loss": 1.0, "sha256": "0"}', "\udcff"])
+def test_a_damaged_validation_is_named_and_set_aside_if_wanted(tmp_path, content, capsys):
+    save(tmp_path, {1: 1.0, 2: 2.0, 3: None}, kept=3)
+    folder = checkpoint_folder.folder_of(tmp_path)
+    file = folder / "1" / "metrics" / "metrics"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(checkpoint.Damaged, match="checkpoints/1: this checkpoint can't be read: "):
         opened(tmp_path, "best")
-    file.write_text(json.dumps({"loss": 1.0}))
-    assert opened(tmp_path, "best") == 1
+    with pytest.raises(UserError, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"):
+        save(tmp_path, {4: 1.0}, kept=2)
+    assert opened(tmp_path, None) == 3  # which doesn't need it
+    checkpoint_folder.check_validations(folder, or_aside=True)
+    assert f"it is now {tmp_path}/damaged/1-metrics, and its checkpoint counts as not" in capsys.readouterr().out
+    assert opened(tmp_path, "best") == 2 and opened(tmp_path, 1) == 1
+    save(tmp_path, {4: None}, kept=1)
+    assert names(tmp_path) == {"2", "4"}
 
 
 def test_the_option_takes_a_step_or_best(monkeypatch):

@@ -133,9 +133,12 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
             use()
     assert not (hurt / "damaged").exists()
 
+    (hurt / "checkpoints" / "6" / "metrics" / "metrics").write_text("{")
     capsys.readouterr()
     model = loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
     printed = capsys.readouterr().out
+    assert "6/metrics/metrics: this validation is damaged: " in printed
+    assert f"; it is now {hurt}/damaged/6-metrics, and its checkpoint counts as not validated\n" in printed
     for step, before in ((6, "can't be read: "), (4, "its content isn't what was saved, by its SHA-256")):
         assert f"hurt/checkpoints/{step}: this checkpoint can't be read: " in printed and before in printed
         assert f"it is now {hurt}/damaged/{step}, and the one before it is taken\n" in printed
@@ -150,7 +153,7 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
         hurt_arrays(hurt / "checkpoints" / str(step))
     with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files; there is none before it$"):
         loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
-    assert {path.name for path in (hurt / "damaged").iterdir()} == {"4", "6", "4-2", "6-2"}
+    assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
 
 
 def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint import About
-from diffeqformer.checkpoint_folder import Damaged, may_pass, older, set_aside
+from diffeqformer.checkpoint_folder import Damaged, check_validations, folder_of, may_pass, older, set_aside
 from diffeqformer.checksums import Differs
 from diffeqformer.config import check_resumable
 from diffeqformer.console.results import check_links
@@ -152,6 +152,8 @@ def open_run(
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
                 stack.enter_context(only_run(folder))
+                if config.on_damage == "older":
+                    check_validations(folder_of(folder), or_aside=True)
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             check_unchanged("data_sha256", about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))

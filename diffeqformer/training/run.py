@@ -275,7 +275,7 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
             state = restored_state(run, step, shapes)
         except Damaged as raised:
             if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
-                raise  # in the middle of reading, where the others wait for this process
+                raise set_aside_alone(run, step, raised) from raised  # the others wait in the middle of reading
             error = raised
         if not hosts.anywhere(error is not None):
             return run, state
@@ -296,15 +296,38 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
     """
     directory = run.checkpoints.directory
     error = error or Damaged(f"{directory / str(step)}: another process found this checkpoint damaged", directory, step)
-    own = error.directory == directory  # and not that of frozen parameters
-    stops = run.config.on_damage != "older" or older(run.checkpoints, step) is None
-    if hosts.anywhere(stops or not own or may_pass(error)):
+    if hosts.anywhere(not goes_back(run, step, error)):
         raise error
     if hosts.is_first():
         moved = set_aside(run.checkpoints, step)
-        print(f"{str(error).rsplit('; ', 1)[0]}; it is now {moved}, and the one before it is taken", flush=True)
+        print(f"{without_remedy(error)}; it is now {moved}, and the one before it is taken", flush=True)
     hosts.wait("a damaged checkpoint is set aside")
     run.checkpoints.reload()
+
+
+def goes_back(run: Run, step: int, error: Damaged) -> bool:
+    """Whether the run may set a damaged checkpoint aside and go on from the one before it."""
+    own = error.directory == run.checkpoints.directory  # and not that of frozen parameters
+    before = older(run.checkpoints, step)
+    return run.config.on_damage == "older" and before is not None and own and not may_pass(error)
+
+
+def set_aside_alone(run: Run, step: int, error: Damaged) -> UserError:
+    """The error with which a process ends that can't read an array, while others wait for it in the middle of reading.
+
+    A damaged checkpoint is set aside if `goes_back` allows it, so that the same command goes on from the one before it.
+    """
+    if not goes_back(run, step, error):
+        return error
+    with contextlib.suppress(UserError):  # another process was faster
+        set_aside(run.checkpoints, step)
+    folder = run.folder / "damaged"
+    return UserError(f"{without_remedy(error)}; it was moved to {folder}; start again to go on from the one before it")
+
+
+def without_remedy(error: Damaged) -> str:
+    """Its message up to the remedy."""
+    return str(error).rsplit("; ", 1)[0]
 
 
 def first_state(run: Run) -> dict:

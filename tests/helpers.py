@@ -6,10 +6,12 @@ import importlib.util
 import io
 import json
 import pathlib
+from collections.abc import Callable
 from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 import sentencepiece
 from flax import nnx
 
@@ -19,6 +21,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.fields import FIELDS, layers
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.solvers import ONE_STEP
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, split_model
@@ -26,8 +29,19 @@ from diffeqformer.transformer import MODELS, Transformer, split_model
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
 FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
+LONG_TO_COMPILE = ("midpoint", "strang", "rk4", *(f"reversible_{name}" for name in ONE_STEP if name != "euler"))
 NO_DROPOUT = Context()
 ONE_DEVICE = make_mesh(devices=jax.devices()[:1])
+
+
+def some_slow(cases: list[tuple], slow: Callable[[tuple], bool]) -> list:
+    """The cases of a test, of which some run in `make test-slow` alone."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * slow(case)) for case in cases]
+
+
+def long_to_compile(case: tuple) -> bool:
+    """Whether the solver of a case, its last part, needs long programs, made of the same parts as shorter ones."""
+    return case[-1] in LONG_TO_COMPILE
 
 
 def load_config(name: str, model: str = "diffeqformer"):

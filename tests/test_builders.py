@@ -147,7 +147,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_builders_and_tasks(tmp_path):
     """Run the tests of two other files in a process with TensorFlow and without the import hook.
 

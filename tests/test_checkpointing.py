@@ -13,7 +13,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import ONE_STEP
 from diffeqformer.solvers.checkpointing import NOWHERE, actions, fewest_advances, schedule
 from diffeqformer.transformer import split_model, weights_at
-from helpers import lively_model, run_steps, toy_config
+from helpers import lively_model, long_to_compile, run_steps, some_slow, toy_config
 
 
 @functools.cache
@@ -88,7 +88,7 @@ CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("gpt",
 CASES += [("discretized", "gpt", "euler")]  # with adapters
 
 
-@pytest.mark.parametrize("kind, field, solver", CASES)
+@pytest.mark.parametrize("kind, field, solver", some_slow(CASES, long_to_compile))
 def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, field, solver):
     expected, gradient = loss_and_gradient(kind, field, solver, "none")
     for snapshots in (1, 3, 20) if solver == "euler" else (2,):
@@ -107,7 +107,10 @@ def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, fie
         ((1, 2, 2), {"field": "llama"}),
     ],
 )
-@pytest.mark.parametrize("remat, solver", [("binomial", "euler"), ("reversible", "reversible_euler")])
+@pytest.mark.parametrize(
+    "remat, solver",
+    [("binomial", "euler"), pytest.param("reversible", "reversible_euler", marks=pytest.mark.slow)],
+)
 def test_training_is_the_same_on_meshes_with_dropout_and_accumulation(mesh, changes, remat, solver):
     """Masks and drawn times are those of the steps, however often a step is computed.
 

@@ -27,8 +27,8 @@ def test_chunks_divide_the_steps():
         ((1, 1, 1), "none", {"solver": "heun", "training_times": "shifted", "num_steps": 7}),
         ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama", "step_features": 4}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
-        ((2, 2, 2), "products", {"dropout": 0.3, "kind": "looped"}),
-        ((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}),
+        pytest.param((2, 2, 2), "products", {"dropout": 0.3, "kind": "looped"}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}, marks=pytest.mark.slow),
         ((4, 2, 1), "step", {"generator": 2, "microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
     ],
 )

@@ -27,7 +27,7 @@ def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     return done.stdout, json.loads(results.read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_length(tmp_path):
     printed, found = study(tmp_path, 3, "design", "--seeds=2")
     assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 3 + 2
@@ -104,7 +104,7 @@ def test_the_short_text_is_the_first_articles(tmp_path):
     assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3 * (3 + 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     results = tmp_path / "elastic.json"
 

@@ -31,7 +31,7 @@ def test_forms_show_values_and_hide_code():
         assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     progress = Progress(tmp_path, 0, steps=12, tokens_per_step=8)

@@ -167,7 +167,7 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
     assert not (tmp_path / "stores" / "python_stdlib-bytes").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_module_of_the_users_adds_a_corpus(tmp_path):
     (tmp_path / "my_corpora.py").write_text("""
 import seqio

@@ -10,7 +10,7 @@ from test_checkpointing import loss_and_gradient
 from diffeqformer.inference.reader import with_solver
 from diffeqformer.solvers import ONE_STEP
 from diffeqformer.transformer import split_model, weights_at
-from helpers import lively_model, toy_config
+from helpers import lively_model, long_to_compile, some_slow, toy_config
 
 
 def relative_error(found, expected) -> float:
@@ -24,7 +24,7 @@ CASES = [("diffeqformer", "gpt", name) for name in ONE_STEP]
 CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("discretized", "gpt", "lie_trotter")]
 
 
-@pytest.mark.parametrize("kind, field, solver", CASES)
+@pytest.mark.parametrize("kind, field, solver", some_slow(CASES, long_to_compile))
 def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, field, solver):
     expected, gradient = loss_and_gradient(kind, field, f"reversible_{solver}", "none")
     loss, found = loss_and_gradient(kind, field, f"reversible_{solver}", "reversible")

@@ -29,11 +29,24 @@ from diffeqformer.training import loop, memory, optimizer, run
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import abstract_model
 from flags import FAST_COMPILATION
-from helpers import FAMILY, ONE_DEVICE, ROOT, drawn, first_state, load_config, run_steps, tokens_of, toy_config
+from helpers import (
+    FAMILY,
+    ONE_DEVICE,
+    ROOT,
+    drawn,
+    first_state,
+    load_config,
+    run_steps,
+    some_slow,
+    tokens_of,
+    toy_config,
+)
 from runs import curves
 
 
-@pytest.mark.parametrize("kind, field", FAMILY)
+@pytest.mark.parametrize(
+    "kind, field", some_slow(FAMILY, lambda case: case[1] == "llama" and case[0] not in ("diffeqformer", "llama"))
+)
 def test_every_model_learns_with_one_compilation(kind, field, compilations):
     config = toy_config(kind, field, steps=40, batch_size=2, model__dropout=0.1, optimizer__learning_rate=1e-2)
     _, state, losses = run_steps(config, ONE_DEVICE, 40)
@@ -314,7 +327,7 @@ def test_gpt_small_takes_a_step_on_a_cpu():
     assert np.isfinite(scalars).all() and int(state["step"]) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_and_models_run_without_tensorflow(tmp_path, short_stores):
     script = f"""
 import sys

@@ -19,7 +19,7 @@ from diffeqformer.inference.reader import split_reader, with_solver
 from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key, split_model
-from helpers import lively_model, logits_of
+from helpers import lively_model, logits_of, long_to_compile, some_slow
 from runs import command
 
 BYTES = ByteTokenizer()
@@ -40,7 +40,9 @@ def windows(prompt: list[int], text: list[int]) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("field, solver", [("llama", "euler"), *(("gpt", solver) for solver in SOLVERS)])
+@pytest.mark.parametrize(
+    "field, solver", some_slow([("llama", "euler"), *(("gpt", solver) for solver in SOLVERS)], long_to_compile)
+)
 def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solver, monkeypatch, compilations):
     """Of texts of different lengths at once, after prompts with more ids than the model has positions, or fewer."""
     model = small_model(field, solver=solver)

@@ -176,7 +176,10 @@ def damaged(campaign: Campaign, file: pathlib.Path) -> bytes:
 
 
 def damaged_checkpoint(campaign: Campaign, life: Life) -> bool | None:
-    """Damage in the newest checkpoint, after which an older one is taken; or the whole one, if it is the only one."""
+    """Damage in the newest checkpoint, after which an older one is taken; or the whole one, if it is the only one.
+
+    Of several processes, one that can't read an array moves the checkpoint, and all end.
+    """
     step = newest(life.folder)
     if not step:
         return False
@@ -184,9 +187,9 @@ def damaged_checkpoint(campaign: Campaign, life: Life) -> bool | None:
     file = campaign.at.choices(files, [path.stat().st_size for path in files])[0]
     whole = damaged(campaign, file)
     only = len([path for path in (life.folder / "checkpoints").iterdir() if path.name.isdecimal()]) == 1
-    [running] = life.start("--config.on_damage=older")
-    end(campaign, life, [running], (0, 1) if only else (0,))
-    if only and running.returncode == 1:
+    running = life.start("--config.on_damage=older")
+    end(campaign, life, running, (0, 1) if only else (0,))
+    if only and any(process.returncode for process in running):
         file.write_bytes(whole)
 
 

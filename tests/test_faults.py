@@ -124,7 +124,7 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
         )
 
     undisturbed([*options, "--workdir"], home / "alone")  # the base of others
-    of_many = {"SIGKILL": SIGNALS["SIGKILL"], "SIGTERM": SIGNALS["SIGTERM"], "pauses": paused}
+    of_many = {name: OF_RUNS[name] for name in ("SIGKILL", "SIGTERM", "pauses", "damaged checkpoint")}
     of_texts = SIGNALS | OF_DISKS | {"pauses": paused}
     for number in itertools.count(1):
         yield run(f"run-{number}", options, "alone"), OF_RUNS

@@ -9,7 +9,7 @@ import pytest
 from diffeqformer.depth.depths import chunk_length, chunk_lengths
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.step import Program
-from helpers import ONE_DEVICE, run_steps, tokens_of, toy_config
+from helpers import ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
 
 
 @pytest.mark.fast
@@ -42,11 +42,35 @@ def test_training_is_that_with_all_weights_at_once(mesh, remat, changes):
     np.testing.assert_allclose(chunked, whole, rtol=2e-4 if changes.get("model__dtype") else 2e-6)
 
 
-def temporaries(num_steps: int, **model) -> int:
-    """The bytes of temporaries of a compiled train step."""
+@pytest.mark.long
+@pytest.mark.parametrize("remat, solver", [("step", "heun"), ("reversible", "reversible_euler")])
+def test_evaluation_is_that_with_all_weights_at_once(remat, solver):
+    changes = {"model__solver": solver, "model__num_steps": 6, "model__vocab_multiple": 16, "mesh__fsdp": 2}
+    mesh, found = make_mesh((2, 2, 2)), []
+    for chunk in (0, 4):
+        config = toy_config(**changes, model__remat=remat if chunk else "step", model__generate_chunk=chunk)
+        program = Program(config, mesh)
+        params = first_state(program)["params"]
+        valid = np.arange(config.batch_size)[:, None] < config.batch_size - 1
+        for depth in (None, 3):
+            weights = program.for_evaluation(params, depth)
+            found.append(program.evaluate(params, weights, tokens_of(0, config), valid))
+    for chunked, whole in zip(found[2:], found[:2], strict=True):
+        np.testing.assert_allclose(chunked.total, whole.total, rtol=1e-6)
+        assert chunked.count == whole.count == (config.batch_size - 1) * (config.sequence_length - 1)
+    assert abs(found[0].total - found[1].total) > 1e-4 * found[0].total  # depth matters
+
+
+def temporaries(num_steps: int, evaluating: bool = False, **model) -> int:
+    """The bytes of temporaries of a compiled train step, or of an evaluation."""
     config = toy_config(**{f"model__{name}": value for name, value in model.items()}, model__num_steps=num_steps)
     program = Program(config, ONE_DEVICE)
-    lowered = program.train_step.lower(program.state_shapes, tokens_of(0, config))
+    state, tokens = program.state_shapes, tokens_of(0, config)
+    if evaluating:
+        steps, valid = program.for_evaluation(state["params"], None), np.ones((config.batch_size, 1), bool)
+        lowered = program.evaluate.lower(state["params"], steps, tokens, valid)
+    else:
+        lowered = program.train_step.lower(state, tokens)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -54,6 +78,8 @@ def temporaries(num_steps: int, **model) -> int:
 def test_memory_does_not_grow_with_depth():
     reversible = {"solver": "reversible_euler", "remat": "reversible", "generate_chunk": 4}
     few, many = (temporaries(steps, **reversible) for steps in (12, 1024))
+    assert many < 1.2 * few
+    few, many = (temporaries(steps, evaluating=True, **reversible) for steps in (12, 1024))
     assert many < 1.2 * few
     binomial = {"remat": "binomial", "snapshots": 4, "generate_chunk": 4}
     few, many = (temporaries(steps, **binomial) for steps in (12, 1024))

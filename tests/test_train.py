@@ -35,6 +35,7 @@ from helpers import (
     ROOT,
     drawn,
     first_state,
+    lively_model,
     load_config,
     run_steps,
     some_slow,
@@ -202,6 +203,14 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
         manager.wait_until_finished()
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
+
+
+def test_a_sample_that_needs_too_much_memory_does_not_fail_a_finished_run(monkeypatch, capsys):
+    config = toy_config("gpt")
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
+    loop.print_sample(config, lively_model("gpt"), ByteTokenizer())
+    printed = capsys.readouterr().out
+    assert printed.startswith("There is no sample: ") and " would take " in printed and "---" not in printed
 
 
 @pytest.mark.long

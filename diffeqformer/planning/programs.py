@@ -79,24 +79,36 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
     else:
         yield planned("initial state", program.init.lower(), 0)
     yield from compile_train_steps(config, program, dump)
-    params, state = program.state_shapes["params"], size_of(program.state_shapes)
-    rows = {
-        width: jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)
-        for width, dtype in ((config.sequence_length, jnp.int32), (1, jnp.bool))
-    }
     for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
-        at = f", {depth or config.model.num_steps} steps of depth"
-        made = planned(f"weights{at}", program.weights.lower(params, depth), state)
-        yield made
-        if made.compiled:
-            weights = placed(jax.eval_shape(program.weights, params, depth), made.compiled.output_shardings)
-            arrays = state + size_of(weights)
-            yield planned(f"evaluation{at}", program.evaluate.lower(params, weights, *rows.values()), arrays)
-            if depth is None and config.dynamics_every:
-                windows = np.zeros((WINDOWS, config.sequence_length), np.int32)
-                measure = Recorder(program, windows).measure
-                yield planned("dynamics", measure.lower(params, weights, windows), arrays)
-    yield from compile_sample(program, params, state)
+        yield from compile_evaluation(config, program, depth)
+    yield from compile_sample(program, program.state_shapes["params"], size_of(program.state_shapes))
+
+
+def compile_evaluation(config: ConfigDict, program: Program, depth: int | None) -> Iterator[Planned]:
+    """The evaluation at a number of steps of depth (None: as trained), and its weights; then also the dynamics."""
+    params, state = program.state_shapes["params"], size_of(program.state_shapes)
+    rows = [
+        jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)
+        for width, dtype in ((config.sequence_length, jnp.int32), (1, jnp.bool))
+    ]
+    at = f", {depth or config.model.num_steps} steps of depth"
+    chunked, dynamics = config.model.generate_chunk, depth is None and config.dynamics_every
+    if chunked:
+        steps = program.for_evaluation(params, depth)
+        yield planned(f"evaluation{at}", program.evaluate.lower(params, steps, *rows), state)
+        if not dynamics:
+            return
+    made = planned(f"weights{at}", program.weights.lower(params, depth), state)
+    yield made
+    if not made.compiled:
+        return
+    weights = placed(jax.eval_shape(program.weights, params, depth), made.compiled.output_shardings)
+    arrays = state + size_of(weights)
+    if not chunked:
+        yield planned(f"evaluation{at}", program.evaluate.lower(params, weights, *rows), arrays)
+    if dynamics:
+        windows = np.zeros((WINDOWS, config.sequence_length), np.int32)
+        yield planned("dynamics", Recorder(program, windows).measure.lower(params, weights, windows), arrays)
 
 
 def compile_train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:

@@ -134,10 +134,12 @@ def last_state(
     state: PyTree,
     stacked: PyTree,
     constant: PyTree,
-    step_sizes: Float[Array, "T"],
+    step_sizes: Float[Array, "T *chunk"],
     keys: Array | None,
 ) -> PyTree:
-    """The state after all steps. For the backward pass, `snapshots` states are stored, and that before the last step.
+    """The state after all steps, or chunks of steps.
+
+    For the backward pass, `snapshots` states are stored, and that before the last step.
 
     Args:
         advance: (state, layers, constant, step, dt, keys) -> the state after a step, counted from 0.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.depth.depths import chunk_length
 from diffeqformer.depth.grid import Grid
@@ -37,7 +37,14 @@ from diffeqformer.parallel.sharding import (
 from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
-from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, split_batch
+from diffeqformer.training.loss import (
+    BY_EXAMPLE,
+    ShardedLoss,
+    over_devices,
+    split_batch,
+    targets,
+    without_depth,
+)
 from diffeqformer.transformer import Transformer
 
 
@@ -253,6 +260,13 @@ def _reversible_backward(chunks, residuals, d_last):
 last_reversible.defvjp(_reversible_forward, _reversible_backward)
 
 
+class ChunkedSteps(NamedTuple):
+    """The steps of depth in chunks, from which their weights are generated."""
+
+    features: Float[Array, "chunks times features"]
+    step_sizes: Float[Array, "chunks steps"]
+
+
 class ChunkedLoss(ShardedLoss):
     """The same loss, where weights exist for a chunk of the steps at a time.
 
@@ -279,23 +293,42 @@ class ChunkedLoss(ShardedLoss):
     def mean(self, params: dict, tokens, keys, microbatches: int, grid: Grid | None) -> Float[Array, ""]:
         """The mean loss of the next token in nats."""
         model = nnx.merge(self.graph, params)
-        grid = grid or model.grid()
-        others = {name: value for name, value in params.items() if name != "depth"}
-        length, step_sizes = chunk_length(len(grid.ends), self.chunk), jnp.asarray(grid.step_sizes, jnp.float32)
-        embedding = Part(self.mesh, self.embedded, self.other_specs, microbatches=microbatches)
-        x = computed(embedding, others, (), (), (tokens, keys))
-        state = model.solver.begin(x, step_sizes[0])
-        features = jnp.asarray(model.depth.features(grid))
-        features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
-        chunks, number = Chunks(self, model, microbatches), len(features)
-        inputs = state, features, params["depth"], step_sizes.reshape(number, length), keys
-        if model.remat == "reversible":
-            last = last_reversible(chunks, *inputs)
-        else:
-            stored = model.snapshots if model.remat == "binomial" else number
-            last = last_state(chunks.advance, stored, *inputs)
+        x = self.last_states(model, params, self.steps(model, grid or model.grid()), tokens, keys, microbatches)
         scored = Part(self.mesh, self.scored, self.other_specs, EVERYWHERE)
-        return computed(scored, others, model.solver.read(last), (), tokens)
+        return computed(scored, without_depth(params), x, (), tokens)
+
+    def steps(self, model: Transformer, grid: Grid) -> ChunkedSteps:
+        """The steps of a grid in chunks of equal length."""
+        length, features = chunk_length(len(grid.ends), self.chunk), jnp.asarray(model.depth.features(grid))
+        features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
+        return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
+
+    def last_states(
+        self, model: Transformer, params: dict, steps: ChunkedSteps, tokens, keys, microbatches: int
+    ) -> Float[Array, "B S D"]:
+        """x(1)."""
+        embedding = Part(self.mesh, self.embedded, self.other_specs, microbatches=microbatches)
+        x = computed(embedding, without_depth(params), (), (), (tokens, keys))
+        state, chunks = model.solver.begin(x, steps.step_sizes[0, 0]), Chunks(self, model, microbatches)
+        inputs = state, steps.features, params["depth"], steps.step_sizes, keys
+        if model.remat == "reversible":
+            return model.solver.read(last_reversible(chunks, *inputs))
+        stored = model.snapshots if model.remat == "binomial" else len(steps.features)
+        return model.solver.read(last_state(chunks.advance, stored, *inputs))
+
+    @at_its_precision
+    def sum_and_count(
+        self, params: dict, weights: ChunkedSteps, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """As in `ShardedLoss`, but every batch generates the weights again, chunk by chunk."""
+
+        def on_device(others, x, tokens, valid):
+            scored = targets(tokens, valid)
+            return over_devices(self.sum_of_states(self.model_on_device(others), x, tokens, scored), scored)
+
+        x = self.last_states(nnx.merge(self.graph, params), params, weights, tokens, None, 1)
+        specs = (self.other_specs, BY_EXAMPLE, BY_EXAMPLE, BY_EXAMPLE)
+        return by_device(self.mesh, on_device, specs, EVERYWHERE)(without_depth(params), x, tokens, valid)
 
     def embedded(self, others: dict, states: tuple, fixed: tuple, inputs: tuple) -> Float[Array, "B S D"]:
         """x(0), on a device."""

@@ -80,7 +80,7 @@ def train(
                     raise Stopped(f"{said}; the same command resumes from it", notice.status)
         report_end(run, finished)
     model = nnx.merge(run.program.graph, run.program.undivided(state["params"]))
-    print(f"--- sample ---\n{printable(sample(config, model, tokenizer))}\n--------------", flush=True)
+    print_sample(config, model, tokenizer)
     return model
 
 
@@ -95,6 +95,16 @@ def report_end(run: Run, finished_before: bool) -> None:
     hidden = beside.exists() and not shutil.which("tensorboard")
     tensorboard = os.path.relpath(beside) if hidden else "tensorboard"
     print(f"Finished. Checkpoints and curves are in {folder}: {tensorboard} --logdir {folder}")
+
+
+def print_sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> None:
+    """Print the sample, or why there is none: writing needs the weights of all steps at once, and training may not."""
+    try:
+        text = sample(config, model, tokenizer)
+    except UserError as error:
+        print(f"There is no sample: {error}", flush=True)
+        return
+    print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
 
 
 def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:
@@ -260,7 +270,7 @@ def validate(
     Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
     which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
     """
-    weights = program.weights(params, num_steps)  # once, for all batches
+    weights = program.for_evaluation(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
     show = show_progress("validation")
     shape = config.batch_size, config.sequence_length

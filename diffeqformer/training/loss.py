@@ -212,19 +212,32 @@ class ShardedLoss:
 
     @at_its_precision
     def sum_and_count(
-        self, others: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
+        self, params: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The summed loss in nats, and the number of tokens in it: all but the first of each valid window."""
 
         def on_device(others, layers, step_sizes, tokens, valid):
-            here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
-            scored = valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)
-            total = self.device_sum(others, here, tokens, None, scored.astype(jnp.float32))
-            return jax.lax.psum(total, AXES), jax.lax.psum(jnp.sum(scored, dtype=jnp.float32), BATCH)
+            here, scored = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes), targets(tokens, valid)
+            return over_devices(self.device_sum(others, here, tokens, None, scored), scored)
 
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
-        return on_devices(others, weights.layers, weights.step_sizes, tokens, valid)
+        return on_devices(without_depth(params), weights.layers, weights.step_sizes, tokens, valid)
+
+
+def without_depth(params: dict) -> dict:
+    """The parameters that aren't depth weights."""
+    return {name: value for name, value in params.items() if name != "depth"}
+
+
+def targets(tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]) -> Float[Array, "B S"]:
+    """1 at each position of a valid window that has a next token, 0 elsewhere."""
+    return (valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)).astype(jnp.float32)
+
+
+def over_devices(total: Float[Array, ""], scored: Float[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """A device's part of a sum over `scored` positions, and their number, added up over all devices."""
+    return jax.lax.psum(total, AXES), jax.lax.psum(jnp.sum(scored), BATCH)
 
 
 def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "parts rows ..."]:

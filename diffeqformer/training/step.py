@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from clu import metrics
 from flax import nnx
@@ -67,6 +68,8 @@ class Program:
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
         by default as in the config; each number is compiled when it is first needed
     weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
+    for_evaluation(params, num_steps) -> what `evaluate` takes as weights: these; or only the steps, by which each batch
+        generates weights chunk by chunk (`model.generate_chunk`)
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
     Args:
@@ -84,7 +87,8 @@ class Program:
         attend, self.attention = attention or fastest(
             mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
         )
-        if chunk := config.model.generate_chunk:
+        chunk = config.model.generate_chunk
+        if chunk:
             self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk)
         else:
             self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
@@ -103,6 +107,7 @@ class Program:
             static_argnames="num_steps",
         )
         self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
+        self.for_evaluation = self._chunked_steps if chunk else self.weights
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
 
     def said(self) -> str:
@@ -169,7 +174,10 @@ class Program:
         layers = jax.lax.with_sharding_constraint(made.layers, shardings(self.mesh, self.loss.merged_specs))
         return dataclasses.replace(made, layers=layers)
 
+    def _chunked_steps(self, params, num_steps):
+        model = nnx.merge(self.graph, params)
+        return jax.tree.map(np.asarray, self.loss.steps(model, model.grid(num_steps)))
+
     def _evaluate(self, params, weights, tokens, valid):
-        others = {name: value for name, value in params.items() if name != "depth"}
-        total, count = self.loss.sum_and_count(others, weights, tokens, valid)
+        total, count = self.loss.sum_and_count(params, weights, tokens, valid)
         return metrics.Average(total=total, count=count)

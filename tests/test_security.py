@@ -21,7 +21,7 @@ from diffeqformer import checkpoint, checksums, data
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import check_links, results_folder, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
-from diffeqformer.data import files
+from diffeqformer.data import files, tokenizers
 from diffeqformer.data.remote import stage, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
@@ -137,6 +137,10 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(gzip.compress(content))
         with pytest.raises(UserError, match=f"{name}: it has {what} of more than 1,000,000 bytes; cut it into several"):
             list(files.read_texts(tmp_path / name))
+    monkeypatch.setattr(tokenizers, "LARGEST", 10**6)
+    for saved in (tokenizers._pack(bytes(10**7)), tokenizers._pack(bytes(range(256)))[:-5]):
+        with pytest.raises(ValueError, match="its tokenizer isn't whole, or has more than 1,000,000 bytes"):
+            tokenizers.restore_tokenizer("gpt2", saved)
     (tmp_path / "many.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 10**5))
     assert sum(1 for _ in files.read_texts(tmp_path / "many.jsonl.gz")) == 10**5
 

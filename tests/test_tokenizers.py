@@ -151,10 +151,12 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
         open_tokenizer("gpt2")
 
 
-def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path):
-    (tmp_path / "no.model").write_bytes(b"text")
-    with pytest.raises(UserError, match="config.data.tokenizer_file: .*isn't a SentencePiece model .*no.model"):
-        open_tokenizer("sentencepiece", str(tmp_path / "no.model"))
+def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path, capfd):
+    for content in (b"text", b""):
+        (tmp_path / "no.model").write_bytes(content)
+        with pytest.raises(UserError, match="config.data.tokenizer_file: .*isn't a SentencePiece model .*no.model"):
+            open_tokenizer("sentencepiece", str(tmp_path / "no.model"))
+    assert capfd.readouterr().err == ""  # the library would log three lines of its own
     with pytest.raises(UserError, match="config.data.tokenizer_file: .*absent.model: No such file"):
         open_tokenizer("sentencepiece", str(tmp_path / "absent.model"))
 

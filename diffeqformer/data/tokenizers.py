@@ -11,7 +11,10 @@ import pathlib
 import zlib
 from collections.abc import Iterable
 
+from diffeqformer.data.quiet import quiet
 from diffeqformer.errors import UserError
+
+LARGEST = 2**28  # bytes of a tokenizer's file
 
 
 class ByteTokenizer:
@@ -139,7 +142,9 @@ class SentencePieceTokenizer:
 
         self._model = model
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            with quiet():  # it would log its own words first
+                self._processor = sentencepiece.SentencePieceProcessor()
+                self._processor.LoadFromSerializedProto(model)
         except RuntimeError:
             raise UserError("config.data.tokenizer_file: this file isn't a SentencePiece model") from None
         self.end_of_text, self.vocab_size = self._processor.eos_id(), self._processor.vocab_size()
@@ -212,4 +217,13 @@ def _pack(data: bytes) -> str:
 
 
 def _unpack(saved: str) -> bytes:
-    return zlib.decompress(base64.b85decode(saved))
+    """The reverse of `_pack`. A small record could hold any number of bytes.
+
+    Raises:
+        ValueError: if it has more than `LARGEST` bytes, or isn't whole.
+    """
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(base64.b85decode(saved), LARGEST)
+    if not unpacking.eof:
+        raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
+    return data

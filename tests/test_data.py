@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import queue
 import shutil
 import threading
@@ -126,7 +127,9 @@ def test_missing_and_too_short_stores_are_refused(small_store, tmp_path):
         open_store(small_store, "bytes", 10_000)
 
 
-def test_a_changed_store_is_found_by_its_hashes(small_store):
+@pytest.mark.parametrize("cores", [2, 16])
+def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     verify(small_store, read_about(small_store))
     data = bytearray((small_store / "train-00002.bin").read_bytes())
     data[10] ^= 1

@@ -24,6 +24,7 @@ from diffeqformer.errors import UserError
 
 FORMAT = 2
 SPLITS = ("train", "validation")
+MOST_THREADS = 8  # that read a store at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +167,12 @@ def _blocks(path: pathlib.Path) -> Iterator[bytes]:
             yield block
 
 
-def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file."""
+def sha256(*paths: pathlib.Path) -> str:
+    """The SHA-256 of files, one after another."""
     digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
+    for path in paths:
+        for block in _blocks(path):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -178,6 +180,7 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
     """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
     The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
+    Half of the processor's cores read files side by side, at most `MOST_THREADS`.
 
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
@@ -185,31 +188,58 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
     Raises:
         UserError: for the first file that differs, or holds an id that the tokenizer doesn't have.
     """
-    try:
-        _verify(folder, about, vocab_size, splits)
-    except OSError as error:
+    shards_of(about, folder / "store.json")  # their names are safe
+    chosen = [about["splits"][name] for name in splits]
+    checks = [functools.partial(_check_split, folder, split) for split in chosen]
+    checks += [
+        functools.partial(_check_shard, folder / shard["file"], shard["sha256"], about["dtype"], vocab_size)
+        for split in chosen
+        for shard in split["shards"]
+    ]
+    errors, waiting = {}, iter(enumerate(checks, start=-len(chosen)))  # which threads can share
+
+    def work():
+        for number, check in waiting:
+            try:
+                check()
+            except Exception as error:
+                errors[number] = error
+
+    others = min(MOST_THREADS, (os.cpu_count() or 1) // 2) - 1
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if not errors:
+        return
+    error = errors[min(errors, key=lambda number: (number < 0, number))]  # of a shard rather than of its split
+    if isinstance(error, OSError):
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None
+    raise error
 
 
-def _verify(folder: pathlib.Path, about: dict, vocab_size: int | None, splits: Iterable[str]) -> None:
-    shards_of(about, folder / "store.json")  # their names are safe
-    for split in (about["splits"][name] for name in splits):
-        whole = hashlib.sha256()
-        for shard in split["shards"]:
-            path, digest, largest = folder / shard["file"], hashlib.sha256(), 0
-            for block in _blocks(path):
-                digest.update(block)
-                whole.update(block)
-                if vocab_size is not None:
-                    largest = max(largest, int(np.frombuffer(block, about["dtype"]).max()))
-            if digest.hexdigest() != shard["sha256"]:
-                raise UserError(f"{path}: its content isn't what was written, by its SHA-256; {REMEDY}")
-            if vocab_size is not None and largest >= vocab_size:
-                said = f"it holds the id {largest:,}, but the tokenizer's ids are below {vocab_size:,}"
-                raise UserError(f"{path}: {said}; {REMEDY}")
-        if whole.hexdigest() != split.setdefault("sha256", whole.hexdigest()):
-            raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
+def _check_split(folder: pathlib.Path, split: dict) -> None:
+    shards = split["shards"]
+    one = len(shards) == 1  # whose own hash is checked
+    whole = shards[0]["sha256"] if one else sha256(*(folder / shard["file"] for shard in shards))
+    if whole != split.setdefault("sha256", whole):
+        raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
+
+
+def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int | None) -> None:
+    digest, largest = hashlib.sha256(), 0
+    for block in _blocks(path):
+        digest.update(block)
+        if vocab_size is not None:
+            largest = max(largest, int(np.frombuffer(block, dtype).max()))
+    if digest.hexdigest() != recorded:
+        raise UserError(f"{path}: its content isn't what was written, by its SHA-256; {REMEDY}")
+    if vocab_size is not None and largest >= vocab_size:
+        said = f"it holds the id {largest:,}, but the tokenizer's ids are below {vocab_size:,}"
+        raise UserError(f"{path}: {said}; {REMEDY}")
 
 
 def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:

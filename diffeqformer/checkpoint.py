@@ -11,6 +11,7 @@ can be opened on any machine without other files. A materialized model (`diffeqf
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -207,6 +208,21 @@ def open_arrays(
     saved = saved_arrays(manager, step, remedy)
     with reading():
         return stored_arrays.open_arrays(saved, reading, recorded)
+
+
+def damage(manager: ocp.CheckpointManager, step: int) -> Damaged | None:
+    """What is wrong with a checkpoint, as this process finds by reading all of it by itself; None if nothing is."""
+    reading = functools.partial(readable, manager, step)
+    try:
+        with reading():  # Orbax's own way would wait for other processes
+            record = json.loads((manager.directory / str(step) / "about" / "metadata").read_text())
+            items = manager.item_metadata(step)
+            state = {"params": items["params"].tree, **items["optimizer"].tree}
+            saved = {(name,): array for name, array in checksums.named(state).items()}
+            for array in stored_arrays.open_arrays(saved, reading, About.from_json(record).checksums, "".join).values():
+                array.verify()
+    except Damaged as found:
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

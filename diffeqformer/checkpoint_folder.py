@@ -13,7 +13,7 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from diffeqformer.checksums import unsealed
-from diffeqformer.errors import UserError, out_of_memory, reason_of
+from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
 """The remedy if a checkpoint of a run that may be training can't be read."""
@@ -38,6 +38,11 @@ class Damaged(UserError):
     def __init__(self, message: str, directory: epath.Path, step: int):
         super().__init__(message)
         self.directory, self.step = directory, step
+
+    @property
+    def found(self) -> str:
+        """The message without its last part, the remedy."""
+        return str(self).rsplit("; ", 1)[0]
 
 
 def handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -77,9 +82,8 @@ def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoint
     Saves run in the background. The remains of an interrupted save are removed.
 
     Raises:
-        UserError: if the folder can't be written, or one of its validations isn't what was saved.
+        UserError: if the folder can't be written, or one of its validations can't be read.
     """
-    check_validations(folder_of(workdir, name))
     loss = operator.itemgetter("loss")
     best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
@@ -142,13 +146,13 @@ def best_step(manager: ocp.CheckpointManager) -> int | None:
     """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation.
 
     Raises:
-        UserError: if a validation can't be read.
+        Damaged: if a validation isn't what was saved.
+        UserError: if it can't be read.
     """
     losses = {}
     for step in sorted(manager.all_steps(), reverse=True):  # of equal ones, the newest, as in `open_checkpoints`
-        with readable(manager, step, REPLACED):
-            if (validation := manager.metrics(step)) is not None:
-                losses[step] = float(unsealed(validation)["loss"])
+        if validation := validation_of(manager.directory, step):
+            losses[step] = validation["loss"]
     return min(losses, key=losses.get, default=None)
 
 
@@ -177,33 +181,52 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
         raise Damaged(message, manager.directory, step) from error
 
 
+def validation_of(folder: epath.Path, step: int) -> dict | None:
+    """The validation that was saved with a checkpoint; None if there was none.
+
+    Args:
+        folder: of the checkpoints.
+
+    Raises:
+        Damaged: if it isn't what was saved.
+        UserError: if it can't be read.
+    """
+    file = folder / str(step) / "metrics" / "metrics"
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of a disk or a cloud client
+        raise UserError(f"{file}: this file can't be read: {reason_of(error)}; check that it can be reached") from error
+    try:
+        validation = unsealed(json.loads(content))
+        return {**validation, "loss": float(validation["loss"])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        remedy = "restore it, or let training go on without it by --config.on_damage=older"
+        raise Damaged(f"{file}: this validation is damaged: {reason_of(error)}; {remedy}", folder, step) from error
+
+
 def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
-    """Check that the validations beside checkpoints are what was saved.
+    """Check that the validations of all checkpoints are what was saved.
 
     Args:
         folder: of the checkpoints.
         or_aside: move those aside that aren't. Their checkpoints then count as not validated.
 
     Raises:
-        UserError: if one isn't, or can't be read or moved.
+        Damaged: if one isn't.
+        UserError: if one can't be read or moved.
     """
-    if not folder.exists():
-        return
-    for step in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
-        file = step / "metrics" / "metrics"
+    with reachable("--workdir", folder):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    for step in sorted(int(name) for name in names if name.isdecimal()):
         try:
-            float(unsealed(json.loads(file.read_text()))["loss"])
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise UserError(f"{file}: this file can't be read: {reason_of(error)}; check its disk") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            damage = f"{file}: this validation is damaged: {reason_of(error)}"
+            validation_of(folder, step)
+        except Damaged as error:
             if not or_aside:
-                remedy = "restore it, or let training go on without it by --config.on_damage=older"
-                raise UserError(f"{damage}; {remedy}") from error
-            moved = move_aside(file.parent, folder, f"{step.name}-metrics")
-            print(f"{damage}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
+                raise
+            moved = move_aside(folder / str(step) / "metrics", folder, f"{step}-metrics")
+            print(f"{error.found}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
 
 
 def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:

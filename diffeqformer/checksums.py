@@ -101,8 +101,13 @@ def of_tree(tree: Any) -> dict[str, str]:
     All processes that share the arrays must call this together. Each sum is awaited: on CPUs, collectives of programs
     that run at the same time can wait for one another.
     """
+    return {name: as_text(_sums_of(leaf)) for name, leaf in named(tree).items()}
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as `params/head/kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): as_text(_sums_of(leaf)) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def of_array(array: np.ndarray) -> str:

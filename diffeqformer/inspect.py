@@ -13,7 +13,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import REPLACED, Step, best_step
+from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step
 from diffeqformer.config import base_config, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
@@ -112,6 +112,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
     Returns:
         workdir, step, name, kind, field, solver, num_steps
         steps: of all checkpoints; best_step: the one that validated best, or None
+        damage: a damaged validation, for which the best isn't known; or None
         data_sha256: of the training split
         base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
         time_spent: where the run's time went until this checkpoint, in seconds by cause, or None; goodput: as shares
@@ -124,7 +125,11 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         UserError: if there is no such checkpoint, or it can't be read.
     """
     with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
-        steps, best = sorted(manager.all_steps()), best_step(manager)
+        steps, best, damage = sorted(manager.all_steps()), None, None
+        try:
+            best = best_step(manager)
+        except Damaged as error:
+            damage = error.found
         rows = parameters(manager, step, about.checksums, True, with_statistics, REPLACED)
     if config.model.lora_rank:
         with checkpoint.open_frozen(workdir, about.base) as (manager, recorded, remedy):
@@ -135,6 +140,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "step": step,
         "steps": steps,
         "best_step": best,
+        "damage": damage,
         "name": title(config),
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
         "data_sha256": about.data_sha256,
@@ -175,6 +181,8 @@ def heading(found: dict) -> list[str]:
         f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
         f"tokenizer: {name}, {'which needs no data' if name == 'bytes' else inside}",
     ]
+    if found["damage"]:
+        lines.append(found["damage"])
     for key, began in (("base", "began with the weights of"), ("materialized_from", "materialized from")):
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import MOST_STEPS, are_depths, chunk_lengths, longest_grid, trained_depths
+from diffeqformer.depth.depths import MOST_STEPS, are_depths, chunk_length, longest_grid, trained_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
 from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
@@ -217,10 +217,14 @@ RULES = [
         "model.generate_chunk",
         lambda v, c: (
             v < 2
-            or all(length > 1 or longest_grid(c.model, depth) == 1 for depth, length in chunk_lengths(c.model).items())
+            or all(
+                steps == 1 or chunk_length(steps, v) > 1
+                for depth in trained_depths(c.model)
+                for steps in (depth, longest_grid(c.model, depth))  # in validation and in training
+            )
         ),
-        "must be 0, 1, or no less than a divisor above 1 of the steps at every depth of training (shifted grids have "
-        "one more), or else each chunk would be one step",
+        "must be 0, 1, or no less than a divisor above 1 of the steps at every depth of training (of shifted grids, "
+        "which have one more, too), or else each chunk would be one step",
     ),
     Rule(
         "kernels",

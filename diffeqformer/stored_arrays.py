@@ -33,6 +33,9 @@ smaller chunks, those of the last axis would become slivers, which are slow to c
 BYTES_AT_ONCE = 2**28
 """How much of an array is read at a time."""
 
+MOST_BLOCKS = 2**20
+"""In how many parts an array is read at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
@@ -63,7 +66,7 @@ class StoredArray:
         Raises:
             UserError: if it can't be read (by `reading`), or it or a chunk doesn't fit into the free memory.
         """
-        largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape))
+        largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape or ()))
         needed = largest * self.store.dtype.numpy_dtype.itemsize
         part, remedy = f"{self.name}: a part of it", "use a machine with more memory"
         memory.check_enough(part, needed, memory.free_on_host(), remedy)
@@ -103,6 +106,9 @@ class StoredArray:
 
         Returns:
             For each block, a slice for each axis, or `slice(None)` for those that aren't cut.
+
+        Raises:
+            UserError: if there are too many (by `reading`): a small file can claim any shape.
         """
         axes = tuple(range(len(self.shape))) if axes is None else axes
         chunk = self.store.chunk_layout.read_chunk.shape
@@ -110,6 +116,9 @@ class StoredArray:
         for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
             size = math.prod(sizes) * self.store.dtype.numpy_dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
+        with self.reading():
+            if math.prod(-(-size // step) for size, step in zip(self.shape, sizes)) > MOST_BLOCKS:
+                raise ValueError(f"{self.name} has the shape {self.shape}, in more than {MOST_BLOCKS:,} blocks")
         cuts = [
             [slice(start, min(start + sizes[axis], size)) for start in range(0, size, sizes[axis])]
             if axis in axes
@@ -120,16 +129,20 @@ class StoredArray:
 
 
 def open_arrays(
-    saved: dict[Path, Any], reading: Callable[[], AbstractContextManager], recorded: dict[str, str] | None
+    saved: dict[Path, Any],
+    reading: Callable[[], AbstractContextManager],
+    recorded: dict[str, str] | None,
+    name: Callable[[Path], str] = checksums.name_of_parameter,
 ) -> dict[Path, StoredArray]:
-    """Open the parameters of a checkpoint. Only their metadata is read.
+    """Open the arrays of a checkpoint, by default its parameters. Only their metadata is read.
 
     Args:
         saved: what Orbax says of each.
         reading: see `StoredArray`.
         recorded: their checksums by name; None if there are none.
+        name: the name of the array with a path.
     """
-    names = {path: checksums.name_of_parameter(path) for path in saved}
+    names = {path: name(path) for path in saved}
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     with reading():
         opening = {key: ts.open(_spec(array.directory, array.name), context=context) for key, array in saved.items()}

@@ -282,13 +282,22 @@ def weights_at(model: Transformer, num_steps: int | tuple[float, ...] | None = N
     Raises:
         UserError: if this model can't take that number of steps, or its weights don't fit into memory.
     """
+    check_weights(model, num_steps)
+    return weights_of(*split_model(model), num_steps)
+
+
+def check_weights(model: Transformer, num_steps: int | tuple[float, ...] | None = None) -> None:
+    """Check that the weights of a number of steps fit into memory.
+
+    Raises:
+        NoRoom: if they don't.
+    """
     graph, params = split_model(model)
     what = f"num_steps: the weights of {len(model.grid(num_steps).ends):,} steps"
     shapes = jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "sharding")]  # none in a derivative
     devices = max((len(array.sharding.device_set) for array in arrays), default=1)
     check_free(what, shapes, 1 / devices)  # they are divided at most as much
-    return weights_of(graph, params, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_steps"))

@@ -29,6 +29,11 @@ def newest(workdir: pathlib.Path) -> int:
     return max((int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
 
 
+def set_aside(workdir: pathlib.Path) -> set[str]:
+    """The names of what was set aside as damaged."""
+    return {path.name for path in (workdir / "damaged").glob("*")}
+
+
 @dataclasses.dataclass
 class Campaign:
     """Where faults happen, and what came of them."""

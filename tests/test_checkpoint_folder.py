@@ -57,16 +57,31 @@ def test_a_damaged_validation_is_named_and_set_aside_if_wanted(tmp_path, content
     folder = checkpoint_folder.folder_of(tmp_path)
     file = folder / "1" / "metrics" / "metrics"
     file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(checkpoint.Damaged, match="checkpoints/1: this checkpoint can't be read: "):
-        opened(tmp_path, "best")
-    with pytest.raises(UserError, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"):
-        save(tmp_path, {4: 1.0}, kept=2)
+    for use in (lambda: opened(tmp_path, "best"), lambda: checkpoint_folder.check_validations(folder)):
+        with pytest.raises(
+            checkpoint.Damaged, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"
+        ):
+            use()
     assert opened(tmp_path, None) == 3  # which doesn't need it
     checkpoint_folder.check_validations(folder, or_aside=True)
     assert f"it is now {tmp_path}/damaged/1-metrics, and its checkpoint counts as not" in capsys.readouterr().out
     assert opened(tmp_path, "best") == 2 and opened(tmp_path, 1) == 1
     save(tmp_path, {4: None}, kept=1)
     assert names(tmp_path) == {"2", "4"}
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("Bad Request"), RuntimeError("503")])
+def test_a_validation_that_cannot_be_reached_is_not_set_aside(tmp_path, error, monkeypatch):
+    """Cloud clients raise many kinds of errors, some of which a damaged file would cause, too."""
+    save(tmp_path, {1: 1.0}, kept=1)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(type(checkpoint_folder.folder_of(tmp_path)), "read_bytes", fail)
+    with pytest.raises(UserError, match="1/metrics/metrics: this file can't be read: .*; check that it can be reached"):
+        checkpoint_folder.check_validations(checkpoint_folder.folder_of(tmp_path), or_aside=True)
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_the_option_takes_a_step_or_best(monkeypatch):

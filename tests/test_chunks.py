@@ -84,3 +84,5 @@ def test_memory_does_not_grow_with_depth():
     binomial = {"remat": "binomial", "snapshots": 4, "generate_chunk": 4}
     few, many = (temporaries(steps, **binomial) for steps in (12, 1024))
     assert many < 1.3 * few
+    few, many = (temporaries(steps, evaluating=True, **binomial) for steps in (12, 1024))
+    assert many < 1.2 * few

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,7 +24,7 @@ from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
-from diffeqformer.training.run import Run, go_back
+from diffeqformer.training.run import Run, go_back, set_aside_alone
 from helpers import drawn, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -156,6 +158,14 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
 
 
+def run_with(**attributes) -> Run:
+    """A run with no more than a function under test needs."""
+    run = object.__new__(Run)
+    for name, value in attributes.items():
+        object.__setattr__(run, name, value)
+    return run
+
+
 def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
     config = toy_config("gpt", on_damage="older")
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
@@ -163,9 +173,7 @@ def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
         for step in (1, 2):
             checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
         manager.wait_until_finished()
-        run = object.__new__(Run)  # with no more than `go_back` needs
-        for name, value in (("config", config), ("checkpoints", manager)):
-            object.__setattr__(run, name, value)
+        run = run_with(config=config, checkpoints=manager)
         for error, passes in (
             (OSError(24, "Too many open files"), True),
             (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), True),
@@ -183,6 +191,32 @@ def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
+    """When another process ends, what it was needed for fails here, and the checkpoint is intact."""
+    config = toy_config("gpt", on_damage="older")
+    state = {
+        "params": {"w": jnp.arange(5000.0)},
+        "optimizer": (jnp.ones(5000), {"m": jnp.ones(3)}),
+        "step": jnp.int32(7),
+    }
+    with checkpoint.open_to_write(tmp_path, kept=3) as manager:
+        for step in (6, 7):
+            checkpoint.save(manager, step, state, checkpoint.About(config.to_dict(), "bytes"))
+    for item, file_of in (("params", "w"), ("optimizer", "m")):
+        with checkpoint.open_checkpoints(tmp_path, kept=3) as manager:
+            run = run_with(config=config, checkpoints=manager, folder=epath.Path(tmp_path))
+            lost = checkpoint.Damaged("7: Gloo AllGather failed: Connection reset by peer; ...", manager.directory, 7)
+            assert checkpoint.damage(manager, 7) is None and set_aside_alone(run, 7, lost) is lost
+            assert not (tmp_path / "damaged" / "7").exists()
+            whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / f"whole of {file_of}")
+            for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():
+                os.truncate(path, path.stat().st_size // 2)
+            said = str(set_aside_alone(run, 7, lost))
+        assert f"; it was moved to {tmp_path}/damaged; start again to go on from the one before it" in said
+        shutil.rmtree(tmp_path / "damaged" / "7")
+        shutil.copytree(whole, tmp_path / "checkpoints" / "7")
+
+
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):
     config = toy_config()
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")

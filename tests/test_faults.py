@@ -1,7 +1,7 @@
 """A run survives what people, machines and disks do to it, bit for bit.
 
 `make test-faults` injects faults for an hour; `make test-faults MINUTES=10` for ten minutes. Then it prints how many
-there were, and how many runs were changed silently, couldn't go on, hung or said more than one sentence. The seed of
+there were, and how many runs were changed silently, lost an intact checkpoint, couldn't go on, hung or said more than one sentence. The seed of
 the draws is printed, too; SEED=3 repeats them. The suite has two kills, each in the middle of a save.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, small_disk
+from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, set_aside, small_disk
 
 from diffeqformer import checkpoint
 from diffeqformer.data.store import read_about
@@ -25,7 +25,12 @@ from diffeqformer.errors import printable
 from diffeqformer.training import loop
 from runs import TINY, curves, finish, start
 
-FORBIDDEN = ("silent changes", "unusable folders", "hangs")  # more than one sentence is shown, but fails nothing
+FORBIDDEN = (
+    "silent changes",
+    "lost checkpoints",
+    "unusable folders",
+    "hangs",
+)  # more than one sentence is shown, but fails nothing
 SAVING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=10"]
 
 
@@ -132,7 +137,9 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
         yield run(f"tuned-{number}", tuning, "tuned"), OF_RUNS
         yield in_bucket(f"gs-{number}"), SIGNALS | {"pauses": paused}
         count = 4 if number % 4 == 0 else 2
-        yield run(f"run-of-{count}-{number}", options, f"alone-{count}", count), of_many
+        # With this option, a process that lost another one could take an intact checkpoint for a damaged one.
+        of_older = [*options, "--config.on_damage=older"]
+        yield run(f"run-of-{count}-{number}", of_older, f"alone-{count}", count), of_many
 
 
 def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: float) -> None:
@@ -141,8 +148,12 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
         name = campaign.at.choice(list(faults))
         if life.done() or time.monotonic() > deadline:
             break
+        step, before = newest(life.folder), set_aside(life.folder)
         if faults[name](campaign, life) is False:  # it can't be had here, or now
             continue
+        hurt = step if name == "damaged checkpoint" else None
+        if lost := [aside for aside in set_aside(life.folder) - before if aside.split("-")[0] != str(hurt)]:
+            campaign.fail("lost checkpoints", f"{life.folder.name}: {', '.join(lost)} set aside after {name}")
         campaign.injected[name] += 1
         print(f"{life.folder.name}: {name}, now at {newest(life.folder)}", file=sys.__stderr__, flush=True)
     for _ in range(5 if life.environment else 1):  # a bucket can fail too often

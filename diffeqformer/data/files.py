@@ -13,7 +13,7 @@ PLAIN = (".txt", ".tokens", ".raw")
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
-ROWS_AT_ONCE = 4  # of a Parquet file: a kilobyte of it can hold a long text a million times
+ROWS_AT_ONCE = 4  # of a Parquet file, or fewer: a kilobyte of it can hold a long text a million times
 
 
 def kind(path: str | os.PathLike) -> str:
@@ -129,10 +129,14 @@ def _parquet_texts(path: str | os.PathLike, file, groups: Sequence[int], row: in
     """The texts of some row groups in order, the first of which begins at `row`."""
     import pyarrow
 
+    column = file.schema_arrow.names.index("text")
     try:
-        for batch in file.iter_batches(ROWS_AT_ONCE, groups, columns=["text"]):
-            yield from _strings(path, batch.column(0), row)
-            row += batch.num_rows
+        for group in groups:
+            declared = file.metadata.row_group(group).column(column).total_uncompressed_size
+            rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, declared)))
+            for batch in file.iter_batches(rows, [group], columns=["text"]):
+                yield from _strings(path, batch.column(0), row)
+                row += batch.num_rows
     except (OSError, pyarrow.ArrowInvalid):
         raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
 

@@ -190,13 +190,13 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
     """
     shards_of(about, folder / "store.json")  # their names are safe
     chosen = [about["splits"][name] for name in splits]
-    checks = [functools.partial(_check_split, folder, split) for split in chosen]
-    checks += [
+    checks = [
         functools.partial(_check_shard, folder / shard["file"], shard["sha256"], about["dtype"], vocab_size)
         for split in chosen
         for shard in split["shards"]
     ]
-    errors, waiting = {}, iter(enumerate(checks, start=-len(chosen)))  # which threads can share
+    checks += [functools.partial(_check_split, folder, split) for split in chosen]
+    errors, waiting = {}, iter(enumerate(checks))  # which threads can share
 
     def work():
         for number, check in waiting:
@@ -204,6 +204,8 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
                 check()
             except Exception as error:
                 errors[number] = error
+            if errors:
+                return
 
     others = min(MOST_THREADS, (os.cpu_count() or 1) // 2) - 1
     threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
@@ -214,7 +216,7 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
         thread.join()
     if not errors:
         return
-    error = errors[min(errors, key=lambda number: (number < 0, number))]  # of a shard rather than of its split
+    error = errors[min(errors)]
     if isinstance(error, OSError):
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None

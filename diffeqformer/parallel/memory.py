@@ -10,6 +10,10 @@ import jax
 from diffeqformer.errors import UserError
 
 
+class NoRoom(UserError):
+    """Something doesn't fit into the free memory."""
+
+
 def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "take fewer") -> None:
     """Check that arrays of some shapes fit into the free memory of the first device, before they are made.
 
@@ -19,7 +23,7 @@ def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "ta
         times: how many such trees there will be on the device.
 
     Raises:
-        UserError: if they don't fit.
+        NoRoom: if they don't fit.
     """
     needed = int(times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
     check_enough(what, needed, free_bytes(jax.local_devices()[:1]), remedy)
@@ -29,10 +33,10 @@ def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
     """Check that something that takes `needed` bytes fits into `free` bytes (None: not known), before it is made.
 
     Raises:
-        UserError: if it doesn't fit.
+        NoRoom: if it doesn't fit.
     """
     if free is not None and needed > free:
-        raise UserError(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
+        raise NoRoom(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
 
 
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:

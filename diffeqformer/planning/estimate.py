@@ -21,7 +21,7 @@ class Range(NamedTuple):
 
 def memory_of(programs: list[Planned], program: Program, chip: Tpu) -> dict:
     """The bytes of a device that a run needs: by program, and by cause in its largest train step."""
-    largest = max(programs, key=lambda planned: planned.needed)
+    largest = max((planned for planned in programs if not planned.optional), key=lambda planned: planned.needed)
     found = {
         "capacity": chip.memory,
         "to_spare": chip.memory - largest.needed,
@@ -85,7 +85,8 @@ def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip:
         "kind": program.mesh.devices.flat[0].device_kind,
         "mesh": dict(program.mesh.shape),
         "attention": program.attention,
-        "fits": all(planned.needed <= chip.memory for planned in programs),
+        "fits": all(planned.needed <= chip.memory for planned in programs if not planned.optional),
+        "too_large_for": [planned.name for planned in programs if planned.optional and planned.needed > chip.memory],
         "memory": memory_of(programs, program, chip),
     }
     if steps and all(planned.compiled for planned in steps.values()):

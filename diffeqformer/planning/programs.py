@@ -33,6 +33,7 @@ class Planned(NamedTuple):
     needed: bytes in all, without results that take the place of arrays
     compiled: None if it doesn't fit
     num_steps: steps of depth of a train step; otherwise 0
+    optional: the run goes on without it if it doesn't fit
     """
 
     name: str
@@ -40,6 +41,7 @@ class Planned(NamedTuple):
     needed: int
     compiled: Compiled | None
     num_steps: int = 0
+    optional: bool = False
 
     def bytes(self) -> dict[str, int]:
         """What it needs; nothing but the sum is known if it doesn't fit."""
@@ -81,7 +83,8 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
     yield from compile_train_steps(config, program, dump)
     for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
         yield from compile_evaluation(config, program, depth)
-    yield from compile_sample(program, program.state_shapes["params"], size_of(program.state_shapes))
+    for found in compile_sample(program, program.state_shapes["params"], size_of(program.state_shapes)):
+        yield found._replace(optional=True)
 
 
 def compile_evaluation(config: ConfigDict, program: Program, depth: int | None) -> Iterator[Planned]:

@@ -12,6 +12,8 @@ def summary(config: ConfigDict, plan: dict) -> str:
         f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each device, "
         f"{gib(abs(spare))} {'to spare' if spare >= 0 else 'too much'}.",
     ]
+    if without := plan.get("too_large_for"):
+        lines.append(f"The run will end without a sample of text, because this doesn't fit: {', '.join(without)}.")
     if "of_train_step_by_cause" in memory:
         causes = memory["of_train_step_by_cause"].items()
         lines.append("Memory of a train step, GiB: " + ", ".join(f"{cause} {gib(size)}" for cause, size in causes))

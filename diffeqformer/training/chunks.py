@@ -40,10 +40,10 @@ from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
 from diffeqformer.training.loss import (
     BY_EXAMPLE,
     ShardedLoss,
+    beside_depth,
     over_devices,
+    scored_positions,
     split_batch,
-    targets,
-    without_depth,
 )
 from diffeqformer.transformer import Transformer
 
@@ -293,11 +293,11 @@ class ChunkedLoss(ShardedLoss):
     def mean(self, params: dict, tokens, keys, microbatches: int, grid: Grid | None) -> Float[Array, ""]:
         """The mean loss of the next token in nats."""
         model = nnx.merge(self.graph, params)
-        x = self.last_states(model, params, self.steps(model, grid or model.grid()), tokens, keys, microbatches)
+        x = self.last_states(model, params, self.chunked(model, grid or model.grid()), tokens, keys, microbatches)
         scored = Part(self.mesh, self.scored, self.other_specs, EVERYWHERE)
-        return computed(scored, without_depth(params), x, (), tokens)
+        return computed(scored, beside_depth(params), x, (), tokens)
 
-    def steps(self, model: Transformer, grid: Grid) -> ChunkedSteps:
+    def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
         length, features = chunk_length(len(grid.ends), self.chunk), jnp.asarray(model.depth.features(grid))
         features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
@@ -308,7 +308,7 @@ class ChunkedLoss(ShardedLoss):
     ) -> Float[Array, "B S D"]:
         """x(1)."""
         embedding = Part(self.mesh, self.embedded, self.other_specs, microbatches=microbatches)
-        x = computed(embedding, without_depth(params), (), (), (tokens, keys))
+        x = computed(embedding, beside_depth(params), (), (), (tokens, keys))
         state, chunks = model.solver.begin(x, steps.step_sizes[0, 0]), Chunks(self, model, microbatches)
         inputs = state, steps.features, params["depth"], steps.step_sizes, keys
         if model.remat == "reversible":
@@ -323,12 +323,12 @@ class ChunkedLoss(ShardedLoss):
         """As in `ShardedLoss`, but every batch generates the weights again, chunk by chunk."""
 
         def on_device(others, x, tokens, valid):
-            scored = targets(tokens, valid)
+            scored = scored_positions(tokens, valid)
             return over_devices(self.sum_of_states(self.model_on_device(others), x, tokens, scored), scored)
 
         x = self.last_states(nnx.merge(self.graph, params), params, weights, tokens, None, 1)
         specs = (self.other_specs, BY_EXAMPLE, BY_EXAMPLE, BY_EXAMPLE)
-        return by_device(self.mesh, on_device, specs, EVERYWHERE)(without_depth(params), x, tokens, valid)
+        return by_device(self.mesh, on_device, specs, EVERYWHERE)(beside_depth(params), x, tokens, valid)
 
     def embedded(self, others: dict, states: tuple, fixed: tuple, inputs: tuple) -> Float[Array, "B S D"]:
         """x(0), on a device."""

@@ -24,17 +24,18 @@ from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.store import Split, verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import Stopped, UserError, printable
+from diffeqformer.errors import Stopped, UserError, out_of_memory, printable, reason_of
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.rules import traced_steps
 from diffeqformer.training import finetune, goodput
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace, check_profiler
 from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, Transformer, random_key
+from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
 
 def train(
@@ -99,12 +100,22 @@ def report_end(run: Run, finished_before: bool) -> None:
 
 def print_sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> None:
     """Print the sample, or why there is none: writing needs the weights of all steps at once, and training may not."""
+    text = why = None
     try:
-        text = sample(config, model, tokenizer)
-    except UserError as error:
-        print(f"There is no sample: {error}", flush=True)
-        return
-    print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
+        check_weights(model)
+    except NoRoom as error:
+        why = error
+    if not hosts.anywhere(why is not None):  # all processes write it together
+        try:
+            text = sample(config, model, tokenizer)
+        except Exception as error:
+            if not (isinstance(error, NoRoom) or out_of_memory(error)):
+                raise
+            why = error
+    if text is not None:
+        print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
+    else:
+        print(f"There is no sample: {reason_of(why) if why else 'another process has no room for it'}", flush=True)
 
 
 def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:

@@ -217,20 +217,23 @@ class ShardedLoss:
         """The summed loss in nats, and the number of tokens in it: all but the first of each valid window."""
 
         def on_device(others, layers, step_sizes, tokens, valid):
-            here, scored = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes), targets(tokens, valid)
+            here, scored = (
+                dataclasses.replace(weights, layers=layers, step_sizes=step_sizes),
+                scored_positions(tokens, valid),
+            )
             return over_devices(self.device_sum(others, here, tokens, None, scored), scored)
 
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
-        return on_devices(without_depth(params), weights.layers, weights.step_sizes, tokens, valid)
+        return on_devices(beside_depth(params), weights.layers, weights.step_sizes, tokens, valid)
 
 
-def without_depth(params: dict) -> dict:
+def beside_depth(params: dict) -> dict:
     """The parameters that aren't depth weights."""
     return {name: value for name, value in params.items() if name != "depth"}
 
 
-def targets(tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]) -> Float[Array, "B S"]:
+def scored_positions(tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]) -> Float[Array, "B S"]:
     """1 at each position of a valid window that has a next token, 0 elsewhere."""
     return (valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)).astype(jnp.float32)
 

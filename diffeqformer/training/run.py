@@ -152,8 +152,7 @@ def open_run(
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
                 stack.enter_context(only_run(folder))
-                if config.on_damage == "older":
-                    check_validations(folder_of(folder), or_aside=True)
+                check_validations(folder_of(folder), or_aside=config.on_damage == "older")
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             check_unchanged("data_sha256", about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))
@@ -275,7 +274,8 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
             state = restored_state(run, step, shapes)
         except Damaged as raised:
             if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
-                raise set_aside_alone(run, step, raised) from raised  # the others wait in the middle of reading
+                # The others wait in the middle of reading.
+                raise set_aside_alone(run, step, raised) from raised.__cause__
             error = raised
         if not hosts.anywhere(error is not None):
             return run, state
@@ -300,7 +300,7 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
         raise error
     if hosts.is_first():
         moved = set_aside(run.checkpoints, step)
-        print(f"{without_remedy(error)}; it is now {moved}, and the one before it is taken", flush=True)
+        print(f"{error.found}; it is now {moved}, and the one before it is taken", flush=True)
     hosts.wait("a damaged checkpoint is set aside")
     run.checkpoints.reload()
 
@@ -313,21 +313,21 @@ def goes_back(run: Run, step: int, error: Damaged) -> bool:
 
 
 def set_aside_alone(run: Run, step: int, error: Damaged) -> UserError:
-    """The error with which a process ends that can't read an array, while others wait for it in the middle of reading.
+    """The error with which a process ends that couldn't restore a checkpoint, while others wait in the middle of it.
 
-    A damaged checkpoint is set aside if `goes_back` allows it, so that the same command goes on from the one before it.
+    The checkpoint is set aside if `goes_back` allows it, so that the same command goes on from the one before it. But
+    the reason may be that another process has ended. So only damage counts that this process finds by itself.
     """
-    if not goes_back(run, step, error):
+    found = checkpoint.damage(run.checkpoints, step)
+    if found is None or not goes_back(run, step, found):
         return error
-    with contextlib.suppress(UserError):  # another process was faster
+    try:
         set_aside(run.checkpoints, step)
+    except UserError as failed:
+        if (run.checkpoints.directory / str(step)).exists():  # else another process was faster
+            return failed
     folder = run.folder / "damaged"
-    return UserError(f"{without_remedy(error)}; it was moved to {folder}; start again to go on from the one before it")
-
-
-def without_remedy(error: Damaged) -> str:
-    """Its message up to the remedy."""
-    return str(error).rsplit("; ", 1)[0]
+    return UserError(f"{found.found}; it was moved to {folder}; start again to go on from the one before it")
 
 
 def first_state(run: Run) -> dict:

@@ -176,7 +176,7 @@ class Program:
 
     def _chunked_steps(self, params, num_steps):
         model = nnx.merge(self.graph, params)
-        return jax.tree.map(np.asarray, self.loss.steps(model, model.grid(num_steps)))
+        return jax.tree.map(np.asarray, self.loss.chunked(model, model.grid(num_steps)))
 
     def _evaluate(self, params, weights, tokens, valid):
         total, count = self.loss.sum_and_count(params, weights, tokens, valid)

@@ -129,11 +129,12 @@ def _parquet_texts(path: str | os.PathLike, file, groups: Sequence[int], row: in
     """The texts of some row groups in order, the first of which begins at `row`."""
     import pyarrow
 
-    column = file.schema_arrow.names.index("text")
     try:
         for group in groups:
-            declared = file.metadata.row_group(group).column(column).total_uncompressed_size
-            rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, declared)))
+            about = file.metadata.row_group(group)
+            columns = [about.column(number) for number in range(about.num_columns)]
+            [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == "text"]
+            rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
             for batch in file.iter_batches(rows, [group], columns=["text"]):
                 yield from _strings(path, batch.column(0), row)
                 row += batch.num_rows

@@ -217,10 +217,8 @@ class ShardedLoss:
         """The summed loss in nats, and the number of tokens in it: all but the first of each valid window."""
 
         def on_device(others, layers, step_sizes, tokens, valid):
-            here, scored = (
-                dataclasses.replace(weights, layers=layers, step_sizes=step_sizes),
-                scored_positions(tokens, valid),
-            )
+            here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
+            scored = scored_positions(tokens, valid)
             return over_devices(self.device_sum(others, here, tokens, None, scored), scored)
 
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)

@@ -115,7 +115,7 @@ def end(campaign: Campaign, life: Life, running: list[subprocess.Popen], statuse
 
 def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
     """Wait until a moment in imports, in compilation, or in training, which is full of saves and evaluations."""
-    when = campaign.at.choice(["imports", "compilation", "training"])
+    when = campaign.at.choice(["imports", "compilation", "training", "training"])
     if when != "training":
         time.sleep(campaign.at.uniform(0.05, 3) if when == "imports" else campaign.at.uniform(3, 12))
         return

@@ -235,7 +235,7 @@ def plot_sweep(found: dict[str, Found], path: pathlib.Path) -> None:
     for panel, (title, values) in zip(panels, quantities.items(), strict=True):
         of_widths = {widths[name]: values(each) for name, each in found.items() if name in widths}
         means = [statistics.mean(numbers) for numbers in of_widths.values()]
-        errors = [statistics.pstdev(numbers) for numbers in of_widths.values()]
+        errors = [statistics.stdev(numbers) if len(numbers) > 1 else 0.0 for numbers in of_widths.values()]
         panel.errorbar(list(of_widths), means, errors, fmt="o-", capsize=3, label="diffeqformer")
         if "gpt" in found:
             panel.axhline(statistics.mean(values(found["gpt"])), linestyle="--", color=COLOURS[1], label="gpt")

@@ -95,10 +95,13 @@ def test_a_plain_file_is_one_document(tmp_path, name):
 
 def test_only_row_groups_with_wanted_rows_are_read(tmp_path, monkeypatch):
     path = write(tmp_path, "a.parquet", [str(i) for i in range(10)])
-    read, original = [], pq.ParquetFile.read_row_group
-    monkeypatch.setattr(
-        pq.ParquetFile, "read_row_group", lambda self, i, **kwargs: read.append(i) or original(self, i, **kwargs)
-    )
+    read, original = [], pq.ParquetFile.iter_batches
+
+    def iter_batches(self, rows, groups, **options):
+        read.extend(groups)
+        return original(self, rows, groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     assert pick_texts(path, [9, 2, 3]) == {2: "2", 3: "3", 9: "9"} and read == [1, 4]
 
 

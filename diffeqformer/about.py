@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from diffeqformer.checksums import sealed, unsealed
+from diffeqformer.data.seals import sealed, unsealed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ from diffeqformer.checkpoint_folder import (
     readable,
 )
 from diffeqformer.config import saved_config
+from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
@@ -87,7 +88,7 @@ def save(
     if rest:
         items["optimizer"] = stored_arrays.standard_save(rest)
     with written(manager):
-        manager.save(step, args=ocp.args.Composite(**items), metrics=validation and checksums.sealed(validation))
+        manager.save(step, args=ocp.args.Composite(**items), metrics=validation and sealed(validation))
 
 
 def save_one_by_one(
@@ -301,7 +302,7 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
         if hosts.is_first():
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
     with open_to_write(workdir, 1, "frozen") as manager, written(manager):
-        record = checksums.sealed({**base, "checksums": checksums.of_tree({"params": params})})
+        record = sealed({**base, "checksums": checksums.of_tree({"params": params})})
         items = {"params": stored_arrays.standard_save(params), "about": ocp.args.JsonSave(record)}
         manager.save(0, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
@@ -323,7 +324,7 @@ def open_frozen(
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
     with open_read_only(folder) as manager:
         with readable(manager, 0, remedy):
-            theirs = checksums.unsealed(_read_json(manager, 0))
+            theirs = unsealed(_read_json(manager, 0))
             recorded = theirs.pop("checksums", None)
         if theirs != base:
             raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")

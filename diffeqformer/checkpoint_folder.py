@@ -12,7 +12,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from diffeqformer.checksums import unsealed
+from diffeqformer.data.seals import unsealed
 from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"

@@ -1,4 +1,4 @@
-"""Checksums of arrays that don't depend on how devices share them, and seals of JSON records.
+"""Checksums of arrays that don't depend on how devices share them.
 
 The bits of each element are mixed with its position, and the results are added up modulo 2^32. So shards, blocks and
 hosts can be added in any order, and restoring on another mesh costs nothing more. The mixing is one-to-one (it is the
@@ -7,8 +7,6 @@ damage but for one case in 2^64. They don't protect against somebody who wants t
 """
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -133,20 +131,3 @@ def check(found: dict[str, str], recorded: dict[str, str]) -> None:
     for name, value in found.items():
         if value != recorded.get(name):
             raise Differs(f"{name} isn't what was saved, by its checksum")
-
-
-def sealed(record: dict) -> dict:
-    """A record that JSON can hold, with the SHA-256 of its content as another entry."""
-    return {**record, "sha256": hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}
-
-
-def unsealed(record: dict) -> dict:
-    """The reverse of `sealed`. A record without a seal, of an earlier version, is returned as it is.
-
-    Raises:
-        ValueError: if its content isn't what was sealed, or it has no seal but checksums, which came with the seal.
-    """
-    content = {name: value for name, value in record.items() if name != "sha256"}
-    if ("sha256" in record or "checksums" in record) and sealed(content) != record:
-        raise ValueError("its content isn't what was saved, by its SHA-256")
-    return content

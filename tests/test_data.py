@@ -11,11 +11,12 @@ import fsspec
 import numpy as np
 import pytest
 
-from diffeqformer.data import lock
+from diffeqformer.data import lock, store
 from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.remote import stage, upload
+from diffeqformer.data.seals import sealed
 from diffeqformer.data.store import open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -143,6 +144,24 @@ def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch)
     about["splits"]["train"]["shards"].reverse()
     with pytest.raises(UserError, match="its shards aren't those of one text in order"):
         verify(small_store, about)
+
+
+def test_a_seal_stands_for_the_hashes_of_splits(small_store, monkeypatch):
+    """So only shards are read, side by side. Who prepares a store again, or gets one from elsewhere, computes them."""
+    record, path = read_about(small_store), small_store / "store.json"
+    path.write_text(json.dumps(sealed(record)))
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_check_split", None)
+        verify(small_store, read_about(small_store), by_seal=True)
+        with pytest.raises(TypeError):
+            verify(small_store, read_about(small_store))
+    (small_store / "validation-00000.bin").write_bytes(bytes((small_store / "validation-00000.bin").stat().st_size))
+    with pytest.raises(UserError, match="validation-00000.bin: its content isn't what was written"):
+        verify(small_store, read_about(small_store), by_seal=True)
+    for changed in (path.read_text().replace(record["splits"]["train"]["sha256"], 64 * "0"), path.read_text()[:-9]):
+        (small_store / "store.json").write_text(changed)
+        with pytest.raises(UserError, match="store.json: this file of the token store can't be read; delete"):
+            read_about(small_store)
 
 
 def test_a_store_of_other_text_is_refused(small_store):

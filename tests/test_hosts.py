@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from diffeqformer import checksums
+from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from helpers import ROOT
@@ -230,9 +230,9 @@ def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, s
 def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, short_stores):
     finish(start(2, 1, [tmp_path] * 2, short_stores))
     [file] = (tmp_path / "checkpoints" / "24" / "about").glob("metadata")
-    record = checksums.unsealed(json.loads(file.read_text()))
+    record = unsealed(json.loads(file.read_text()))
     record["checksums"]["optimizer/1/0/mu/token_embedding"] = 16 * "0"  # as if these had been others
-    file.write_text(json.dumps(checksums.sealed(record)))
+    file.write_text(json.dumps(sealed(record)))
     expected = curves(tmp_path)["train/loss"][24]
     for _, errors in finish(start(2, 1, [tmp_path] * 2, short_stores), 1):
         assert "24: this checkpoint can't be read: optimizer/1/0/mu/token_embedding isn't what was saved" in errors

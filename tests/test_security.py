@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diffeqformer import checkpoint, checksums, data
+from diffeqformer import checkpoint, data
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import check_links, results_folder, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
 from diffeqformer.data import files, tokenizers
 from diffeqformer.data.remote import stage, upload
+from diffeqformer.data.seals import sealed
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -181,7 +182,7 @@ def test_a_record_that_was_changed_is_refused(tmp_path):
     whole = json.loads(file.read_text())
     del whole["checksums"]
     for content in ({"config": {}}, {"config": {"name": 3}}, {"config": {"name": "a", "model": []}}, {"tokenizer": 7}):
-        file.write_text(json.dumps(checksums.sealed({**whole, **content})))  # with a seal of its own
+        file.write_text(json.dumps(sealed({**whole, **content})))  # with a seal of its own
         with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
             checkpoint.load_config(tmp_path)
     for change in ({"tokenizer": "gpt2"}, {"checksums": {"params/w": "other"}}, {"unknown": 1}, {"sha256": "0" * 64}):

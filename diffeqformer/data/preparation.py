@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from diffeqformer.console.terminal import duration
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
+from diffeqformer.data.seals import sealed
 from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
@@ -349,7 +350,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
             )
     start = time.monotonic()
     verify(partial, about)
-    (partial / "store.json").write_text(json.dumps(about, indent=1))
+    (partial / "store.json").write_text(json.dumps(sealed(about), indent=1))
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there

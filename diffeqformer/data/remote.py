@@ -15,6 +15,7 @@ import fsspec
 import numpy as np
 
 from diffeqformer.data.lock import only_process
+from diffeqformer.data.seals import unsealed
 from diffeqformer.data.store import Split, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
@@ -128,7 +129,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
     """
     try:
         system, there = open_remote(remote, name)
-        about = json.loads(system.cat_file(f"{there}/store.json"))
+        about = unsealed(json.loads(system.cat_file(f"{there}/store.json")))
         shards_of(about, f"{remote}/{name}/store.json")
         entry, parts = about["splits"][split], []
         for shard in entry["shards"]:

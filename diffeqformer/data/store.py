@@ -3,7 +3,8 @@
 A store is a folder with two kinds of files. `<split>-<number>.bin` has the ids of documents one after another, with
 end-of-text after each: little-endian, 16 bits wide if the vocabulary allows it, else 32. `store.json` has the task, the
 tokenizer and the origin, and for each split the tokens, documents, bytes of text, SHA-256 and shards (with their own).
-The folder gets its final name only when it is complete. `diffeqformer.data.preparation` makes it.
+It has a seal (`diffeqformer.data.seals`). The folder gets its final name only when it is complete.
+`diffeqformer.data.preparation` makes it.
 """
 
 import concurrent.futures
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from diffeqformer.data.seals import unsealed
 from diffeqformer.errors import UserError
 
 FORMAT = 2
@@ -136,6 +138,7 @@ def read_about(folder: pathlib.Path) -> dict:
     path = folder / "store.json"
     try:
         about = json.loads(path.read_text())
+        unsealed(about)
         if about["format"] != FORMAT:
             raise UserError(
                 f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}"
@@ -176,7 +179,13 @@ def sha256(*paths: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, splits: Iterable[str] = SPLITS) -> None:
+def verify(
+    folder: pathlib.Path,
+    about: dict,
+    vocab_size: int | None = None,
+    splits: Iterable[str] = SPLITS,
+    by_seal: bool = False,
+) -> None:
     """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
     The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
@@ -184,6 +193,7 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
 
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
+        by_seal: leave the hash of a split out if `about` has a seal: then shards as written are the split as written.
 
     Raises:
         UserError: for the first file that differs, or holds an id that the tokenizer doesn't have.
@@ -195,7 +205,8 @@ def verify(folder: pathlib.Path, about: dict, vocab_size: int | None = None, spl
         for split in chosen
         for shard in split["shards"]
     ]
-    checks += [functools.partial(_check_split, folder, split) for split in chosen]
+    if not (by_seal and "sha256" in about):
+        checks += [functools.partial(_check_split, folder, split) for split in chosen]
     errors, waiting = {}, iter(enumerate(checks))  # which threads can share
 
     def work():
@@ -245,12 +256,12 @@ def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int 
 
 
 def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:
-    """`verify` in the background, where hashing leaves Python free. Ask the result whether the store is whole."""
+    """`verify` by seal in the background, where hashing leaves Python free. Ask the result if the store is whole."""
     done = concurrent.futures.Future()
 
     def work():
         try:
-            done.set_result(verify(folder, read_about(folder), vocab_size))
+            done.set_result(verify(folder, read_about(folder), vocab_size, by_seal=True))
         except Exception as error:  # whoever asks for the result gets it
             done.set_exception(error)
 

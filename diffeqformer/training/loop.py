@@ -144,10 +144,12 @@ def describe(run: Run, params: dict) -> None:
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     run.check_store()
-    recorded = " by its record, not checked"
+    checked = "not checked"
     if run.verified:
-        recorded = "" if run.verified.done() else " by its record, being checked"
-    print(f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]}{recorded}")
+        checked = "checked" if run.verified.done() else "being checked"
+    print(
+        f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]} by its record, {checked}"
+    )
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {run.folder}")

@@ -4,32 +4,33 @@
 
 The shape is taken from configs/tiny.py. Depths are a third of the paper's: a DiffEqFormer is pretrained in 6 steps, a
 GPT in 8 layers. The base called elastic is pretrained at many depths (docs/elastic.md). The texts are Python's standard
-library and the validation split of WikiText-103. Each row is a run of diffeqformer.main in its own folder. The same
-command resumes an interrupted experiment. When all rows of a base are finished, table.md, results.json and figure.png
-show them.
+library and the validation split of WikiText-103. All have the learning rate of configs/tiny.py. Each pretraining and
+each fine-tuning is a run of diffeqformer.main in its own folder. Bases that --results holds aren't run again, and
+interrupted runs go on where they were. When all runs of a base are finished, table.md and figure.png show them.
 """
 
+import functools
 import itertools
-import json
 import pathlib
 import statistics
 from typing import NamedTuple
 
 from absl import app, flags
-from common import articles_of_wikitext, perplexities, side_by_side, train
+from common import articles_of_wikitext, perplexities, run_rows, train
 
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import spread, write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
+RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The bases so far; new ones are added.")
 DIRECTIONS = flags.DEFINE_multi_enum(
     "direction",
     ["stdlib_to_wikitext"],
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
     "Text of pretraining and of fine-tuning; can be repeated.",
 )
-SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds. All rows are run with one seed before the next.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds. All bases are run with one seed before the next.")
 AT_ONCE = flags.DEFINE_integer(
     "at_once", 2, "Bases side by side, each on its part of the cores (Linux).", lower_bound=1
 )
@@ -49,48 +50,49 @@ FINETUNING = ["--config.steps=800", "--config.eval_every=100", "--config.sample.
 
 
 class Base(NamedTuple):
-    """One pretraining."""
+    """One pretraining, and what is fine-tuned from it."""
 
     direction: str
     model: str
     seed: int
 
-
-class Row(NamedTuple):
-    """One fine-tuning."""
-
-    direction: str
-    base: str
-    mode: str
-    depth: int
-    seed: int
+    def name(self) -> str:
+        """Its key in the results, and its folder."""
+        return f"{self.direction.partition('_to_')[0]}-{self.model}-{self.seed}"
 
 
-def finetune(base: Base, texts: dict[str, list[str]], cores: list[int] | None) -> dict[Row, dict[int, float]]:
-    """Pretrain a base and fine-tune it at all its depths. Returns validation perplexities of bytes by row and step."""
+def finetune(texts: dict[str, list[str]], base: Base, cores: list[int] | None) -> dict:
+    """Pretrain a base and fine-tune it at all its depths.
+
+    Returns:
+        the base, and the validation perplexities of bytes of each fine-tuning by step.
+    """
     first, _, second = base.direction.partition("_to_")
     common = ["--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
-    pretrained = pathlib.Path(FOLDER.value) / f"{first}-{base.model}-{base.seed}"
+    pretrained = pathlib.Path(FOLDER.value) / base.name()
     train(pretrained, MODELS[base.model] + texts[first] + PRETRAINING + common, cores)
-    results = {}
+    runs = []
     for depth, mode in itertools.product(DEPTHS[base.model], MODES):
-        row = Row(base.direction, base.model, mode, depth, base.seed)
         options = ["--config=configs/tiny.py", f"--config.base={pretrained}", f"--config.model.num_steps={depth}"]
         workdir = pretrained.with_name(f"{pretrained.name}-to-{second}-{mode}-{depth}")
         train(workdir, options + MODES[mode] + texts[second] + FINETUNING + common, cores)
-        results[row] = perplexities(workdir)
-    return results
+        curve = {str(step): value for step, value in perplexities(workdir).items()}  # as JSON has it
+        runs.append({"mode": mode, "depth": depth, "perplexities": curve})
+    pretraining = {str(step): value for step, value in perplexities(pretrained).items()}
+    return {**base._asdict(), "perplexities": pretraining, "finetuned": runs}
 
 
-def in_groups(results: dict[Row, dict[int, float]]) -> dict[tuple, list[dict[int, float]]]:
-    """The curves of all seeds of each row, in the order of the figure."""
+def in_groups(results: dict[str, dict]) -> dict[tuple, list[dict[int, float]]]:
+    """The curves of all seeds by (direction, base, mode, depth), in the order of the figure."""
     groups = {}
-    for row in sorted(results):
-        groups.setdefault(row[:-1], []).append(results[row])
-    return groups
+    for base in results.values():
+        for run in base["finetuned"]:
+            curve = {int(step): value for step, value in run["perplexities"].items()}
+            groups.setdefault((base["direction"], base["model"], run["mode"], run["depth"]), []).append(curve)
+    return dict(sorted(groups.items()))
 
 
-def table(results: dict[Row, dict[int, float]]) -> str:
+def table(results: dict[str, dict]) -> str:
     """Perplexities before, at the best step and at the end, as Markdown: means over seeds."""
     lines = ["| direction | base | trained | steps | seeds | before | best | at step | at the end |", "|" + "---|" * 9]
     for (direction, base, mode, depth), curves in in_groups(results).items():
@@ -106,7 +108,7 @@ def table(results: dict[Row, dict[int, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(results: dict[Row, dict[int, float]], path: pathlib.Path) -> None:
+def plot(results: dict[str, dict], path: pathlib.Path) -> None:
     """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA."""
     from matplotlib import colormaps
 
@@ -136,18 +138,16 @@ def main(_) -> None:
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
     wikitext = articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(-5), slice(-5, None))
-    texts, results = {"stdlib": [], "wikitext": wikitext}, {}
+    texts = {"stdlib": [], "wikitext": wikitext}
 
-    def save(_, found):
-        results.update(found)
-        named = [{**key._asdict(), "perplexity_by_step": curve} for key, curve in sorted(results.items())]
-        write_text(folder / "results.json", json.dumps(named, indent=1))
+    def show(results):
         write_text(folder / "table.md", table(results))
         plot(results, folder / "figure.png")
 
-    seeds = range(SEEDS.value)
-    bases = [Base(*of, seed) for seed, *of in itertools.product(seeds, DIRECTIONS.value, MODELS)]
-    side_by_side(bases, lambda base, cores: finetune(base, texts, cores), save, AT_ONCE.value)
+    bases = [Base(*of, seed) for seed, *of in itertools.product(range(SEEDS.value), DIRECTIONS.value, MODELS)]
+    work = functools.partial(finetune, texts)
+    results = run_rows(bases, Base.name, work, pathlib.Path(RESULTS.value), AT_ONCE.value, show)
+    show(results)
     print(table(results))
 
 

@@ -140,6 +140,31 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert results.with_suffix(".png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_fine_tuning_at_other_depths_runs_no_base_twice(tmp_path):
+    wikitext = tmp_path / "wiki.valid.tokens"
+    wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))
+    folder = tmp_path / "runs"
+
+    def trained(seeds):
+        options = f"--wikitext={wikitext}", f"--folder={folder}", f"--results={tmp_path / 'results.json'}"
+        done = command("pretended_finetune_depths", *options, f"--seeds={seeds}")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "figure.png").stat().st_size > 10_000
+        lines = done.stdout.splitlines()
+        return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
+
+    first, _ = trained(1)
+    assert len(first) == 3 + 4 * 2 + 4 * 2 + 2 and sum("--config.base=" in line for line in first) == 18
+    shutil.rmtree(folder)
+    second, table = trained(2)  # the first seed's from the results
+    assert len(second) == len(first) and all(line.endswith("--config.seed=1") for line in second)
+    assert (
+        "| stdlib_to_wikitext | elastic | lora | 6 | 2 | 9.50 ± 0.71 | 5.50 ± 0.71 | 400, 400 | 9.50 ± 0.71 |" in table
+    )
+    assert "| stdlib_to_wikitext | gpt | full | 8 | 2 | 7.50 ± 0.71 | 3.50 ± 0.71 | 400, 400 | 7.50 ± 0.71 |" in table
+
+
 def test_shrunken_configs_keep_what_is_published(tmp_path):
     results = tmp_path / "full_scale.json"
 

@@ -9,6 +9,7 @@ import pytest
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning import search
 from diffeqformer.planning.chips import GPUS, TPUS
+from diffeqformer.planning.compiler import needed_bytes
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.programs import computed_again
@@ -150,6 +151,23 @@ def test_splash_attention_takes_the_products_of_causal_pairs(query, copies):
     )
     flops = 4 * 2 * copies * (1024**2 / 2) * 128  # four products; heads of 64 take as long as those of 128
     assert seconds_by_cause(Module(kernel), TPUS["v5e"], 1) == pytest.approx({"attention": flops / (0.45 * 197e12)})
+
+
+@pytest.mark.parametrize(
+    "message, needed",
+    [
+        (
+            "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (19.60T) exceeds available HBM",
+            19.6 * 2**40,
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.25G of 15.75G hbm", 17.25 * 2**30),
+        ("RESOURCE_EXHAUSTED: Used 512.5M of", 512.5 * 2**20),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", None),
+        ("INVALID_ARGUMENT: Used 17.25G of 15.75G hbm", None),
+    ],
+)
+def test_the_compiler_says_what_a_program_needs_that_does_not_fit(message, needed):
+    assert needed_bytes(message) == (needed and round(needed))
 
 
 def test_memory_is_that_of_the_moment_of_largest_use():

@@ -56,6 +56,15 @@ def tpu_devices(topology: str, slices: int) -> list:
         ) from None
 
 
+def needed_bytes(message: str) -> int | None:
+    """The bytes that a program needs by the compiler's message that memory is exhausted; None: it says another thing."""
+    found = re.search(r"required for HLO temporaries \(([\d.]+)([KMGTP])\)|Used ([\d.]+)([KMGTP]) of", message)
+    if "RESOURCE_EXHAUSTED" not in message or not found:
+        return None
+    number, unit = (group for group in found.groups() if group)
+    return round(float(number) * 2 ** (10 * (1 + "KMGTP".index(unit))))
+
+
 def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None, rounds: float = 0) -> Compiled:
     """Compile a program that was lowered for such devices.
 
@@ -71,10 +80,10 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None, rounds
         try:
             compiled = lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
-            needed = re.search(r"required for HLO temporaries \(([\d.]+)G\)|Used ([\d.]+)G of", str(error))
-            if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
+            needed = needed_bytes(str(error))
+            if needed is None:
                 raise
-            raise TooLarge(round(float(needed[1] or needed[2]) * 2**30)) from None
+            raise TooLarge(needed) from None
         texts = [
             max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
             for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")

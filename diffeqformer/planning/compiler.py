@@ -57,7 +57,7 @@ def tpu_devices(topology: str, slices: int) -> list:
 
 
 def needed_bytes(message: str) -> int | None:
-    """The bytes that a program needs by the compiler's message that memory is exhausted; None: it says another thing."""
+    """The bytes that a program needs by the compiler's message about memory; None: it says another thing."""
     found = re.search(r"required for HLO temporaries \(([\d.]+)([KMGTP])\)|Used ([\d.]+)([KMGTP]) of", message)
     if "RESOURCE_EXHAUSTED" not in message or not found:
         return None

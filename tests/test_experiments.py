@@ -141,6 +141,23 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
 
 
 @pytest.mark.slow
+def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(tmp_path):
+    def printed(seeds):
+        options = f"--folder={tmp_path / f'runs-{seeds}'}", f"--results={tmp_path / 'results.json'}"
+        done = command("pretended_training_times", *options, f"--seeds={seeds}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert sum(line.startswith("trained ") for line in printed(1)) == 5
+    lines = printed(2)
+    trained = [line for line in lines if line.startswith("trained ")]
+    assert len(trained) == 5 and all("--config.seed=2 " in line for line in trained)
+    assert "| greatest | " + " | ".join(["0.75 ± 0.35"] * 5) + " |" in lines
+    assert "| perplexity, 8 steps | " + " | ".join(["30.00 ± 14.14"] * 5) + " |" in lines
+    assert "| observed order of euler | " + " | ".join(["1.00"] * 5) + " |" in lines  # of the seed that has one
+
+
+@pytest.mark.slow
 def test_fine_tuning_at_other_depths_runs_no_base_twice(tmp_path):
     wikitext = tmp_path / "wiki.valid.tokens"
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))

@@ -8,7 +8,7 @@ import pathlib
 import runpy
 import sys
 
-from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable
+from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable, say
 
 COMMANDS = (
     "main",
@@ -40,8 +40,9 @@ def main() -> None:
         runpy.run_module(f"diffeqformer.{name}", run_name="__main__", alter_sys=True)
     elif name in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))
-        print("\n".join(f"{command:{width}}  {summary(command)}" for command in COMMANDS))
-        print("\nRun one with `python -m diffeqformer.NAME` or `diffeqformer NAME`; --help shows its options.")
+        lines = [f"{command:{width}}  {summary(command)}" for command in COMMANDS]
+        how = "Run one with `python -m diffeqformer.NAME` or `diffeqformer NAME`; --help shows its options."
+        say("\n".join([*lines, "", how]))
     else:
         sys.exit(f"diffeqformer: there is no command {printable(name)}{did_you_mean(name, COMMANDS)}")
 

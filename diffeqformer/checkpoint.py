@@ -11,7 +11,6 @@ can be opened on any machine without other files. A materialized model (`diffeqf
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +37,7 @@ from diffeqformer.checkpoint_folder import (
     readable,
 )
 from diffeqformer.config import saved_config
-from diffeqformer.data.seals import sealed, unsealed
+from diffeqformer.data.seals import from_json, sealed, unsealed
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.parallel import hosts
@@ -216,7 +215,7 @@ def damage(manager: ocp.CheckpointManager, step: int) -> Damaged | None:
     reading = functools.partial(readable, manager, step)
     try:
         with reading():  # Orbax's own way would wait for other processes
-            record = json.loads((manager.directory / str(step) / "about" / "metadata").read_text())
+            record = from_json((manager.directory / str(step) / "about" / "metadata").read_text())
             items = manager.item_metadata(step)
             state = {"params": items["params"].tree, **items["optimizer"].tree}
             saved = {(name,): array for name, array in checksums.named(state).items()}

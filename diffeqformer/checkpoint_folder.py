@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import operator
 from collections.abc import Iterator
 from typing import Literal
@@ -12,7 +11,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from diffeqformer.data.seals import unsealed
+from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
@@ -199,7 +198,7 @@ def validation_of(folder: epath.Path, step: int) -> dict | None:
     except Exception as error:  # of a disk or a cloud client
         raise UserError(f"{file}: this file can't be read: {reason_of(error)}; check that it can be reached") from error
     try:
-        validation = unsealed(json.loads(content))
+        validation = unsealed(from_json(content))
         return {**validation, "loss": float(validation["loss"])}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "restore it, or let training go on without it by --config.on_damage=older"

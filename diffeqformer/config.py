@@ -16,7 +16,7 @@ from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
-from diffeqformer.rules import IGNORED, RULES
+from diffeqformer.rules import IGNORED, RULES, Rule
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -138,16 +138,25 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
 
 
 def saved_config(fields: dict) -> ConfigDict:
-    """The config of a checkpoint. A field newer than the checkpoint gets the value that keeps the old behaviour."""
+    """The config of a checkpoint. A field newer than the checkpoint gets the value that keeps the old behaviour.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if it is none, or describes no model.
+    """
     config = base_config(fields["name"], fields["model"]["kind"])
     config.data.tokenizer = "bytes"  # once the only one
     if isinstance(fields["model"]["remat"], bool):  # its first type
         remat = "step" if fields["model"]["remat"] else "none"
         fields = {**fields, "model": {**fields["model"], "remat": remat}}
-    if fields["model"].get("step_features") is True:  # its first type, without a shortest length
-        fields = {**fields, "model": {**fields["model"], "step_features": 2**16}}
+    if isinstance(fields["model"].get("step_features"), bool):  # its first type, without a shortest length
+        step_features = 2**16 if fields["model"]["step_features"] else 0
+        fields = {**fields, "model": {**fields["model"], "step_features": step_features}}
     with config.unlocked():
         config.update(fields)
+    try:
+        check_model(config)
+    except UserError as error:
+        raise ValueError(str(error)) from None  # whose config it is, the caller says
     return config
 
 
@@ -208,11 +217,47 @@ def check_fields(config: ConfigDict) -> None:
             raise UserError(f"config.{name}: this field is missing; start a config from base_config")
         if name not in ours:
             raise UserError(f"config.{name}: there is no such field{did_you_mean(name, ours)}")
-        needed, value = type(get_field(base, name)), get_field(config, name)
-        if not (type(value) is needed or (needed is float and type(value) is int)):
-            raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
-        if needed is int and not abs(value) < 2**31 and name != "seed":
-            raise UserError(f"config.{name}: must be below 2**31, but it is {value!r}")
+        check_type(name, config, base)
+
+
+def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
+    """Check that a field has the type that it has in `base`, and isn't beyond all numbers.
+
+    Raises:
+        UserError: if it hasn't, or is.
+    """
+    needed, value = type(get_field(base, name)), get_field(config, name)
+    if not (type(value) is needed or (needed is float and type(value) is int)):
+        raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
+    if needed is int and not abs(value) < 2**31 and name != "seed":
+        raise UserError(f"config.{name}: must be below 2**31, but it is {value!r}")
+
+
+def check_rule(rule: Rule, config: ConfigDict) -> None:
+    """Check one of `RULES`.
+
+    Raises:
+        UserError: if it doesn't hold.
+    """
+    value = get_field(config, rule.field)
+    if not rule.holds(value, config):
+        hint = did_you_mean(str(value), rule.names)
+        raise UserError(f"config.{rule.field}: {rule.says.format(c=config)}, but it is {value!r}{hint}")
+
+
+def check_model(config: ConfigDict) -> None:
+    """Check the part of a config that describes the model, such as another machine could have written.
+
+    Raises:
+        UserError: for the first error.
+    """
+    base = base_config("", "diffeqformer")
+    for name in field_names(base):
+        if name.startswith("model."):
+            check_type(name, config, base)
+    for rule in RULES:
+        if rule.field.startswith("model."):
+            check_rule(rule, config)
 
 
 def check_config(config: ConfigDict, num_devices: int | None, platform: str = "cpu") -> None:
@@ -223,11 +268,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     """
     check_fields(config)
     for rule in RULES:
-        value = get_field(config, rule.field)
-        if not rule.holds(value, config):
-            says = rule.says.format(c=config)
-            hint = did_you_mean(str(value), rule.names)
-            raise UserError(f"config.{rule.field}: {says}, but it is {value!r}{hint}")
+        check_rule(rule, config)
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:

@@ -74,6 +74,9 @@ def unforeseen(error: Exception) -> str:
     return f"{type(error).__name__}: {reason_of(error)}; DIFFEQFORMER_TRACEBACK=1 shows where this happened"
 
 
+CLOSED = "the output was closed before its end"
+
+
 def leave(status: int, sentence: str) -> None:
     """End the process immediately. A normal exit can crash or hang in threads of XLA or TensorFlow."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the output is full, or closed
@@ -82,6 +85,16 @@ def leave(status: int, sentence: str) -> None:
         sys.stderr.write(f"diffeqformer: {printable(sentence)}\n")  # one write: other threads may be writing, too
         sys.stderr.flush()
     os._exit(status)
+
+
+def say(text: str) -> None:
+    """Print all that a command has to say, and end the process."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        closed = isinstance(error, BrokenPipeError)
+        leave(1, CLOSED if closed else f"the output can't be written: {error.strerror}")
+    sys.exit(0)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def run(config: ConfigDict) -> None:
         prepare(config.data, tokenizer)
     open_stored(config.data, tokenizer, config.sequence_length)
     if was_there:
-        verify(folder, about := read_about(folder))
+        verify(folder, about := read_about(folder), tokenizer.vocab_size)
         print(f"{folder}: this token store is there already, whole and as it was written")
         for name, split in about["splits"].items():
             print(f"  {name}: sha256 {split['sha256'][:12]}")

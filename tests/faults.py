@@ -130,20 +130,23 @@ def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
     time.sleep(campaign.at.uniform(0, 3))
 
 
-def signalled(which: signal.Signals, campaign: Campaign, life: Life) -> None:
+def signalled(which: signal.Signals, campaign: Campaign, life: Life) -> bool:
     """A signal at a random moment, to one process. Several processes end if one is killed."""
     running = life.start()
     chosen = campaign.at.choice(running)
     wait_for_a_moment(campaign, running[0])
+    met = chosen.poll() is None
     chosen.send_signal(which)
     end(campaign, life, running, (-which, 128 + which, 0))
+    return met
 
 
-def paused(campaign: Campaign, life: Life) -> None:
+def paused(campaign: Campaign, life: Life) -> bool:
     """A machine or disk that stands still again and again, and then a kill."""
     running = life.start()
     for _ in range(5):
         time.sleep(campaign.at.uniform(0.5, 3))
+        met = any(process.poll() is None for process in running)
         for process in running:
             process.send_signal(signal.SIGSTOP)
         time.sleep(campaign.at.uniform(0.1, 2))
@@ -152,6 +155,7 @@ def paused(campaign: Campaign, life: Life) -> None:
     for process in running:
         process.kill()
     end(campaign, life, running, (-signal.SIGKILL, 0))
+    return met
 
 
 def limited_files(campaign: Campaign, life: Life) -> None:

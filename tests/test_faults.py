@@ -26,14 +26,15 @@ from diffeqformer.errors import printable
 from diffeqformer.training import loop
 from runs import TINY, curves, finish, start
 
-FORBIDDEN = ("silent changes", "lost checkpoints", "unusable folders", "hangs")
+FORBIDDEN = ("silent changes", "lost checkpoints", "unusable folders", "hangs", "not one sentence")
 SAVING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=10"]
 
 
 def last_checksums(workdir: pathlib.Path) -> dict[str, str]:
-    """Those of parameters and optimizer state after the last step, of which the parameters are what is stored."""
+    """Those of parameters and optimizer state after the last step, which are what is stored."""
     opened = checkpoint.load(workdir)
-    assert opened.step == 30
+    with checkpoint.open_read_only(checkpoint.folder_of(workdir)) as manager:
+        assert opened.step == 30 and checkpoint.damage(manager, 30) is None
     return opened.about.checksums
 
 
@@ -132,7 +133,7 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
         yield preparation(f"store-{number}"), of_texts
         yield run(f"tuned-{number}", tuning, "tuned"), OF_RUNS
         yield in_bucket(f"gs-{number}"), SIGNALS | {"pauses": paused}
-        count = 4 if number % 4 == 0 else 2
+        count = 4 if number % 3 == 2 else 2
         # With this option, a process that lost another one could take an intact checkpoint for a damaged one.
         of_older = [*options, "--config.on_damage=older"]
         yield run(f"run-of-{count}-{number}", of_older, f"alone-{count}", count), of_many
@@ -145,7 +146,7 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
         if life.done() or time.monotonic() > deadline:
             break
         step, before = newest(life.folder), set_aside(life.folder)
-        if faults[name](campaign, life) is False:  # it can't be had here, or now
+        if faults[name](campaign, life) is False:  # it can't be had here, or the work was done before it
             continue
         hurt = step if name == "damaged checkpoint" else None
         if lost := [aside for aside in set_aside(life.folder) - before if aside.split("-")[0] != str(hurt)]:
@@ -164,7 +165,7 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
         return
     try:
         life.check()
-    except AssertionError as error:
+    except Exception as error:  # a result that can't be read is another one, too
         campaign.fail("silent changes", f"{life.folder}: {error}")
         return
     shutil.rmtree(life.folder)
@@ -186,6 +187,6 @@ def test_whatever_happens_nothing_is_lost_or_changed(tmp_path, short_stores, cap
         campaign.injected["failed request of a bucket"] = bucket.failures()
         each = ", ".join(f"{name} {count}" for name, count in sorted(campaign.injected.items()))
         print(f"faults injected: {campaign.injected.total()} ({each})")
-        for what in (*FORBIDDEN, "not one sentence"):  # the last is shown, but fails nothing
+        for what in FORBIDDEN:
             print(f"{what}: {campaign.failed[what]}")
     assert campaign.injected.total() >= 5 and not any(campaign.failed[what] for what in FORBIDDEN), campaign.failed

@@ -62,7 +62,9 @@ def saved(workdir, kind: str, field: str, **changes):
     """A run whose weights are all alive, and its config and model."""
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in changes.items()})
     model = lively_model(**config.model)
-    about = checkpoint.About(config.to_dict(), "bytes", base={"workdir": "base"} if model.has_adapters else None)
+    origin = {"workdir": "base", "step": 0} if model.has_adapters else None
+    config.base = origin["workdir"] if origin else ""
+    about = checkpoint.About(config.to_dict(), "bytes", base=origin)
     params = split_model(model)[1]
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": select(params, model.trains), "step": jnp.int32(1)}, about)

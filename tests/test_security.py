@@ -7,27 +7,36 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import types
 
 import fsspec
 import jax.numpy as jnp
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from etils import epath
 
-from diffeqformer import checkpoint, data
+from diffeqformer import checkpoint, checkpoint_folder, data
 from diffeqformer import evaluate as evaluation_command
-from diffeqformer.console.results import check_links, results_folder, write_text
+from diffeqformer.analysis.registry import Section
+from diffeqformer.analysis.report import highlighted, paragraph, table
+from diffeqformer.analysis.report import write as write_report
+from diffeqformer.console.results import check_links, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
 from diffeqformer.data import files, tokenizers
+from diffeqformer.data.lock import only_process, only_run
+from diffeqformer.data.preparation import matching_files
 from diffeqformer.data.remote import stage, upload
-from diffeqformer.data.seals import sealed
+from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inspect import inspect_run
+from diffeqformer.materialize import materialize
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.training.run import make_folder
 from helpers import ROOT, lively_model, toy_config
@@ -99,6 +108,33 @@ def test_a_work_folder_is_written_through_no_link(name, tmp_path):
     check_links(tmp_path / "link", "--workdir")
 
 
+def test_a_work_folder_called_like_a_part_of_one_is_searched_as_well(tmp_path):
+    run = tmp_path / "checkpoints"
+    (run / "evaluation").mkdir(parents=True)
+    (run / "evaluation" / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=f"^--workdir: {run}/evaluation/link is a link"):
+        results_folder(None, str(run), "ode")
+
+
+@pytest.mark.parametrize("name", ["lock", "plan.partial", "train-00000.bin.partial"])
+def test_an_unfinished_store_is_written_through_no_link(name, tmp_path):
+    (partial := tmp_path / "task.partial").mkdir()
+    (target := tmp_path / "precious").write_text("mine")
+    (partial / name).symlink_to(target)
+    with pytest.raises(UserError, match=f"^config.data.dir: {partial / name}"), only_process(partial):
+        raise AssertionError("it was taken")
+    assert target.read_text() == "mine"
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(UserError, match=f"^--workdir: {tmp_path}/.lock: "), only_run(epath.Path(tmp_path)):
+        raise AssertionError("it was taken")
+    os.mkfifo(tmp_path / "text.txt")
+    with pytest.raises(UserError, match="text.txt isn't a file that can be read twice; write its text into one"):
+        matching_files(str(tmp_path / "*.txt"), "config.data.train_files")
+
+
 def test_a_file_is_replaced_and_not_written_through_a_link(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "results.json").symlink_to(tmp_path / "precious")
@@ -121,6 +157,7 @@ def test_no_control_character_reaches_a_terminal(tmp_path):
     done = subprocess.run(inspecting, stdout=its_end, stderr=subprocess.PIPE, cwd=ROOT)
     shown = os.read(terminal, 2**16).decode()
     assert done.returncode == 0 and "\x1b" not in shown and "\ufffd]0;title\ufffd" in shown, done.stderr
+    assert name in command("inspect", f"--workdir={tmp_path / 'run'}").stdout  # a pipe gets it as it is
     for options in (["--workdir=\x1b[2J"], ["--step=\x1b[2J", "--workdir=x"], ["--workdir=x", "\x1b[2J"]):
         done = command("inspect", *options)
         assert done.returncode == 1 and "\x1b" not in done.stderr and "\ufffd[2J" in done.stderr
@@ -134,8 +171,9 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path, monkeypatch):
         ("line.txt.gz", b"a" * 10**7, "a document"),
         ("lines.txt.gz", b"a\n" * 10**7, "a document"),
         ("line.jsonl.gz", b'{"text": "' + b"a" * 10**7 + b'"}', "a line"),
+        ("line.txt", b"a" * 10**7, "a document"),
     ):
-        (tmp_path / name).write_bytes(gzip.compress(content))
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         with pytest.raises(UserError, match=f"{name}: it has {what} of more than 1,000,000 bytes; cut it into several"):
             list(files.read_texts(tmp_path / name))
     monkeypatch.setattr(tokenizers, "LARGEST", 10**6)
@@ -166,12 +204,76 @@ def test_a_text_that_a_parquet_file_repeats_does_not_fill_the_memory(tmp_path, m
         files.pick_texts(path, [3])
 
 
-def test_arrays_are_compared_with_the_free_memory_before_they_are_read(run, monkeypatch):
+def test_arrays_are_compared_with_the_free_memory_before_they_are_read(run, tmp_path, monkeypatch):
     monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
     with pytest.raises(UserError, match=r"its parameters would take 0\.\d GB, but 0.0 GB are free; use a machine with"):
         checkpoint.load(run)
-    with pytest.raises(UserError, match=r"^params/.*: a part of it would take 0\.0 GB, but 0.0 GB are free"):
-        inspect_run(run)
+    for read in (lambda: inspect_run(run), lambda: materialize(run, output=tmp_path / "small")):
+        with pytest.raises(UserError, match=r"^params/.*: a part of it would take 0\.0 GB, but 0.0 GB are free"):
+            read()
+
+
+@pytest.mark.parametrize("option", ["inspect --step", "generate --samples"])
+def test_numbers_are_limited(option):
+    name, flag = option.split()
+    done = command(name, f"{flag}={'9' * 5000}", "--workdir=nowhere")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert flag in done.stderr and "must be" in done.stderr and len(done.stderr) < 400
+    with pytest.raises(UserError, match="^--num_steps: must be .* of at least 1, but it has '9999999999...'$"):
+        whole_numbers("--num_steps", ["9" * 5000], 1)
+
+
+def test_text_from_elsewhere_is_escaped_in_reports(tmp_path):
+    write_report(tmp_path, "<script>title", {"<b>name": "<script>value"}, [Section("name", "<i>section", "", {}, {})])
+    page = (tmp_path / "report.html").read_text()
+    assert not {"<script>title", "<script>value", "<b>name", "<i>section"} & set(re.findall(r"<\w+>\w+", page))
+    assert "&lt;script&gt;title" in page and "&lt;script&gt;value" in page
+    assert "<script" not in paragraph("<script>") + table(["<script>"], [["<script>", 1.5]])
+    assert "<script" not in highlighted(["<script>"], np.ones(1))
+
+
+def test_arrays_of_another_checkpoint_are_refused(tmp_path):
+    config = toy_config("gpt")
+    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+        for step in (1, 2):
+            about = checkpoint.About(config.to_dict(), "bytes")
+            checkpoint.save(manager, step, {"params": {"w": jnp.full(9, float(step))}, "step": jnp.int32(1)}, about)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
+    shutil.copytree(tmp_path / "checkpoints" / "1" / "params", tmp_path / "checkpoints" / "2" / "params")
+    with checkpoint.open_read_only(checkpoint.folder_of(tmp_path)) as manager:
+        assert checkpoint.damage(manager, 1) is None
+        assert "this checkpoint can't be read: params/w" in str(checkpoint.damage(manager, 2))
+
+
+NESTED = "[" * 200_000
+
+
+def test_records_and_texts_that_are_nested_too_deeply_are_refused(tmp_path, small_store):
+    (small_store / "store.json").write_text(NESTED)
+    with pytest.raises(UserError, match="store.json: this file of the token store can't be read"):
+        read_about(small_store)
+    (tmp_path / "text.jsonl").write_text(NESTED)
+    with pytest.raises(UserError, match="text.jsonl: line 1 isn't a JSON object"):
+        list(files.read_texts(tmp_path / "text.jsonl"))
+    (metrics := tmp_path / "3" / "metrics").mkdir(parents=True)
+    (metrics / "metrics").write_text(NESTED)
+    with pytest.raises(checkpoint_folder.Damaged, match="this validation is damaged: it is nested too deeply"):
+        checkpoint_folder.validation_of(epath.Path(tmp_path), 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": "x"}, {"tokens": -1}, {"tokens": True}, {"tokens": 10**6}, {"shards": []}, {"shards": 3},
+        {"bytes": None}, {"sha256": 5}, {"shards": [{"file": "train-00000.bin"}]},
+    ],
+)  # fmt: skip
+def test_a_stores_record_of_another_form_is_refused(change, small_store):
+    about = unsealed(json.loads((small_store / "store.json").read_text()))
+    about["splits"]["train"] |= change
+    (small_store / "store.json").write_text(json.dumps(about))  # without a seal, as of an earlier version
+    with pytest.raises(UserError, match="store.json: this file of the token store can't be read; delete"):
+        read_about(small_store)
 
 
 def test_a_record_that_was_changed_is_refused(tmp_path):
@@ -181,7 +283,11 @@ def test_a_record_that_was_changed_is_refused(tmp_path):
     [file] = (tmp_path / "checkpoints" / "1" / "about").glob("metadata")
     whole = json.loads(file.read_text())
     del whole["checksums"]
-    for content in ({"config": {}}, {"config": {"name": 3}}, {"config": {"name": "a", "model": []}}, {"tokenizer": 7}):
+    models = ({"kind": "nope"}, {"solver": None}, {"heads": 0}, {"dtype": "int8"}, {"training_depths": "x"})
+    others = [{"config": {**whole["config"], "model": {**whole["config"]["model"], **model}}} for model in models]
+    configs = {}, {"name": 3}, {"name": "a", "model": []}
+    origins = {"base": {"a": 1}}, {"materialized_from": {"workdir": 3, "step": 1}}
+    for content in (*({"config": config} for config in configs), *others, *origins, {"tokenizer": 7}):
         file.write_text(json.dumps(sealed({**whole, **content})))  # with a seal of its own
         with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: "):
             checkpoint.load_config(tmp_path)

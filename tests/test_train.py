@@ -1,6 +1,7 @@
 """Training: the step, its curves, and what a run saves."""
 
 import dataclasses
+import math
 import os
 import queue
 import subprocess
@@ -197,7 +198,7 @@ def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
 def test_a_materialized_model_is_not_trained_further(tmp_path):
     config = toy_config("gpt")
     program = Program(config, ONE_DEVICE)
-    about = checkpoint.About(config.to_dict(), "bytes", materialized_from={})
+    about = checkpoint.About(config.to_dict(), "bytes", materialized_from={"workdir": "run", "step": 1})
     with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": first_state(program)["params"]}, about)
         manager.wait_until_finished()
@@ -304,16 +305,23 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes, devices, said",
+    "changes, devices, excess, said",
     [
-        ({"model__remat": "none"}, 1, "config.microbatches=2, config.model.remat=step, or more"),
-        ({"model__remat": "step", "microbatches": 2}, 2, "config.microbatches=4, config.model.remat=binomial, or more"),
-        ({"model__remat": "binomial", "microbatches": 4}, 2, "a smaller batch, or more"),
-        ({"model__remat": "step", "microbatches": 4, "mesh__tensor": 2}, 2, "config.microbatches=8, config.model"),
+        ({"model__remat": "none"}, 1, 1.5, "config.microbatches=2, config.model.remat=step, or more"),
+        (
+            {"model__remat": "step", "microbatches": 2},
+            2,
+            2.0,
+            "config.microbatches=4, config.model.remat=binomial, or more",
+        ),
+        ({"model__remat": "binomial", "microbatches": 4}, 2, math.inf, "a smaller batch, or more"),
+        ({"model__remat": "step", "microbatches": 4, "mesh__tensor": 2}, 2, 1.1, "config.microbatches=8, config.model"),
+        ({"model__remat": "binomial"}, 1, 3.0, "config.microbatches=4, or more"),
+        ({"model__remat": "binomial"}, 1, 1e6, "a smaller batch, or more"),
     ],
 )
-def test_what_would_save_memory(changes, devices, said):
-    assert memory.remedies(toy_config(**changes), devices).startswith(said)
+def test_what_would_save_memory(changes, devices, excess, said):
+    assert memory.remedies(toy_config(**changes), devices, excess).startswith(said)
 
 
 def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):

@@ -9,8 +9,19 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from diffeqformer.console.results import MOST_DIGITS
 from diffeqformer.console.terminal import PrintableOutput
-from diffeqformer.errors import Stopped, UserError, did_you_mean, leave, out_of_memory, printable, unforeseen
+from diffeqformer.errors import (
+    CLOSED,
+    Stopped,
+    UserError,
+    did_you_mean,
+    leave,
+    out_of_memory,
+    printable,
+    say,
+    unforeseen,
+)
 
 
 def define_config() -> flags.FlagHolder:
@@ -32,7 +43,7 @@ class _Step(flags.ArgumentParser):
     def parse(self, argument):
         if argument == "best":
             return argument
-        if not argument.isdecimal():
+        if not argument.isdecimal() or len(argument) > MOST_DIGITS:
             raise ValueError(f"must be {self.syntactic_help}")
         return int(argument)
 
@@ -191,14 +202,15 @@ def run(
     def parse_or_exit(line):
         given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
         if given & {"help", "h"} or explain and "help_config" in given:
-            print(explain() if explain and "help_config" in given else help_text())
-            sys.exit(0)
+            say(explain() if explain and "help_config" in given else help_text())
         try:
             check_text(line)
             return parse_config(line, check) if check else parse_flags(line, arguments)
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
-            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(str(error))}")
+            said = re.sub(r"(\S{20})\S{200,}", r"\1...", str(error))  # absl repeats what was given, however long
+            said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
+            sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(said)}")
         except KeyboardInterrupt:
             leave(130, interrupted)
 
@@ -214,7 +226,7 @@ def run(
         except Stopped as stopped:
             leave(stopped.status, str(stopped))
         except BrokenPipeError:
-            leave(1, "the output was closed before its end")
+            leave(1, CLOSED)
         except Exception as error:
             little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
             leave(1, little if out_of_memory(error) else unforeseen(error))

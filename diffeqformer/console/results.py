@@ -8,15 +8,18 @@ from collections.abc import Sequence
 
 from diffeqformer.errors import UserError
 
+MOST_DIGITS = 100  # of a number in an option: Python refuses to read thousands
+
 
 def check_links(folder: pathlib.Path, option: str) -> None:
-    """Check that a work folder holds no links: in a folder from elsewhere they could point to anything.
+    """Check that a folder that is written into holds no links: if it is from elsewhere, they could point to anything.
 
-    Inside of a checkpoint nothing is written, so its folder isn't searched.
+    Inside of a checkpoint nothing is written, so the folders of a run's checkpoints are searched no deeper.
 
     Raises:
         UserError: if there is one.
     """
+    inside = [os.path.join(folder, name) for name in ("checkpoints", "frozen", "damaged")]
     for parent, folders, files in os.walk(folder):
         for path in (os.path.join(parent, name) for name in (*folders, *files)):
             if os.path.islink(path):
@@ -24,7 +27,7 @@ def check_links(folder: pathlib.Path, option: str) -> None:
                     f"{option}: {path} is a link, through which files elsewhere would be written; put what it points "
                     "to in its place"
                 )
-        if os.path.basename(parent) in ("checkpoints", "frozen", "damaged"):
+        if parent in inside:
             folders.clear()
 
 
@@ -105,6 +108,9 @@ def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
         UserError: if one isn't a whole number, or is below `least`.
     """
     for text in texts:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise UserError(f"{option}: must be comma-separated whole numbers of at least {least}, but it has {text!r}")
+        if not text.strip().isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
+            shown = text if len(text) <= MOST_DIGITS else f"{text[:10]}..."
+            raise UserError(
+                f"{option}: must be comma-separated whole numbers of at least {least}, but it has {shown!r}"
+            )
     return list(dict.fromkeys(map(int, texts)))

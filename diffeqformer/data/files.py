@@ -1,12 +1,12 @@
 """Texts from files: .txt (also .tokens, .raw), .jsonl (also .json) and .parquet. The first two may be gzipped (.gz)."""
 
 import gzip
-import json
 import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from diffeqformer.data.seals import from_json
 from diffeqformer.errors import UserError
 
 PLAIN = (".txt", ".tokens", ".raw")
@@ -80,7 +80,7 @@ def read_lines(path: str | os.PathLike, whole: bool = False) -> Iterator[str]:
 
 def _json_text(path: str | os.PathLike, number: int, line: str) -> str:
     try:
-        text = json.loads(line)["text"]
+        text = from_json(line)["text"]
         text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
         return text
     except UnicodeEncodeError:
@@ -103,6 +103,8 @@ def _open_parquet(path: str | os.PathLike):
     except pyarrow.ArrowInvalid:
         raise UserError(f"{path}: this isn't a whole Parquet file; get it again") from None
     names = file.schema_arrow.names
+    if names.count("text") > 1:
+        raise UserError(f"{path}: there are several columns 'text' among {names}; keep one of them")
     if "text" not in names:
         raise UserError(f"{path}: there is no column 'text' among {names}; rename the one with the text")
     if not pyarrow.types.is_string(column := file.schema_arrow.field("text").type) and column != pyarrow.large_string():

@@ -9,7 +9,8 @@ from typing import IO
 
 from etils import epath
 
-from diffeqformer.errors import UserError
+from diffeqformer.console.results import check_links
+from diffeqformer.errors import UserError, reachable
 
 ATTEMPTS = 1000  # at creating a folder that other processes may rename or remove at the same time
 
@@ -27,16 +28,30 @@ def hold(lock: IO, waiting: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
+def open_lock(path: os.PathLike) -> IO:
+    """Create or open the file of a lock, for writing.
+
+    Raises:
+        OSError: if it can't be created or is a link. A pipe would otherwise be waited for.
+    """
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "w")
+
+
 @contextlib.contextmanager
 def only_run(workdir: epath.Path) -> Iterator[None]:
     """Lock a work folder. A second run waits, on this machine or another one that shares the disk.
 
     On file systems without locks, such as gs:// and some cluster disks, this does nothing.
+
+    Raises:
+        UserError: if the file of the lock can't be created.
     """
     if "://" in str(workdir):
         yield
         return
-    with open(workdir / ".lock", "w") as lock:
+    with reachable("--workdir", workdir):
+        lock = open_lock(workdir / ".lock")
+    with lock:
         with contextlib.suppress(OSError):
             hold(lock, f"{workdir}: another run is using this folder; waiting for it to end")
         yield
@@ -49,13 +64,13 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
     It stays locked for as long as any process keeps the returned file open.
 
     Raises:
-        UserError: if it can't be created.
+        UserError: if it can't be created, or holds links.
     """
     obstacle = partial
     for _ in range(ATTEMPTS):
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            lock = open(partial / "lock", "w")
+            lock = open_lock(partial / "lock")
         except (FileNotFoundError, FileExistsError) as error:  # another process has just renamed or removed it
             obstacle = pathlib.Path(error.filename)
             continue
@@ -72,6 +87,7 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
             except FileNotFoundError:
                 still_there = False
             if still_there:
+                check_links(partial, "config.data.dir")
                 try:
                     yield lock
                 finally:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from diffeqformer.console.terminal import duration
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
-from diffeqformer.data.seals import sealed
+from diffeqformer.data.seals import from_json, sealed
 from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
@@ -61,7 +61,9 @@ def matching_files(patterns: str, option: str) -> list[str]:
                 raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
             if not os.access(path, os.R_OK):
                 raise UserError(f"{option}: {path} can't be read; put a readable file there")
-            if os.path.isfile(path) and not os.path.getsize(path):
+            if not os.path.isfile(path):
+                raise UserError(f"{option}: {path} isn't a file that can be read twice; write its text into one")
+            if not os.path.getsize(path):
                 raise UserError(f"{option}: {path} is empty; put a file with text there")
         files += found
     return files
@@ -236,9 +238,12 @@ class Worker:
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
-    """The record of a finished shard, or None."""
+    """The record of a finished shard; None if there is none that can be read."""
     path = partial / f"{split}-{index:05d}.bin.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return from_json(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardProgress", todo: list) -> None:

@@ -5,7 +5,6 @@ Any URL that fsspec can open works; gs:// needs the package gcsfs.
 
 import concurrent.futures
 import hashlib
-import json
 import pathlib
 import shutil
 import time
@@ -15,7 +14,7 @@ import fsspec
 import numpy as np
 
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.seals import unsealed
+from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.data.store import Split, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
@@ -109,7 +108,7 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             return path.stat().st_size
 
         try:
-            shards = shards_of(json.loads(about), f"{remote}/{folder.name}/store.json")
+            shards = shards_of(from_json(about), f"{remote}/{folder.name}/store.json")
             each_shard(get, shards, f"Copying {remote}/{folder.name} to {folder}")
             (partial / "store.json").write_text(about)
             read_about(partial)
@@ -129,7 +128,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
     """
     try:
         system, there = open_remote(remote, name)
-        about = unsealed(json.loads(system.cat_file(f"{there}/store.json")))
+        about = unsealed(from_json(system.cat_file(f"{there}/store.json")))
         shards_of(about, f"{remote}/{name}/store.json")
         entry, parts = about["splits"][split], []
         for shard in entry["shards"]:

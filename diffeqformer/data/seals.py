@@ -1,7 +1,20 @@
-"""Seals of JSON records: each holds the SHA-256 of its own content, so that damage is noticed."""
+"""JSON records, and their seals: each holds the SHA-256 of its own content, so that damage is noticed."""
 
 import hashlib
 import json
+from typing import Any
+
+
+def from_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: if it isn't JSON, or so deeply nested that Python can't read it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sealed(record: dict) -> dict:

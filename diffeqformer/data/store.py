@@ -11,7 +11,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from diffeqformer.data.seals import unsealed
+from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError
 
 FORMAT = 2
@@ -129,6 +128,22 @@ def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
     return shards
 
 
+def _is_account(about: dict) -> bool:
+    """Whether the content of a `store.json` has the entries, of the right types, that a whole store has.
+
+    Raises:
+        KeyError, TypeError: if it hasn't.
+    """
+    texts = [about[name] for name in ("task", "tokenizer", "origin", "files")]
+    numbers, sums = [], about["dtype"] in ("<u2", "<u4")
+    for split in (about["splits"][name] for name in SPLITS):
+        tokens = [shard["tokens"] for shard in split["shards"]]
+        texts += [split["sha256"], *(shard["sha256"] for shard in split["shards"])]
+        numbers += [split["tokens"], split["bytes"], *tokens]
+        sums = sums and split["tokens"] == sum(tokens)
+    return sums and all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
+
+
 def read_about(folder: pathlib.Path) -> dict:
     """The content of `store.json`, after checking that the folder is a store and its files have the right sizes.
 
@@ -137,18 +152,20 @@ def read_about(folder: pathlib.Path) -> dict:
     """
     path = folder / "store.json"
     try:
-        about = json.loads(path.read_text())
+        about = from_json(path.read_bytes())
         unsealed(about)
         if about["format"] != FORMAT:
             raise UserError(
                 f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}"
             )
-        width = np.dtype(about["dtype"]).itemsize
         shards = [(shard["file"], shard["tokens"]) for shard in shards_of(about, path)]
-        [about["splits"][split] for split in SPLITS]
-        about["task"], about["tokenizer"], about["origin"], about["files"]
+        if not _is_account(about):
+            raise ValueError("an entry has another type")
+        width = np.dtype(about["dtype"]).itemsize
     except FileNotFoundError:
         raise UserError(f"{folder}: there is no whole token store here; {REMEDY}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; {REMEDY}") from None
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError):

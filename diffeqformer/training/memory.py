@@ -50,13 +50,18 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         said = gigabytes(needed) if needed < math.inf else "more memory"
         raise UserError(
             f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take "
-            f"{remedies(config, program.mesh.size)}"
+            f"{remedies(config, program.mesh.size, needed / free)}"
         )
 
 
-def remedies(config: ConfigDict, num_devices: int) -> str:
-    """The three options that would save most memory, of those that this config can take."""
-    parts = 2 * config.microbatches
+def remedies(config: ConfigDict, num_devices: int, excess: float) -> str:
+    """The three options that would save most memory, of those that this config can take.
+
+    Args:
+        excess: what is needed divided by what is free; infinite: not known.
+    """
+    halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
+    parts = config.microbatches * 2**halvings
     divides = config.batch_size % (parts * num_devices // max(1, config.mesh.tensor)) == 0
     remat = {"none": "step", "products": "step", "step": "binomial"}.get(config.model.remat)
     return ", ".join(

@@ -70,6 +70,7 @@ OF_RUNS = {
 OF_STUDIES = {
     "ablation_embedding": "runs/ablations/embedding.png",
     "ablation_beta2": "runs/ablations/beta2.png",
+    "ablation_llama": "runs/ablations/llama.png",
     "ablation_overfitting": "runs/ablations/overfitting.png",
     "finetune_depths": "runs/finetune_depths/figure.png",
     "full_scale": "experiments/full_scale.png",

@@ -24,18 +24,20 @@ from diffeqformer.transformer import MODELS, vector_field
 class Rule(NamedTuple):
     """One requirement on a field's value, given the whole config.
 
-    `says` may hold {}-fields, filled from the config `c`. `names` are the possible values, if they are names.
+    `says` may hold {}-fields, filled from the config `c`. `names` are the possible values, if they are names. `alone`:
+    it looks at this value alone.
     """
 
     field: str
     holds: Callable[[Any, ConfigDict], bool]
     says: str
     names: Iterable[str] = ()
+    alone: bool = False
 
 
 def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
     """The same requirement for each of several fields."""
-    return [Rule(field, lambda value, _: holds(value), says) for field in fields.split()]
+    return [Rule(field, lambda value, _: holds(value), says, alone=True) for field in fields.split()]
 
 
 def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str) -> Rule:
@@ -68,7 +70,7 @@ def _are_steps(text: str) -> bool:
 
 
 def _one_of(field: str, names: Iterable[str]) -> Rule:
-    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names)
+    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names, alone=True)
 
 
 RULES = [

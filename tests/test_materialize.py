@@ -63,7 +63,6 @@ def saved(workdir, kind: str, field: str, **changes):
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in changes.items()})
     model = lively_model(**config.model)
     origin = {"workdir": "base", "step": 0} if model.has_adapters else None
-    config.base = origin["workdir"] if origin else ""
     about = checkpoint.About(config.to_dict(), "bytes", base=origin)
     params = split_model(model)[1]
     with checkpoint.open_checkpoints(workdir, kept=1) as manager:

@@ -8,7 +8,7 @@ import pathlib
 import runpy
 import sys
 
-from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable, say
+from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable, say_and_end
 
 COMMANDS = (
     "main",
@@ -42,7 +42,7 @@ def main() -> None:
         width = max(map(len, COMMANDS))
         lines = [f"{command:{width}}  {summary(command)}" for command in COMMANDS]
         how = "Run one with `python -m diffeqformer.NAME` or `diffeqformer NAME`; --help shows its options."
-        say("\n".join([*lines, "", how]))
+        say_and_end("\n".join([*lines, "", how]))
     else:
         sys.exit(f"diffeqformer: there is no command {printable(name)}{did_you_mean(name, COMMANDS)}")
 

@@ -87,7 +87,7 @@ def leave(status: int, sentence: str) -> None:
     os._exit(status)
 
 
-def say(text: str) -> None:
+def say_and_end(text: str) -> None:
     """Print all that a command has to say, and end the process."""
     try:
         print(text, flush=True)

@@ -19,7 +19,7 @@ from diffeqformer.errors import (
     leave,
     out_of_memory,
     printable,
-    say,
+    say_and_end,
     unforeseen,
 )
 
@@ -202,7 +202,7 @@ def run(
     def parse_or_exit(line):
         given = {argument.lstrip("-").partition("=")[0] for argument in line[1:] if argument.startswith("-")}
         if given & {"help", "h"} or explain and "help_config" in given:
-            say(explain() if explain and "help_config" in given else help_text())
+            say_and_end(explain() if explain and "help_config" in given else help_text())
         try:
             check_text(line)
             return parse_config(line, check) if check else parse_flags(line, arguments)

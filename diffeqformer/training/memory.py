@@ -50,7 +50,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         said = gigabytes(needed) if needed < math.inf else "more memory"
         raise UserError(
             f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take "
-            f"{remedies(config, program.mesh.size, needed / free)}"
+            f"{remedies(config, program.mesh.size, needed / max(1, free))}"
         )
 
 

@@ -164,14 +164,40 @@ def limited_files(campaign: Campaign, life: Life) -> None:
     end(campaign, life, life.start(limit=size), (1, 0))
 
 
-def clock(campaign: Campaign, life: Life) -> None:
+def clock(campaign: Campaign, life: Life) -> bool:
     """A clock that goes wrong by up to two hours, and then a kill."""
     shift = campaign.at.uniform(-7200, 7200)
     prelude = f"import time; real = time.time; time.time = lambda: real() + {shift}\n"
     [running] = life.start(prelude=prelude)
     wait_for_a_moment(campaign, running)
+    met = running.poll() is None
     running.kill()
     end(campaign, life, [running], (-signal.SIGKILL, 0))
+    return met
+
+
+SLOW = """
+import os, random, time
+
+def slow(operation):
+    def late(*given, **named):
+        time.sleep(random.uniform(0, 0.2))
+        return operation(*given, **named)
+    return late
+
+for name in ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink"):
+    setattr(os, name, slow(getattr(os, name)))
+"""
+
+
+def slow_disk(campaign: Campaign, life: Life) -> bool:
+    """A disk on which every change of a folder takes a while, and then a kill. What C++ does isn't slower."""
+    [running] = life.start(prelude=SLOW)
+    wait_for_a_moment(campaign, running)
+    met = running.poll() is None
+    running.kill()
+    end(campaign, life, [running], (-signal.SIGKILL, 0))
+    return met
 
 
 def damaged(campaign: Campaign, file: pathlib.Path) -> bytes:
@@ -274,7 +300,10 @@ def read_only_disk(campaign: Campaign, life: Life) -> bool | None:
 
 
 SIGNALS = {which.name: functools.partial(signalled, which) for which in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
-OF_DISKS = {"full disk": filled_disk, "limit on file sizes": limited_files, "read-only disk": read_only_disk}
+OF_DISKS = {
+    "full disk": filled_disk, "limit on file sizes": limited_files, "read-only disk": read_only_disk,
+    "slow disk": slow_disk,
+}  # fmt: skip
 OF_RUNS = {
     **SIGNALS, **OF_DISKS, "pauses": paused, "wrong clock": clock, "damaged checkpoint": damaged_checkpoint,
     "damaged store": damaged_store,

@@ -147,7 +147,7 @@ def table_of(rows: list[dict], key: str, numbers: list[int]) -> list[str]:
 
 
 def draw(rows: dict) -> None:
-    """Print the tables; draw temporaries against the number of steps."""
+    """Print the tables; draw temporaries against the number of steps. Numbers are the slopes of the lines' ends."""
     from diffeqformer.console.figures import new_figure
 
     places = list(dict.fromkeys(row["where"] for row in rows.values()))
@@ -159,8 +159,17 @@ def draw(rows: dict) -> None:
             print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
         for way in WAYS:
             points = sorted((row["num_steps"], row["mib"]) for row in here if row["way"] == way)
-            axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
+            [line] = axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
+            if len(points) > 1:
+                (*_, (before, less), last) = points
+                slope = np.log(last[1] / less) / np.log(last[0] / before)
+                below = way.startswith("reversible")  # which ends where binomial does
+                axis.annotate(
+                    f"{slope:.2f}", last, xytext=(5, -10 if below else -3), textcoords="offset points", fontsize=7,
+                    color=line.get_color(),
+                )  # fmt: skip
         axis.set(ylabel="temporaries, MiB", xlabel="steps of depth", xscale="log", yscale="log")
+        axis.margins(x=0.13)
         axis.set_title(where)
         axis.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
         axis.tick_params(axis="x", which="minor", bottom=False)

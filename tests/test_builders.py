@@ -105,12 +105,13 @@ def test_only_row_groups_with_wanted_rows_are_read(tmp_path, monkeypatch):
     assert pick_texts(path, [9, 2, 3]) == {2: "2", 3: "3", 9: "9"} and read == [1, 4]
 
 
-def parquet(**columns):
+def parquet(table: pa.Table | None = None, **columns):
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink)
+    pq.write_table(table or pa.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
 
+TWO_COLUMNS = parquet(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
 NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
 
 
@@ -136,6 +137,7 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", b"", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
+        ("a.parquet", TWO_COLUMNS, r"a\.parquet: there are several columns 'text' among \['text', 'text'\]"),
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
         ("a.parquet", parquet(text=pa.array([], pa.string())), r"a\.parquet: the file has no rows"),
         ("a.parquet", parquet(text=["a", None]), r"a\.parquet: row 1 has no text \(null\)"),

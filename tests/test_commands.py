@@ -21,6 +21,14 @@ def test_every_command_is_listed_in_one_line():
     assert all(10 < len(summary(name)) < 90 for name in COMMANDS)
     assert summary("generate") == "Generate text from a trained model"
     wrong = subprocess.run([sys.executable, "-m", "diffeqformer", "evalute"], cwd=ROOT, capture_output=True, text=True)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "diffeqformer"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "diffeqformer: the output can't be written: No space left on device\n",
+    )
     assert (wrong.returncode, wrong.stderr) == (
         1,
         "diffeqformer: there is no command evalute; did you mean evaluate?\n",

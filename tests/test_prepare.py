@@ -1,9 +1,11 @@
 """Preparing a token store: the result doesn't depend on the number of processes or on kills."""
 
 import fcntl
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 
 from diffeqformer.data import preparation
 from diffeqformer.data.lock import only_process
+from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -137,6 +140,20 @@ def test_a_prepared_store_is_verified_again(corpus, store):
     assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
     other = run(corpus, store.parent, f"--config.data.validation_files={corpus[0]}/train-0.jsonl")
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
+
+
+@pytest.mark.long
+def test_a_prepared_store_has_ids_of_its_vocabulary(corpus, store, tmp_path):
+    copy = shutil.copytree(store, tmp_path / store.name)
+    about = unsealed(json.loads((copy / "store.json").read_text()))
+    shard = about["splits"]["validation"]["shards"][0]
+    ids = np.fromfile(copy / shard["file"], about["dtype"])
+    ids[0] = 9999
+    (copy / shard["file"]).write_bytes(ids.tobytes())
+    shard["sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    (copy / "store.json").write_text(json.dumps(sealed(about)))  # as somebody elsewhere could
+    done = run(corpus, tmp_path)
+    assert done.returncode == 1 and "it holds the id 9,999, but the tokenizer's ids are below" in done.stderr
 
 
 @pytest.mark.long

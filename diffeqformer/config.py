@@ -258,7 +258,7 @@ def check_model(config: ConfigDict) -> None:
         if name.startswith("model."):
             check_type(name, config, base)
     for rule in RULES:
-        if rule.field.startswith("model.") and rule.alone or rule.field == "model.heads":
+        if (rule.field.startswith("model.") and rule.alone) or rule.field == "model.heads":
             check_rule(rule, config)
 
 

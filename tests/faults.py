@@ -130,9 +130,13 @@ def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
     time.sleep(campaign.at.uniform(0, 3))
 
 
-def signalled(which: signal.Signals, campaign: Campaign, life: Life) -> bool:
-    """A signal at a random moment, to one process. Several processes end if one is killed."""
-    running = life.start()
+def signalled(which: signal.Signals, campaign: Campaign, life: Life, prelude: str = "") -> bool:
+    """A signal at a random moment, to one process. Several processes end if one is killed.
+
+    Returns:
+        whether the process still ran, as of all faults that come at a moment.
+    """
+    running = life.start(prelude=prelude)
     chosen = campaign.at.choice(running)
     wait_for_a_moment(campaign, running[0])
     met = chosen.poll() is None
@@ -143,10 +147,10 @@ def signalled(which: signal.Signals, campaign: Campaign, life: Life) -> bool:
 
 def paused(campaign: Campaign, life: Life) -> bool:
     """A machine or disk that stands still again and again, and then a kill."""
-    running = life.start()
+    running, met = life.start(), False
     for _ in range(5):
         time.sleep(campaign.at.uniform(0.5, 3))
-        met = any(process.poll() is None for process in running)
+        met = met or any(process.poll() is None for process in running)
         for process in running:
             process.send_signal(signal.SIGSTOP)
         time.sleep(campaign.at.uniform(0.1, 2))
@@ -168,20 +172,16 @@ def clock(campaign: Campaign, life: Life) -> bool:
     """A clock that goes wrong by up to two hours, and then a kill."""
     shift = campaign.at.uniform(-7200, 7200)
     prelude = f"import time; real = time.time; time.time = lambda: real() + {shift}\n"
-    [running] = life.start(prelude=prelude)
-    wait_for_a_moment(campaign, running)
-    met = running.poll() is None
-    running.kill()
-    end(campaign, life, [running], (-signal.SIGKILL, 0))
-    return met
+    return signalled(signal.SIGKILL, campaign, life, prelude)
 
 
 SLOW = """
 import os, random, time
+delays = random.Random(SEED)
 
 def slow(operation):
     def late(*given, **named):
-        time.sleep(random.uniform(0, 0.2))
+        time.sleep(delays.uniform(0, 0.2))
         return operation(*given, **named)
     return late
 
@@ -192,12 +192,8 @@ for name in ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink"):
 
 def slow_disk(campaign: Campaign, life: Life) -> bool:
     """A disk on which every change of a folder takes a while, and then a kill. What C++ does isn't slower."""
-    [running] = life.start(prelude=SLOW)
-    wait_for_a_moment(campaign, running)
-    met = running.poll() is None
-    running.kill()
-    end(campaign, life, [running], (-signal.SIGKILL, 0))
-    return met
+    prelude = SLOW.replace("SEED", str(campaign.at.randrange(2**32)))
+    return signalled(signal.SIGKILL, campaign, life, prelude)
 
 
 def damaged(campaign: Campaign, file: pathlib.Path) -> bytes:

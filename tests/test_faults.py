@@ -146,11 +146,12 @@ def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: 
         if life.done() or time.monotonic() > deadline:
             break
         step, before = newest(life.folder), set_aside(life.folder)
-        if faults[name](campaign, life) is False:  # it can't be had here, or the work was done before it
-            continue
+        met = faults[name](campaign, life)
         hurt = step if name == "damaged checkpoint" else None
         if lost := [aside for aside in set_aside(life.folder) - before if aside.split("-")[0] != str(hurt)]:
             campaign.fail("lost checkpoints", f"{life.folder.name}: {', '.join(lost)} set aside after {name}")
+        if met is False:  # it can't be had here, or the work was done before it
+            continue
         campaign.injected[name] += 1
         print(f"{life.folder.name}: {name}, now at {newest(life.folder)}", file=sys.__stderr__, flush=True)
     for _ in range(5 if life.environment else 1):  # a bucket can fail too often

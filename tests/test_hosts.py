@@ -226,6 +226,17 @@ def test_what_is_saved_outlives_a_full_disk_and_a_damaged_checkpoint(tmp_path, s
     assert "from its checkpoint at step 20" in output
 
 
+def test_a_process_that_lost_another_one_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "leave", lambda *of: said.append(of))
+    for reason in ("UNKNOWN: Gloo AllGather failed: Connection reset by peer", "another\nreason"):
+        with hosts.together():
+            raise RuntimeError(reason)
+    assert said[0] == (1, "process 0 of 2 failed: it lost another one; start all of them again")
+    assert said[1][1].startswith("process 0 of 2 failed: RuntimeError: another; DIFFEQFORMER_TRACEBACK=1 shows")
+
+
 @pytest.mark.slow
 def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, short_stores):
     finish(start(2, 1, [tmp_path] * 2, short_stores))

@@ -208,7 +208,7 @@ def run(
             return parse_config(line, check) if check else parse_flags(line, arguments)
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
-            said = re.sub(r"(\S{20})\S{200,}", r"\1...", str(error))  # absl repeats what was given, however long
+            said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long
             said = re.sub(r"Exceeds the limit \(.*", "must be a number of fewer digits", said)
             sys.exit(f"diffeqformer: {f'{needed[1]}: must be given' if needed else printable(said)}")
         except KeyboardInterrupt:

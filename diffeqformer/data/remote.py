@@ -14,8 +14,7 @@ import fsspec
 import numpy as np
 
 from diffeqformer.data.lock import only_process
-from diffeqformer.data.seals import from_json, unsealed
-from diffeqformer.data.store import Split, read_about, sha256, shards_of
+from diffeqformer.data.store import Split, parse_about, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
 AT_ONCE = 8  # files copied in parallel
@@ -86,7 +85,7 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         if folder.exists():
             return
         try:
-            about = system.cat_file(f"{there}/store.json").decode()
+            about = system.cat_file(f"{there}/store.json")
         except FileNotFoundError:
             raise UserError(
                 f"config.data.remote: there is no token store {folder.name} at {remote}; make it with "
@@ -108,9 +107,9 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             return path.stat().st_size
 
         try:
-            shards = shards_of(from_json(about), f"{remote}/{folder.name}/store.json")
-            each_shard(get, shards, f"Copying {remote}/{folder.name} to {folder}")
-            (partial / "store.json").write_text(about)
+            place = f"{remote}/{folder.name}/store.json"
+            each_shard(get, shards_of(parse_about(about, place), place), f"Copying {remote}/{folder.name} to {folder}")
+            (partial / "store.json").write_bytes(about)
             read_about(partial)
             partial.rename(folder)
         except UserError:
@@ -128,8 +127,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
     """
     try:
         system, there = open_remote(remote, name)
-        about = unsealed(from_json(system.cat_file(f"{there}/store.json")))
-        shards_of(about, f"{remote}/{name}/store.json")
+        about = parse_about(system.cat_file(f"{there}/store.json"), f"{remote}/{name}/store.json")
         entry, parts = about["splits"][split], []
         for shard in entry["shards"]:
             content = system.cat_file(f"{there}/{shard['file']}")

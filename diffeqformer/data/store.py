@@ -135,13 +135,37 @@ def _is_account(about: dict) -> bool:
         KeyError, TypeError: if it hasn't.
     """
     texts = [about[name] for name in ("task", "tokenizer", "origin", "files")]
-    numbers, sums = [], about["dtype"] in ("<u2", "<u4")
-    for split in (about["splits"][name] for name in SPLITS):
+    numbers, sums = [], about["dtype"] in ("<u2", "<u4") and set(about["splits"]) == set(SPLITS)
+    for split in about["splits"].values():
         tokens = [shard["tokens"] for shard in split["shards"]]
         texts += [split["sha256"], *(shard["sha256"] for shard in split["shards"])]
         numbers += [split["tokens"], split["bytes"], *tokens]
         sums = sums and split["tokens"] == sum(tokens)
     return sums and all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def parse_about(content: bytes, place: str | os.PathLike) -> dict:
+    """The content of a `store.json`, whose entries are checked, and which was not changed if it has a seal.
+
+    Args:
+        place: path of the file, for the message.
+
+    Raises:
+        UserError: if it is none.
+    """
+    try:
+        about = from_json(content)
+        unsealed(about)
+        if about["format"] != FORMAT:
+            raise UserError(f"{place}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}")
+        shards_of(about, place)
+        if not _is_account(about):
+            raise ValueError("an entry has another type")
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{place}: this file of the token store can't be read; {REMEDY}") from None
+    return about
 
 
 def read_about(folder: pathlib.Path) -> dict:
@@ -152,25 +176,13 @@ def read_about(folder: pathlib.Path) -> dict:
     """
     path = folder / "store.json"
     try:
-        about = from_json(path.read_bytes())
-        unsealed(about)
-        if about["format"] != FORMAT:
-            raise UserError(
-                f"{folder}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}"
-            )
-        shards = [(shard["file"], shard["tokens"]) for shard in shards_of(about, path)]
-        if not _is_account(about):
-            raise ValueError("an entry has another type")
-        width = np.dtype(about["dtype"]).itemsize
+        about = parse_about(path.read_bytes(), path)
     except FileNotFoundError:
         raise UserError(f"{folder}: there is no whole token store here; {REMEDY}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; {REMEDY}") from None
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: this file of the token store can't be read; {REMEDY}") from None
-    for file, tokens in shards:
+    width = np.dtype(about["dtype"]).itemsize
+    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about, path)):
         size = (folder / file).stat().st_size if (folder / file).exists() else 0
         if size != tokens * width:
             raise UserError(

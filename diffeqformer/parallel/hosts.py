@@ -101,8 +101,8 @@ def together() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1 or out_of_memory(error):
             raise
-        lost = "Gloo" in str(error)  # which sums over hosts on CPUs
-        reason = "it lost another one; start all again, and they resume" if lost else unforeseen(error)
+        lost = "Gloo" in str(error)  # the library by which CPUs of several hosts exchange arrays
+        reason = "it lost another one; start all of them again" if lost else unforeseen(error)
         leave(1, f"process {jax.process_index()} of {jax.process_count()} failed: {reason}")
 
 

@@ -150,9 +150,12 @@ def draw(rows: dict) -> None:
     """Print the tables; draw temporaries against the number of steps. Numbers are the slopes of the lines' ends."""
     from diffeqformer.console.figures import new_figure
 
-    places = list(dict.fromkeys(row["where"] for row in rows.values()))
-    figure, [axes] = new_figure(1, len(places), (4.2 * len(places) + 1.4, 3.6))
-    for axis, where in zip(axes, places):
+    places = sorted({row["where"] for row in rows.values()}, key=lambda where: (not where.startswith("small"), where))
+    lines = -(-(len(places) + 1) // 3)  # with a panel's place for the legend
+    figure, axes = new_figure(lines, 3, (13, 3.6 * lines))
+    for axis in axes.flat[len(places) :]:
+        axis.axis("off")
+    for axis, where in zip(axes.flat, places):
         here = [row for row in rows.values() if row["where"] == where]
         numbers = sorted({row["num_steps"] for row in here})
         for key in ("mib", "seconds", "compile"):
@@ -163,9 +166,9 @@ def draw(rows: dict) -> None:
             if len(points) > 1:
                 (*_, (before, less), last) = points
                 slope = np.log(last[1] / less) / np.log(last[0] / before)
-                below = way.startswith("reversible")  # which ends where binomial does
+                heights = {"reversible": -10, "reversible in chunks": -10, "step in chunks": 5}  # some end together
                 axis.annotate(
-                    f"{slope:.2f}", last, xytext=(5, -10 if below else -3), textcoords="offset points", fontsize=7,
+                    f"{slope:.2f}", last, xytext=(5, heights.get(way, -3)), textcoords="offset points", fontsize=7,
                     color=line.get_color(),
                 )  # fmt: skip
         axis.set(ylabel="temporaries, MiB", xlabel="steps of depth", xscale="log", yscale="log")
@@ -174,7 +177,7 @@ def draw(rows: dict) -> None:
         axis.set_xticks(numbers, labels=[f"{number:,}" for number in numbers])
         axis.tick_params(axis="x", which="minor", bottom=False)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    axes.flat[-1].legend(*axes.flat[0].get_legend_handles_labels(), loc="center", fontsize=10)
     figure.savefig("docs/pictures/depth_memory.png", dpi=110)
 
 

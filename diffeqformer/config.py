@@ -47,7 +47,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.heads = 12  # attention heads; must divide the width
     config.model.mlp = 3072  # F, width of the feed-forward's hidden layer
     config.model.num_steps = 12  # solver steps, or layers; the parameters of a diffeqformer don't grow with it
-    # The solver through depth: euler, midpoint, heun, rk4, lie_trotter or strang; see docs/solvers.md.
+    # The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can be
+    # undone, such as reversible_euler; see docs/solvers.md.
     config.model.solver = MODELS[model].solver if model in MODELS else "euler"
     # Steps have the length 1, as in a gpt or llama, and not 1 / num_steps; for a shared model, both are possible.
     config.model.unit_steps = MODELS[model].vanilla if model in MODELS else False
@@ -85,7 +86,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.remat = "step"
     config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
     # Training generates the weights of at most so many steps at a time, of the largest number that divides the steps;
-    # 0: of all. Saves memory where the steps are more than time_embed_dim.
+    # 0: of all. Saves memory in many steps; see docs/memory.md.
     config.model.generate_chunk = 0
 
     config.optimizer = ConfigDict()

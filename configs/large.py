@@ -3,8 +3,8 @@
     python -m diffeqformer.main --config=configs/large.py            # :gpt and :shared are the baselines
 
 Hardware: 16 TPU v5p or 64 v5e chips, or 8 GPUs with 80 GB (the authors used two A100 of that size). Parameters and Adam
-moments are sharded over groups of eight devices, 3 GB on each. Each device also holds the activations of its part of
-the batch; --config.model.remat=step needs less for them, and more time.
+moments are sharded: 3 GB on each of 8 devices, 1.6 of 16, 0.8 of 64. Each device also holds the activations of its
+part of the batch; --config.model.remat=step needs less for them, and more time.
 Hyperparameters: the paper's. C.4 lowers beta2 to 0.95 for this size; by C.5 that is better for a DiffEqFormer, and
 worse for GPT. D.1 found E = 144 best: --config.model.time_embed_dim=144.
 What to expect: not run.

@@ -2,8 +2,8 @@
 
     python -m diffeqformer.main --config=configs/wikitext103_small.py     # :gpt and :shared are the baselines
 
-Hardware: 8 GPUs or TPU chips. Each device holds a whole copy of parameters, gradients and Adam moments, 3 GB, and the
-activations of its part of the batch.
+Hardware: 8 GPUs or TPU chips. Each device holds the embeddings and an eighth of the hypernetwork with their Adam
+moments, 0.7 GB, and what its part of the batch needs.
 Hyperparameters: the authors' published configuration.
 What to expect: not run.
 

@@ -56,7 +56,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.vocab_multiple = 1  # embeddings are padded to a multiple of this; padding gets probability 0
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
     config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
-    config.model.sinusoidal_dim = 128  # K, number of frequencies of the time features
+    config.model.sinusoidal_dim = 128  # number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
     # Times at which weights are trained: fixed, jittered, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).
     config.model.training_times = "fixed"

@@ -75,7 +75,11 @@ def main() -> None:
 
 
 def planned_on_tpus(config: ConfigDict) -> dict:
-    """Print and return the plan or the search, by the TPU compiler."""
+    """Print and return the plan or the search, by the TPU compiler.
+
+    Raises:
+        UserError: for options that don't go together, or a config that can't be run there.
+    """
     chip = tpu_of(TOPOLOGY.value)
     if SEARCH.value and DUMP.value:
         raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
@@ -97,7 +101,11 @@ def planned_on_tpus(config: ConfigDict) -> dict:
 
 
 def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
-    """Print and return the plan by shapes."""
+    """Print and return the plan by shapes.
+
+    Raises:
+        UserError: for options that need a compiler, or a config that can't be run there.
+    """
     for option, wanted in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
         if wanted is not None:
             raise UserError(f"--{option}: needs a compiler, and nothing compiles for GPUs without one; leave it out")

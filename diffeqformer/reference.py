@@ -19,7 +19,7 @@ import numpy as np
 
 
 def time_features(t, num_frequencies, time_frequency):
-    """e(t) = [t, sin(c t w), cos(c t w)], w_k = 10000^(-k / K): [2 K + 1]."""
+    """e(t) = [t, sin(c t w), cos(c t w)], w_k = 10000^(-k / n): [2 n + 1]."""
     omega = 10000.0 ** (-np.arange(num_frequencies) / num_frequencies)
     return np.concatenate([[t], np.sin(time_frequency * t * omega), np.cos(time_frequency * t * omega)])
 

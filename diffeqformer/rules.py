@@ -17,7 +17,7 @@ from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.solvers.walk import REMAT
+from diffeqformer.solvers.walk import REMAT, x_alone
 from diffeqformer.transformer import MODELS, vector_field
 
 
@@ -159,7 +159,7 @@ RULES = [
     Rule(
         "model.training_times",
         lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
-        "must be fixed or shifted, since mixed moves grids of more than two steps only",
+        "must be fixed, jittered or shifted, since mixed moves grids of more than two steps only",
     ),
     *_every(
         "dynamics_every model.generate_chunk model.lora_rank mesh.generator data.processes",
@@ -212,8 +212,8 @@ RULES = [
     _without_hypernetwork("model.generate_chunk", lambda v: not v, "0"),
     Rule(
         "model.generate_chunk",
-        lambda v, c: not v or c.model.solver != "adams_bashforth",
-        "must be 0 for model.solver adams_bashforth, which remembers more than states",
+        lambda v, c: not v or SOLVERS[c.model.solver].begin is x_alone or SOLVERS[c.model.solver].reversible,
+        "must be 0 for model.solver {c.model.solver}, which remembers more than states",
     ),
     Rule(
         "model.generate_chunk",

@@ -166,7 +166,7 @@ class Transformer(nnx.Module):
         grid = self.grid() if grid is None else grid
         return self.stack(merge(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
-    def stack(self, layers: dict, step_sizes: Float[Array, "T"]) -> StackedWeights:
+    def stack(self, layers: dict, step_sizes: Float[Array, "L"]) -> StackedWeights:
         """The input of the second phase, from the output of `self.depth` for a grid with these step sizes."""
         return StackedWeights(in_type(layers, self.dtype), step_sizes, self.depth.constant)
 
@@ -198,7 +198,7 @@ class Transformer(nnx.Module):
 
     @at_its_precision
     def trajectory(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> Float[Array, "states B S D"]:
-        """The states at time 0 and after every step, T + 1 in all, without dropout.
+        """The states at time 0 and after every step, L + 1 in all, without dropout.
 
         Raises:
             UserError: if S exceeds `max_length`.
@@ -207,7 +207,7 @@ class Transformer(nnx.Module):
 
     @at_its_precision
     def solver_states(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> PyTree:
-        """The same with what else the solver carries (`Solver.begin`). Every array has a leading axis of T + 1."""
+        """The same with what else the solver carries (`Solver.begin`). Every array has a leading axis of L + 1."""
         check_length(tokens.shape[1], self.max_length)
         x = self.embed(tokens, Context())
         first = self.solver.begin(x, weights.step_sizes[0])

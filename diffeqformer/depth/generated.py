@@ -2,7 +2,7 @@
 
 Equation (6) and appendix A of the paper. For each layer of the vector field,
 
-    e(t) = [t, sin(c t w), cos(c t w)],   w_k = 10000^(-k / K),  k = 0 ... K - 1
+    e(t) = [t, sin(c t w), cos(c t w)],   w_k = 10000^(-k / n),  k = 0 ... n - 1
     h(t) = lin2(silu(lin1(e(t))))
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
 
@@ -35,7 +35,7 @@ from diffeqformer.fields.layers import Linear, Norm, at_its_precision, parameter
 def time_features(
     times: Float[np.ndarray | Array, "T"], sinusoidal_dim: int, time_frequency: float
 ) -> Float[np.ndarray | Array, "T features"]:
-    """e(t) for every time: [T, 2 K + 1] fp32 with K = `sinusoidal_dim`.
+    """e(t) for every time: [T, 2 n + 1] fp32 with n = `sinusoidal_dim`.
 
     For times on the host, it is computed there in float64, because the angle reaches `time_frequency` radians. In bf16
     the angle would be off by whole radians, in fp32 by 6e-5. Random times are drawn on the device and stay in fp32.
@@ -144,7 +144,7 @@ class GeneratedWeights(DepthWeights):
     """The hypernetwork: weights for any times from parameters whose number does not depend on depth.
 
     Args:
-        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (K), `time_frequency` (c),
+        config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c),
             `step_features`, `generator_start`, a key of `GENERATOR_STARTS`, `dtype` and `generator_precision`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
@@ -184,7 +184,7 @@ class GeneratedWeights(DepthWeights):
     def features_at(
         self, times: Float[np.ndarray | Array, "T"], step_sizes: Float[np.ndarray | Array, "T"] | float
     ) -> Float[np.ndarray | Array, "T features"]:
-        """e at some times, each in a step of some length: [T, 2 K + 1] fp32, or [T, 2 K + 6] with `step_features`."""
+        """e at some times, each in a step of some length: [T, 2 n + 1] fp32, or [T, 2 n + 6] with `step_features`."""
         of_times = time_features(times, self.sinusoidal_dim, self.time_frequency)
         if not self.step_features:
             return of_times

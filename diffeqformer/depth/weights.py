@@ -42,13 +42,13 @@ class StackedWeights:
 
     layers: {layer: {kernel | bias | scale | shift: [T, ...]}}, one set for each node of each step of the solver, in
         order; without the axis T if `constant`.
-    step_sizes: the length of each step, fp32.
+    step_sizes: the length of each of the L steps, fp32.
     constant: every step uses the same weights.
     gather: gathers the layers of one step if they are sharded (`diffeqformer.parallel.sharding`).
     """
 
     layers: dict
-    step_sizes: Float[Array, "T"]
+    step_sizes: Float[Array, "L"]
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 

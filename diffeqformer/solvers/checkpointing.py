@@ -134,7 +134,7 @@ def last_state(
     state: PyTree,
     stacked: PyTree,
     constant: PyTree,
-    step_sizes: Float[Array, "T *chunk"],
+    step_sizes: Float[Array, "L *chunk"],
     keys: Array | None,
 ) -> PyTree:
     """The state after all steps, or chunks of steps.
@@ -143,7 +143,7 @@ def last_state(
 
     Args:
         advance: (state, layers, constant, step, dt, keys) -> the state after a step, counted from 0.
-        stacked: the layers of all steps, with a leading axis T. Each step's gradient is written once.
+        stacked: the layers of all steps, with a leading axis L. Each step's gradient is written once.
         constant: what is the same in all steps.
     """
 

@@ -11,9 +11,9 @@ which is undone by
     y = y' + I(x', -h)
     x = (x' - (1 - a) y - I(y, h)) / a
 
-Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - c for c. For a solver
-of order 1 the step's own weights will do, so none are added. A step takes twice the solver's evaluations, and stepping
-back as many again.
+Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - s for a node s. For a
+solver of order 1 the step's own weights will do, so none are added. A step takes twice the solver's
+evaluations, and stepping back as many again.
 
 a is the coupling of x to y. McCallum and Foster have a constant. Here the rate c is: then the walk back multiplies
 rounding errors by about exp(c), besides what the field does, in however many steps. Coupling is what makes the pair
@@ -98,7 +98,7 @@ def last_pair(
     pair: Pair,
     stacked: PyTree,
     constant: PyTree,
-    step_sizes: Float[Array, "T"],
+    step_sizes: Float[Array, "L"],
     keys: Array | None,
 ) -> Pair:
     """The pair after all steps, of which the backward pass stores nothing else.
@@ -140,7 +140,7 @@ def undo(
     last: Pair,
     stacked: PyTree,
     constant: PyTree,
-    step_sizes: Float[Array, "T"],
+    step_sizes: Float[Array, "L"],
     keys: Array | None,
 ) -> tuple[Pair, Pair, PyTree, PyTree]:
     """The pair before all steps, and the cotangents of that pair, of `stacked` and of `constant`.

@@ -167,7 +167,7 @@ def walk(
         weights: the weights at the solver's nodes in every step, and the steps' sizes.
         remat: a key of `REMAT`: what is stored for the backward pass. The rest is recomputed.
         snapshots: number of states that are stored, with the `remat` binomial.
-        trajectory: return the solver's state after every step, [T, ...], instead of the last x.
+        trajectory: return the solver's state after every step, [L, ...], instead of the last x.
         cache: keys and values of earlier tokens, which the new tokens also attend to. It is returned beside the last
             state, with the new tokens' keys and values from `context.position` on.
     """

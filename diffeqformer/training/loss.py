@@ -1,12 +1,12 @@
 """The loss of a batch and its gradient, on many devices.
 
-The path of a batch of tokens [B, S] (T steps of depth; L times, the product of T and the solver's number of nodes):
+The path of a batch of tokens [B, S] (L steps of depth; T times, the product of L and the solver's number of nodes):
 
-    grid                  -> layers {name: [L, inputs, outputs], ...}    generated once; each device makes its part
+    grid                  -> layers {name: [T, inputs, outputs], ...}    generated once; each device makes its part
     layers                -> the same, gathered over `generator`         each device holds a larger part
     each device, for each microbatch of its examples:
       tokens [b, S]       -> x(0) [b, S, D]                              embedding, gathered
-      x(0), layers        -> x(1) [b, S, D]                              one scan over T; a step gathers W(t_n) alone
+      x(0), layers        -> x(1) [b, S, D]                              one scan over L; a step gathers W(t_n) alone
       x(1)                -> loss, a scalar                              head, without ever holding all logits
     d loss / d layers and d loss / d other parameters                    summed over microbatches, then over devices
     d loss / d layers     -> d loss / d generator                        pulled back once

@@ -5,8 +5,8 @@ import json
 import os
 import pathlib
 import shutil
-import threading
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import checkpoint, checksums
-from diffeqformer.console.progress import read_curves
+from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError
 from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
+from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.run import Run, go_back, set_aside_alone
 from helpers import drawn, toy_config
 
@@ -186,8 +187,28 @@ def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
                 with pytest.raises(checkpoint.Damaged):
                     go_back(run, 2, found.value)
                 assert manager.latest_step() == 2
+        frozen = checkpoint.Damaged("frozen/0: damaged; restore it", epath.Path(tmp_path / "frozen"), 0)
+        with pytest.raises(checkpoint.Damaged, match="frozen/0"):  # which every checkpoint needs
+            go_back(run, 2, frozen)
+        assert manager.latest_step() == 2
         go_back(run, 2, found.value)
         assert manager.latest_step() == 1 and (tmp_path / "damaged" / "2").is_dir()
+
+
+def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):
+    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+        for step in (1, 2):
+            about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
+            checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
+            manager.wait_until_finished()
+    records = [tmp_path / "checkpoints" / str(step) / "about" / "metadata" for step in (1, 2)]
+    records[1].write_text("{")
+    with pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
+        checkpoint.newest_readable(tmp_path, or_older=False)
+    assert checkpoint.newest_readable(tmp_path, or_older=True)[0].data_sha256 == "1"
+    records[0].write_text("{")
+    with pytest.raises(checkpoint.Damaged, match="checkpoints/1: "):
+        checkpoint.newest_readable(tmp_path, or_older=True)
 
 
 @pytest.mark.long
@@ -257,12 +278,25 @@ def test_a_run_checks_its_token_store_before_it_saves_anything(tmp_path, short_s
         loop.train(config, tmp_path / "run")
 
 
-def test_a_store_that_takes_long_to_check_holds_up_saves_alone():
-    verified = concurrent.futures.Future()
-    run = types.SimpleNamespace(verified=verified)
+def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_to_stop(monkeypatch):
+    done, verified, progress = [], mock.Mock(concurrent.futures.Future), mock.Mock(Progress)
+    verified.done.return_value, verified.result.side_effect = False, lambda: done.append("check")
+    progress.flush.side_effect = lambda: done.append("curves")
+    monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
+    run = run_with(
+        config=toy_config("gpt"), verified=verified, clock=Stopwatch(0.0), checkpoints=None,
+        about=checkpoint.About({}, "bytes"), program=types.SimpleNamespace(trained=lambda params: params),
+    )  # fmt: skip
+    for stopping, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
+        loop.save(run, 1, {"params": {}}, progress, None, stopping)
+        assert done == expected
+        done.clear()
+
+
+def test_a_step_goes_on_while_the_store_is_checked_and_ends_with_its_damage():
+    run = types.SimpleNamespace(verified=concurrent.futures.Future())
     Run.check_store(run)
-    threading.Timer(0.2, verified.set_exception, [UserError("damaged")]).start()
-    with pytest.raises(UserError, match="damaged"):
-        Run.check_store(run, wait=True)
-    with pytest.raises(UserError, match="damaged"):
-        Run.check_store(run)
+    run.verified.set_exception(UserError("damaged"))
+    for wait in (True, False):
+        with pytest.raises(UserError, match="damaged"):
+            Run.check_store(run, wait)

@@ -139,7 +139,12 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     tmp_path, short_stores, monkeypatch, one_device_loop, capsys
 ):
     config = toy_config(
-        steps=8, eval_every=4, checkpoint_every=100, data__dir=str(short_stores), model__training_depths="1,2,6:2"
+        steps=8,
+        eval_every=4,
+        checkpoint_every=100,
+        seed=1,
+        data__dir=str(short_stores),
+        model__training_depths="1,2,6:2",
     )
     expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
     assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3

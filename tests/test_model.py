@@ -15,8 +15,8 @@ from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.training.step import dropout_keys
-from diffeqformer.transformer import abstract_model, split_model
-from helpers import FAMILY, NO_DROPOUT, build_model, lively_model, load_config, normal
+from diffeqformer.transformer import abstract_model, new_model, split_model
+from helpers import FAMILY, NO_DROPOUT, build_model, lively_model, load_config, normal, toy_config
 
 
 def parameter_count(config) -> int:
@@ -299,3 +299,8 @@ def test_a_shared_model_can_take_a_vanilla_ones_steps():
     np.testing.assert_allclose(shared(tokens, shared.weights()), logits, atol=1e-6 * float(jnp.abs(logits).max()))
     as_it_is = lively_model("shared")
     assert not np.allclose(as_it_is(tokens, as_it_is.weights()), logits, atol=1e-2)
+
+
+def test_a_seed_decides_the_parameters():
+    one, other = (new_model(toy_config(seed=seed)).token_embedding[...] for seed in (0, 1))
+    assert (one != other).mean() > 0.9

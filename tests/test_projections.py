@@ -56,7 +56,12 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             "alternative",
             "gpt",
             (2, 2, 1),
-            {"microbatches": 2, "model__training_times": "jittered", "optimizer__clip_norm": 1e-2},
+            {
+                "microbatches": 2,
+                "model__training_times": "jittered",
+                "optimizer__clip_norm": 1e-2,
+                "optimizer__decay": "everything",
+            },
         ),
         pytest.param(
             "diffeqformer",

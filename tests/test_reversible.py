@@ -7,10 +7,12 @@ import pytest
 from flax import nnx
 from test_checkpointing import loss_and_gradient
 
+from diffeqformer.fields.field import VectorField
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.solvers import ONE_STEP
+from diffeqformer.solvers import ONE_STEP, SOLVERS
+from diffeqformer.solvers.reversible import Pair
 from diffeqformer.transformer import split_model, weights_at
-from helpers import lively_model, long_to_compile, some_slow, toy_config
+from helpers import NO_DROPOUT, lively_model, long_to_compile, some_slow, toy_config
 
 
 def relative_error(found, expected) -> float:
@@ -18,6 +20,24 @@ def relative_error(found, expected) -> float:
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
     distance = sum(float(np.sum((np.asarray(ours, np.float64) - np.asarray(theirs)) ** 2)) for ours, theirs in pairs)
     return (distance / sum(float(np.sum(np.asarray(theirs, np.float64) ** 2)) for _, theirs in pairs)) ** 0.5
+
+
+class Decay(VectorField):
+    """x' = -0.7 x."""
+
+    def attention(self, weights, x, context):
+        return -0.7 * x
+
+    def feed_forward(self, weights, x, context):
+        return jnp.zeros_like(x)
+
+
+def test_a_step_has_its_published_form_and_the_coupling_with_which_models_were_saved():
+    x, y, h, a = 1.0, 2.0, 0.25, np.exp(-3 * 0.25)
+    pair = Pair(jnp.full((1, 1, 1), x), jnp.full((1, 1, 1), y))
+    found = SOLVERS["reversible_euler"].step(Decay(), [{}], pair, jnp.float32(h), NO_DROPOUT)
+    x = a * x + (1 - a) * y - 0.7 * h * y
+    np.testing.assert_allclose(jnp.ravel(jnp.stack(found)), [x, y - 0.7 * h * x], rtol=1e-6)
 
 
 CASES = [("diffeqformer", "gpt", name) for name in ONE_STEP]

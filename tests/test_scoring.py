@@ -59,10 +59,11 @@ def test_scores_depend_on_neither_batch_nor_devices(batch_size, mesh):
 
 def test_what_fills_up_a_batch_never_reaches_a_score(monkeypatch):
     model = lively_model("diffeqformer")
-    expected = Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES)
-    monkeypatch.setattr(scoring.np, "zeros", lambda shape, dtype: np.full(shape, 63, dtype))
-    for a, b in zip(Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), expected):
+    expected, filled = Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), []
+    monkeypatch.setattr(scoring.np, "zeros", lambda shape, dtype: filled.append(shape) or np.full(shape, 63, dtype))
+    for a, b in zip(Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), expected, strict=True):
         np.testing.assert_array_equal(a.log_probs, b.log_probs)
+    assert (4, 17) in filled  # a batch of 16 positions and one more
 
 
 @pytest.mark.parametrize("multiple", [1, 48])

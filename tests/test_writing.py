@@ -17,9 +17,11 @@ from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
 from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
+from diffeqformer.inference.scoring import Scorer, Stretch
+from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key, split_model
-from helpers import lively_model, logits_of, long_to_compile, some_slow
+from helpers import ONE_DEVICE, lively_model, logits_of, long_to_compile, some_slow
 from runs import command
 
 BYTES = ByteTokenizer()
@@ -156,3 +158,15 @@ def test_options_of_prompts_must_agree(tmp_path):
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             prompts(**options)
+
+
+def test_texts_that_do_not_fit_into_memory_are_said_before_they_are_made(monkeypatch):
+    model, many = small_model(), 100_000
+    monkeypatch.setattr(memory, "free_on_host", lambda: 10**8)
+    options = dict(key=jax.random.key(0), samples=many)
+    with pytest.raises(UserError, match="^samples: the keys and values of 100,000 texts would take "):
+        write_tokens(model, [1], count=2, vocab_size=257, **options)
+    with pytest.raises(UserError, match="^batch_size: the keys and values of 100,000 texts would take "):
+        write_texts(model, BYTES, ["a"], tokens=2, batch_size=many, **options)
+    with pytest.raises(UserError, match="^batch_size: the states of 100,000 sequences would take "):
+        Scorer(model, batch_size=many, mesh=ONE_DEVICE)([Stretch([1] * 9, 1)])

@@ -47,6 +47,7 @@ WAYS = {
     "binomial in chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
     "reversible in chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
 }
+HEIGHTS = {"reversible": -10, "reversible in chunks": -10, "step in chunks": 5}  # of labels: some lines end together
 SMALL = dict(
     width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,
     dtype="float32",
@@ -166,9 +167,8 @@ def draw(rows: dict) -> None:
             if len(points) > 1:
                 (*_, (before, less), last) = points
                 slope = np.log(last[1] / less) / np.log(last[0] / before)
-                heights = {"reversible": -10, "reversible in chunks": -10, "step in chunks": 5}  # some end together
                 axis.annotate(
-                    f"{slope:.2f}", last, xytext=(5, heights.get(way, -3)), textcoords="offset points", fontsize=7,
+                    f"{slope:.2f}", last, xytext=(5, HEIGHTS.get(way, -3)), textcoords="offset points", fontsize=7,
                     color=line.get_color(),
                 )  # fmt: skip
         axis.set(ylabel="temporaries, MiB", xlabel="steps of depth", xscale="log", yscale="log")

@@ -256,9 +256,8 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     ):
         loop.train(config, tmp_path)
     assert checkpoint.load(tmp_path).step == 2
-    assert sorted(set(seen))[:4] == [
-        (n, 7) for n in range(4)
-    ]  # step n on batch n - 1: a shift is unseen when two runs are compared
+    # Step n takes batch n - 1: a shift is unseen when two runs are compared.
+    assert sorted(set(seen))[:4] == [(n, 7) for n in range(4)]
 
     monkeypatch.undo()
     about = checkpoint.load(tmp_path).about

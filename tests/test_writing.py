@@ -47,7 +47,7 @@ def windows(prompt: list[int], text: list[int]) -> list[list[int]]:
 )
 def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solver, monkeypatch, compilations):
     """Of texts of different lengths at once, after prompts with more ids than the model has positions, or fewer."""
-    model = small_model(field, solver=solver)
+    model = small_model(field, solver=solver, dropout=0.25)  # of its own, so that no other test has compiled it
     chosen, choose = [], sampling.choose_next
     monkeypatch.setattr(sampling, "choose_next", lambda logits, *rest: chosen.append(logits) or choose(logits, *rest))
     prompts, count = [[1], list(range(20, 30)), list(range(12, 12 + LENGTH)), list(range(30, 90))], 30
@@ -63,7 +63,7 @@ def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solv
     expected = expected[np.arange(len(seen)), [len(window) - 1 for window in seen]]
     found = np.stack(chosen).swapaxes(0, 1).reshape(expected.shape)  # text by text
     np.testing.assert_allclose(found, expected, atol=5e-6 * np.abs(expected).max())
-    assert compilations("read_prompt") <= 1 and compilations("read_token") <= 1  # another test may have done it
+    assert compilations("read_prompt") == compilations("read_token") == 1
 
 
 def test_a_text_begins_as_without_a_sliding_window_and_goes_on_by_chance():

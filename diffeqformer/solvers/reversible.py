@@ -12,8 +12,8 @@ which is undone by
     x = (x' - (1 - a) y - I(y, h)) / a
 
 Its order is the solver's. The way back takes weights at the mirrored times within the step: 1 - s for a node s. For a
-solver of order 1 the step's own weights will do, so none are added. A step takes twice the solver's
-evaluations, and stepping back as many again.
+solver of order 1 the step's own weights will do, so none are added. A step takes twice the solver's evaluations,
+and stepping back as many again.
 
 a is the coupling of x to y. McCallum and Foster have a constant. Here the rate c is: then the walk back multiplies
 rounding errors by about exp(c), besides what the field does, in however many steps. Coupling is what makes the pair

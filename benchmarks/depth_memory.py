@@ -44,10 +44,11 @@ WAYS = {
     "binomial": {"remat": "binomial", "snapshots": 8},
     "reversible": REVERSIBLE,
     "step in chunks": {"remat": "step", "generate_chunk": CHUNK},
+    "one state a chunk": {"remat": "binomial", "snapshots": 1024, "generate_chunk": CHUNK},
     "binomial in chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
     "reversible in chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
 }
-HEIGHTS = {"reversible": -10, "reversible in chunks": -10, "step in chunks": 5}  # of labels: some lines end together
+HEIGHTS = {"reversible": -10, "reversible in chunks": -10, "one state a chunk": 5}  # of labels: some lines end together
 SMALL = dict(
     width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,
     dtype="float32",

@@ -234,6 +234,11 @@ RULES = [
         "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient",
     ),
     Rule(
+        "model.remat",
+        lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
+        "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})",
+    ),
+    Rule(
         "model.state_dtype",
         lambda v, c: v == "float32" or c.model.remat != "reversible",
         "must be float32 for model.remat reversible, which steps back",

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from diffeqformer.depth.depths import chunk_length, chunk_lengths
+from diffeqformer.fields.attention import plain
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.step import Program
 from helpers import NO_DROPOUT, ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
@@ -41,10 +42,10 @@ def test_the_state_between_steps_has_the_type_of_the_config(chunk):
 @pytest.mark.parametrize(
     "mesh, remat, changes",
     [
-        ((1, 1, 1), "none", {"solver": "heun", "training_times": "shifted", "num_steps": 7}),
+        ((1, 1, 1), "step", {"solver": "heun", "training_times": "shifted", "num_steps": 7}),
         ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama", "step_features": 4}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
-        pytest.param((2, 2, 2), "products", {"dropout": 0.3, "kind": "looped"}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}, marks=pytest.mark.slow),
         ((4, 2, 1), "step", {"generator": 2, "microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
     ],
@@ -89,6 +90,37 @@ def temporaries(num_steps: int, evaluating: bool = False, **model) -> int:
     else:
         lowered = program.train_step.lower(state, tokens)
     return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def evaluations(**model) -> int:
+    """How often a train step evaluates attention."""
+    calls = []
+
+    def counted(q, k, v):
+        zero = jax.pure_callback(
+            lambda _: calls.append(0) or np.float32(0), jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(q)
+        )
+        return plain(q, k, v) + zero
+
+    config = toy_config(**{f"model__{name}": value for name, value in model.items()}, model__num_steps=8)
+    program = Program(config, ONE_DEVICE, (counted, "counted"))
+    jax.block_until_ready(program.train_step(first_state(program), tokens_of(0, config)))
+    return len(calls)
+
+
+@pytest.mark.long
+def test_chunks_cost_no_walk_unless_states_are_left_out():
+    assert evaluations(remat="step") == evaluations(remat="step", generate_chunk=4) == 2 * 8
+    assert evaluations(remat="binomial", snapshots=2, generate_chunk=4) == 3 * 8
+    reversible = {"remat": "reversible", "solver": "reversible_euler"}
+    assert evaluations(**reversible) == evaluations(**reversible, generate_chunk=4)
+
+
+@pytest.mark.long
+def test_states_alone_need_more_memory_in_more_steps():
+    config, few, many = toy_config(), *(temporaries(steps, remat="step", generate_chunk=4) for steps in (256, 512))
+    state = config.batch_size * config.sequence_length * config.model.width * 4
+    np.testing.assert_allclose((many - few) / 256, state, rtol=0.05)
 
 
 @pytest.mark.long

@@ -210,6 +210,11 @@ def test_a_wrong_value_is_refused_by_name(field):
             "model.state_dtype: must be float32 for model.remat reversible, .*, but it is 'bfloat16'",
         ),
         (
+            ("diffeqformer", "gpt"),
+            {"model__generate_chunk": 2, "model__remat": "products"},
+            r"model.remat: must be step, binomial or reversible with model.generate_chunk \(2\), but it is 'products'",
+        ),
+        (
             ("gpt", "gpt"),
             {"model__generate_chunk": 2},
             "model.generate_chunk: must be 0 for model.kind gpt, which has no hypernetwork, but it is 2",

@@ -1,11 +1,11 @@
 """The loss where weights exist for a part of the steps at a time (`model.generate_chunk`).
 
-A chunk of k steps is generated, walked and forgotten; its part of the backward pass generates it again. So no memory
-grows with the number of steps T but the states between chunks, of which `model.snapshots` are stored with the remat
-binomial, and none with the remat reversible. `model.remat` also says what is stored within a chunk.
+A chunk of k steps is generated, walked and forgotten; its part of the backward pass generates it again. So only states
+need more memory in more steps L. With the remat step, the state before every step is stored. With binomial, it is
+`model.snapshots` of those before chunks, so that a chunk is walked once more before its way back; and with reversible,
+none.
 
-P is read once more for each chunk, and dP is added up chunk by chunk. That takes the memory of P, and so pays where T
-exceeds E, the width of the generator's h(t).
+P is read once more for each chunk, and dP is added up chunk by chunk instead of keeping the gradients of all weights.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.depth.depths import chunk_length
@@ -24,127 +24,13 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.parallel.mesh import AXES
-from diffeqformer.parallel.sharding import (
-    BATCH,
-    EVERYWHERE,
-    as_it_is,
-    axes_of,
-    by_device,
-    gather,
-    scatter,
-    sum_copies,
-)
+from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, by_device
 from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
-from diffeqformer.training.loss import (
-    BY_EXAMPLE,
-    ShardedLoss,
-    beside_depth,
-    over_devices,
-    scored_positions,
-    split_batch,
-)
+from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, beside_depth, over_devices, scored_positions
+from diffeqformer.training.parts import Part, by_microbatch, computed, computed_backward, shares, summed_states
 from diffeqformer.transformer import Transformer
-
-
-class Part(NamedTuple):
-    """A part of the loss that each device computes with its own examples.
-
-    function: (shared, states, fixed, inputs) -> what it computes, on a device. The states and the inputs are those of
-        its examples; the derivatives by `shared` and by the states are wanted.
-    spec: those of `shared`.
-    result: the partition spec of what it computes.
-    microbatches: the number of parts in which the examples are processed, one after the other.
-    typed: what is done to `shared` before it is gathered. Its gradient is summed in its type from before.
-    over: the axes of the mesh over which `shared` is gathered, once for all microbatches.
-    """
-
-    mesh: Mesh
-    function: Callable
-    spec: PyTree
-    result: PartitionSpec = BY_EXAMPLE
-    microbatches: int = 1
-    typed: Callable[[PyTree], PyTree] = as_it_is
-    over: tuple[str, ...] = ()
-
-    def gathered(self, shared: PyTree) -> PyTree:
-        """What the function takes, on a device."""
-        return gather(self.typed(shared), self.spec, self.over)
-
-    def summed(self, gradient: PyTree, shared: PyTree) -> PyTree:
-        """The device's part of the gradient of `shared`, from its own gradient of what the function takes."""
-        typed = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), gradient, shared)
-        return sum_copies(scatter(typed, self.spec, self.over), self.spec)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def computed(part: Part, shared: PyTree, states: PyTree, fixed: PyTree, inputs: PyTree) -> PyTree:
-    """What a part computes. Its derivatives are computed by device, too, one microbatch after the other."""
-
-    def on_device(shared, states, fixed, inputs):
-        shared = part.gathered(shared)
-
-        def one(examples):
-            return part.function(shared, examples[0], fixed, examples[1]), ()
-
-        return by_microbatch(one, part.microbatches, (states, inputs))[0]
-
-    places = part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-    return by_device(part.mesh, on_device, places, part.result)(shared, states, fixed, inputs)
-
-
-def _computed_forward(part, *arguments):
-    return computed(part, *arguments), arguments
-
-
-def _computed_backward(part, arguments, d_result):
-    def on_device(d_result, shared, states, fixed, inputs):
-        gathered = part.gathered(shared)
-
-        def one(examples):
-            d_result, states, inputs = examples
-            _, pull = jax.vjp(lambda *both: part.function(*both, fixed, inputs), gathered, states)
-            return pull(shares(d_result, part.mesh, part.result))[::-1]
-
-        d_states, d_shared = by_microbatch(one, part.microbatches, (d_result, states, inputs))
-        return part.summed(d_shared, shared), summed_states(d_states)
-
-    places = part.result, part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-    return *by_device(part.mesh, on_device, places, (part.spec, BY_EXAMPLE))(d_result, *arguments), None, None
-
-
-computed.defvjp(_computed_forward, _computed_backward)
-
-
-def shares(cotangent: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
-    """A cotangent in equal shares, for the devices that hold copies of the same part and add up what follows."""
-    copies = math.prod(mesh.shape[axis] for axis in AXES if axis not in axes_of(spec))
-    return jax.tree.map(lambda leaf: leaf / copies, cotangent)
-
-
-def summed_states(cotangent: PyTree) -> PyTree:
-    """The sums of states' cotangents over the devices that share the work of the same examples."""
-    return sum_copies(cotangent, jax.tree.map(lambda _: BY_EXAMPLE, cotangent))
-
-
-def by_microbatch(function: Callable, microbatches: int, examples: PyTree) -> tuple[PyTree, PyTree]:
-    """A function of examples -> (of each example, to be added up), for one microbatch after the other.
-
-    Sums over several are in fp32.
-    """
-    if microbatches == 1:
-        return function(examples)
-    parts = jax.tree.map(lambda array: split_batch(array, microbatches), examples)
-    _, terms = jax.eval_shape(function, jax.tree.map(lambda array: array[0], parts))
-
-    def add(total, part):
-        found, more = function(part)
-        return jax.tree.map(jnp.add, total, more), found
-
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), terms)
-    total, found = jax.lax.scan(add, start, parts)
-    return jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), found), total
 
 
 class Chunks:
@@ -177,12 +63,7 @@ class Chunks:
     def walked(self, layers: dict, state: PyTree, fixed: tuple, keys) -> PyTree:
         """The same on a device."""
         steps, weights = self.steps(layers, fixed, keys)
-        return last_of_steps(steps, weights, state, self.remat, self.model.snapshots)
-
-    @property
-    def remat(self) -> str:
-        """What is stored within a chunk."""
-        return "step" if self.model.remat == "binomial" else self.model.remat
+        return last_of_steps(steps, weights, state, "step", self.model.snapshots)
 
     def steps(self, layers: dict, fixed: tuple, keys) -> tuple[Steps, StackedWeights]:
         """The steps of a chunk, and their weights, on a device."""
@@ -191,9 +72,33 @@ class Chunks:
         context = self.loss.context_on_device(self.model, keys)
         return Steps(self.model.solver, self.model.field, weights, context, first), weights
 
-    def undone(self, last: PyTree, d_last: PyTree, features, depth: dict, number, step_sizes, keys) -> tuple:
-        """A reversible solver's state before a chunk, its cotangent, and the gradient of `depth`."""
-        layers, pull = jax.vjp(lambda depth: self.layers(depth, features), depth)
+    def step(self, state: PyTree, layers: dict, number, dt, keys) -> PyTree:
+        """The solver's state after a step, counted from 0. `layers` are its own (`by_step`)."""
+        return computed(self.part, layers, state, (dt[None], number), keys)
+
+    def back(self, layers: dict, left: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple[PyTree, PyTree, dict]:
+        """Back through a chunk: `left` for the one before, the cotangent of its first state, and that of its layers.
+
+        Args:
+            left: a reversible solver's state after the chunk, or all states before steps.
+            d_last: the cotangent of the state after the chunk.
+        """
+        if self.model.remat == "reversible":
+            return self.undone(layers, left, d_last, number, step_sizes, keys)
+
+        def back_one(d_after, inputs):
+            number, dt, layers = inputs
+            state = jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(states, number, keepdims=False), left)
+            arguments = layers, state, (dt[None], number), keys
+            d_layers, d_state, *_ = computed_backward(self.part, arguments, d_after)
+            return d_state, d_layers
+
+        steps = numbers_of(number, step_sizes), step_sizes, by_step(layers, step_sizes)
+        d_first, d_layers = jax.lax.scan(back_one, d_last, steps, reverse=True)
+        return left, d_first, jax.tree.map(lambda d_layer, layer: d_layer.reshape(layer.shape), d_layers, layers)
+
+    def undone(self, layers: dict, last: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple:
+        """The same of a reversible solver, whose last state leads to the first."""
         fixed, spec = (step_sizes, number * len(step_sizes)), self.loss.made_specs
 
         def on_device(layers, last, d_last, fixed, keys):
@@ -209,11 +114,10 @@ class Chunks:
 
         places = spec, BY_EXAMPLE, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
         undo_chunk = by_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, BY_EXAMPLE, spec))
-        first, d_first, d_layers = undo_chunk(layers, last, d_last, fixed, keys)
-        return first, d_first, pull(d_layers)[0]
+        return undo_chunk(layers, last, d_last, fixed, keys)
 
     def undone_on_device(self, layers: dict, last: PyTree, d_last: PyTree, fixed: tuple, keys) -> tuple:
-        """The same for a microbatch, with the gradient of the layers."""
+        """The same for a microbatch, on a device."""
 
         def stacked(layers):
             steps, weights = self.steps(layers, fixed, keys)
@@ -226,9 +130,22 @@ class Chunks:
         return first, d_first, pull(d_nodes)[0]
 
 
+def numbers_of(chunk: Int[Array, ""], step_sizes: Float[Array, "steps"]) -> Int[Array, "steps"]:
+    """The numbers of a chunk's steps among all steps, counted from 0."""
+    return chunk * len(step_sizes) + jnp.arange(len(step_sizes))
+
+
+def by_step(layers: dict, step_sizes: Float[Array, "steps"]) -> dict:
+    """The layers of a chunk [steps * nodes, ...] as [steps, nodes, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(len(step_sizes), -1, *leaf.shape[1:]), layers)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def last_reversible(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
-    """A reversible solver's state after all chunks, of which the backward pass stores nothing else."""
+def last_of_chunks(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
+    """The solver's state after all chunks, with the remat step or reversible.
+
+    For the backward pass, the state before every step is stored, or that of a reversible solver after the last one.
+    """
 
     def body(state, inputs):
         number, step_sizes, features = inputs
@@ -237,27 +154,51 @@ def last_reversible(chunks: Chunks, state: PyTree, features, depth: dict, step_s
     return jax.lax.scan(body, state, (jnp.arange(len(step_sizes)), step_sizes, features))[0]
 
 
-def _reversible_forward(chunks, state, features, depth, step_sizes, keys):
-    last = last_reversible(chunks, state, features, depth, step_sizes, keys)
-    return last, (last, features, depth, step_sizes, keys)
+def _forward(chunks, state, features, depth, step_sizes, keys):
+    if chunks.model.remat == "reversible":
+        last = left = last_of_chunks(chunks, state, features, depth, step_sizes, keys)
+    else:
+        last, left = stored_states(chunks, state, features, depth, step_sizes, keys)
+    return last, (left, features, depth, step_sizes, keys)
 
 
-def _reversible_backward(chunks, residuals, d_last):
-    last, features, depth, step_sizes, keys = residuals
+def stored_states(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> tuple[PyTree, PyTree]:
+    """The state after all chunks, and those before all steps, with a leading axis."""
+
+    def one_chunk(carry, inputs):
+        number, step_sizes, features = inputs
+
+        def one_step(carry, inputs):
+            (state, stored), (number, dt, layers) = carry, inputs
+            # Written into one array over all chunks, so that no chunk's states are copied.
+            stored = jax.tree.map(lambda states, leaf: states.at[number].set(leaf), stored, state)
+            return (chunks.step(state, layers, number, dt, keys), stored), None
+
+        layers = by_step(chunks.layers(depth, features), step_sizes)
+        return jax.lax.scan(one_step, carry, (numbers_of(number, step_sizes), step_sizes, layers))[0], None
+
+    stored = jax.tree.map(lambda leaf: jnp.zeros((step_sizes.size, *leaf.shape), leaf.dtype), state)
+    inputs = jnp.arange(len(step_sizes)), step_sizes, features
+    return jax.lax.scan(one_chunk, (state, stored), inputs)[0]
+
+
+def _backward(chunks, residuals, d_last):
+    left, features, depth, step_sizes, keys = residuals
 
     def body(carry, inputs):
-        last, d_last, d_depth = carry
+        left, d_last, d_depth = carry
         number, step_sizes, features = inputs
-        first, d_first, d_more = chunks.undone(last, d_last, features, depth, number, step_sizes, keys)
-        return (first, d_first, jax.tree.map(jnp.add, d_depth, d_more)), None
+        layers, pull = jax.vjp(lambda depth: chunks.layers(depth, features), depth)
+        left, d_first, d_layers = chunks.back(layers, left, d_last, number, step_sizes, keys)
+        return (left, d_first, jax.tree.map(jnp.add, d_depth, pull(d_layers)[0])), None
 
-    start = last, d_last, jax.tree.map(jnp.zeros_like, depth)
+    start = left, d_last, jax.tree.map(jnp.zeros_like, depth)
     inputs = jnp.arange(len(step_sizes)), step_sizes, features
     (_, d_first, d_depth), _ = jax.lax.scan(body, start, inputs, reverse=True)
     return d_first, None, d_depth, None, None
 
 
-last_reversible.defvjp(_reversible_forward, _reversible_backward)
+last_of_chunks.defvjp(_forward, _backward)
 
 
 class ChunkedSteps(NamedTuple):
@@ -311,10 +252,9 @@ class ChunkedLoss(ShardedLoss):
         x = computed(embedding, beside_depth(params), (), (), (tokens, keys))
         state, chunks = model.solver.begin(x, steps.step_sizes[0, 0]), Chunks(self, model, microbatches)
         inputs = state, steps.features, params["depth"], steps.step_sizes, keys
-        if model.remat == "reversible":
-            return model.solver.read(last_reversible(chunks, *inputs))
-        stored = model.snapshots if model.remat == "binomial" else len(steps.features)
-        return model.solver.read(last_state(chunks.advance, stored, *inputs))
+        if model.remat == "binomial":
+            return model.solver.read(last_state(chunks.advance, model.snapshots, *inputs))
+        return model.solver.read(last_of_chunks(chunks, *inputs))
 
     @at_its_precision
     def sum_and_count(

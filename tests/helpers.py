@@ -16,6 +16,7 @@ import sentencepiece
 from flax import nnx
 
 import authors
+from diffeqformer import checkpoint
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.fields import FIELDS, layers
@@ -154,6 +155,14 @@ def change(config, **changes):
 def tokens_of(step: int, config) -> np.ndarray:
     """A batch [B, S] for one step."""
     return np.random.RandomState(step).randint(257, size=(config.batch_size, config.sequence_length))
+
+
+def save_params(workdir: pathlib.Path, config, params_by_step: dict[int, dict], **about) -> None:
+    """Write checkpoints of some parameters. `about` changes what they say of themselves."""
+    about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about}
+    with checkpoint.open_checkpoints(workdir, kept=9) as manager:
+        for step, params in params_by_step.items():
+            checkpoint.save(manager, step, {"params": params}, checkpoint.About(**about))
 
 
 def first_state(program: Program) -> dict:

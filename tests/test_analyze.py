@@ -16,7 +16,7 @@ from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from helpers import drawn, lively_model, toy_config
+from helpers import drawn, lively_model, save_params, toy_config
 from runs import command
 
 PARTS = [name for name, analysis in ANALYSES.items() if analysis.by_default]
@@ -254,10 +254,7 @@ def test_the_default_text_is_cut_to_the_models_positions():
 
 def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
     config = toy_config()
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
-        for step in (1, 2):
-            checkpoint.save(manager, step, {"params": drawn(config.model)[1]}, about)
+    save_params(tmp_path, config, dict.fromkeys((1, 2), drawn(config.model)[1]))
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
     assert checkpoint.load(tmp_path, step=1).step == 1
     with pytest.raises(UserError, match="checkpoints/2"):

@@ -5,10 +5,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from diffeqformer import checkpoint, compare
+from diffeqformer import compare
 from diffeqformer.console.progress import Progress
 from diffeqformer.errors import UserError
-from helpers import toy_config
+from helpers import save_params, toy_config
 from runs import command
 
 pytestmark = pytest.mark.fast
@@ -17,9 +17,7 @@ pytestmark = pytest.mark.fast
 def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="hash", **changes) -> None:
     """A run with the given validations, bits per byte by step."""
     config = toy_config(kind, steps=20, **changes)
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256=data)
-    with checkpoint.open_to_write(folder, 1) as manager:
-        checkpoint.save(manager, 20, {"params": {"w": jnp.ones((4, 3))}}, about)
+    save_params(folder, config, {20: {"w": jnp.ones((4, 3))}}, data_sha256=data)
     progress = Progress(folder, 0, 20, 64)
     for step, value in validations.items():
         progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value})

@@ -26,7 +26,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.run import Run, go_back, set_aside_alone
-from helpers import drawn, toy_config
+from helpers import drawn, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
 
@@ -240,9 +240,7 @@ def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
 
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):
     config = toy_config()
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_to_write(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]})
     made = pathlib.Path(materialize(tmp_path / "run", dtype="bfloat16"))
     recorded = checkpoint.load(made).about.checksums
     assert len(recorded) == len(inspect_run(made)["parameters"])

@@ -17,7 +17,7 @@ from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
 from diffeqformer.inference import paired, published
 from diffeqformer.inference.harness import HarnessModel
-from helpers import ROOT, drawn, toy_config
+from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
 
 
@@ -27,9 +27,7 @@ def runs(tmp_path_factory):
     folders = [tmp_path_factory.mktemp("runs") / kind for kind in ("diffeqformer", "gpt")]
     for folder in folders:
         config = toy_config(folder.name, model__max_length=64, sequence_length=64, model__num_steps=2)
-        about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-        with checkpoint.open_checkpoints(folder, kept=1) as manager:
-            checkpoint.save(manager, 12, {"params": drawn(config.model)[1]}, about)
+        save_params(folder, config, {12: drawn(config.model)[1]})
     return folders
 
 

@@ -29,7 +29,7 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import Transformer, split_model
-from helpers import ONE_DEVICE, drawn, lively_model, logits_of, make_store, toy_config
+from helpers import ONE_DEVICE, drawn, lively_model, logits_of, make_store, save_params, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -37,15 +37,6 @@ DOCUMENTS = [
     "A first document, of our own.", "", " \u3000\n\x0b", "Another one: naïve 🙂, and a bit longer than the first.",
     "x", "two  spaces\nand lines",
 ]  # fmt: skip
-
-
-def save_checkpoint(workdir, model: Transformer, config, data_sha256: str = "") -> None:
-    """A checkpoint of a model that was never trained."""
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256=data_sha256)
-    workdir.mkdir()
-    with checkpoint.open_checkpoints(workdir, 1) as checkpoints:
-        checkpoint.save(checkpoints, 3, {"params": transformer.split_model(model)[1]}, about)
-        checkpoints.wait_until_finished()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +50,7 @@ def text(tmp_path_factory):
 def workdir(tmp_path_factory):
     config = toy_config("diffeqformer")
     workdir = tmp_path_factory.mktemp("runs") / "lively"
-    save_checkpoint(workdir, lively_model("diffeqformer", vocab_size=257), config)
+    save_params(workdir, config, {3: split_model(lively_model("diffeqformer", vocab_size=257))[1]})
     return workdir
 
 
@@ -162,7 +153,7 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
     config = toy_config("gpt", model__vocab_multiple=128)
     graph, params = drawn(config.model)
     model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
-    save_checkpoint(tmp_path / "zero", model, config)
+    save_params(tmp_path / "zero", config, {3: split_model(model)[1]})
     (tmp_path / "long.txt").write_text("long " * 60)
     done = evaluate(
         tmp_path / "zero", tmp_path / "long.txt", "--window=2", "--batch_size=100", f"--output={tmp_path / 'out'}"
@@ -261,7 +252,8 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
     about = make_store(store, {"train": [["other text"]], "validation": [documents[:1], documents[1:]]})
     config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent")
     sha256 = about["splits"]["train"]["sha256"]
-    save_checkpoint(tmp_path / "run", lively_model("diffeqformer", vocab_size=257), config, sha256)
+    params = split_model(lively_model("diffeqformer", vocab_size=257))[1]
+    save_params(tmp_path / "run", config, {3: params}, data_sha256=sha256)
     done = command(
         "evaluate", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--window=8", "--stride=3",
         "--batch_size=8", f"--remote=file://{store.parent}",

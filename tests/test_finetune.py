@@ -18,7 +18,7 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, loop
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
-from helpers import ONE_DEVICE, change, lively_model, load_config, toy_config
+from helpers import ONE_DEVICE, change, lively_model, load_config, save_params, toy_config
 from runs import curves
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
@@ -31,10 +31,7 @@ def save_base(workdir, config, step=3) -> Transformer:
     """
     graph, params = split_model(lively_model(**config.model))
     model = nnx.merge(graph, {**params, "depth": jax.tree.map(lambda leaf: leaf / 2, params["depth"])})
-    about = checkpoint.About(config.to_dict(), "bytes")
-    with checkpoint.open_checkpoints(workdir, 1) as manager:
-        checkpoint.save(manager, step, {"params": split_model(model)[1]}, about)
-        manager.wait_until_finished()
+    save_params(workdir, config, {step: split_model(model)[1]}, data_sha256="")
     return model
 
 

@@ -1,13 +1,11 @@
 """lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
 
-import io
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from scipy.special import log_softmax
@@ -189,14 +187,9 @@ def test_byte_pairs_are_split_where_lm_eval_splits_them():
 
 
 @pytest.mark.long
-def test_sentence_pieces_are_scored_and_written():
+def test_sentence_pieces_are_scored_and_written(sentencepiece_file):
     """With a tokenizer like Llama's, whose pieces mark the beginning of a word and of the text."""
-    trained, sentences = io.BytesIO(), [f"{a} cat sees the {b} thing." for a in "AB" for b in ("red", "odd")]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences * 5), model_writer=trained, vocab_size=300, model_type="bpe", minloglevel=2,
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
-    )  # fmt: skip
-    tokenizer = SentencePieceTokenizer(trained.getvalue())
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     network = small_model(vocab_size=tokenizer.vocab_size)
     model = harness_model(network, tokenizer)
     whole, context = tokenizer.encode("A cat sees the red thing."), tokenizer.encode("A cat sees")

@@ -20,18 +20,10 @@ from diffeqformer.config import field_names
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, abstract_model, select
-from helpers import ROOT, toy_config
+from helpers import ROOT, save_params, toy_config
 from runs import command
 
 BASE = {"workdir": "runs/base", "step": 7, "data_sha256": "another hash"}
-
-
-def saved(workdir, config, params_by_step: dict, **about) -> None:
-    """Write checkpoints of some parameters."""
-    about = checkpoint.About(**{"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about})
-    with checkpoint.open_checkpoints(workdir, kept=9) as manager:
-        for step, params in params_by_step.items():
-            checkpoint.save(manager, step, {"params": params}, about)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +39,7 @@ def adapters(tmp_path_factory):
         if path[-1] == "a":
             params[path] = jax.device_put(params[path], NamedSharding(eight, PartitionSpec(None, "all")))
     params = traverse_util.unflatten_dict(params)
-    saved(workdir, config, {3: select(params, model.trains)}, base=BASE)
+    save_params(workdir, config, {3: select(params, model.trains)}, base=BASE)
     checkpoint.save_frozen(workdir, select(params, lambda path: not model.trains(path)), BASE)
     return workdir, {"/".join(path): (model.trains(path), i + 0.5) for i, path in enumerate(shapes)}
 
@@ -119,7 +111,7 @@ def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
     good = {"token_embedding": np.full((3, 4), 2, jnp.bfloat16), "final_norm": {"scale": np.zeros(4, np.float32)}}
     bad = {**good, "token_embedding": np.array([np.nan, np.inf, -5, 1, 0], np.float32)}
     config = toy_config("gpt", seed=3)
-    saved(tmp_path, config, {5: good, 10: bad}, tokenizer="gpt2", tokenizer_data="x" * 1234)
+    save_params(tmp_path, config, {5: good, 10: bad}, tokenizer="gpt2", tokenizer_data="x" * 1234)
     found = inspect.inspect_run(tmp_path)
     expected = {"mean": -4 / 3, "deviation": np.std([-5, 1, 0]), "largest": 5, "zeros": 0.2, "not_finite": 2}
     assert {name: found["parameters"][0][name] for name in expected} == pytest.approx(expected)
@@ -164,7 +156,7 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 4 * 2 * 5)
     stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
-    saved(tmp_path, toy_config(), {1: {"array": stored}})
+    save_params(tmp_path, toy_config(), {1: {"array": stored}})
     with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
         [array] = checkpoint.open_arrays(manager, step, None).values()
     assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
@@ -195,7 +187,7 @@ def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
     assert read_curves(tmp_path) == curves
     newest.write_bytes(whole[:-3])  # as while it is being written
     assert read_curves(tmp_path) == {**curves, "validation/bits_per_byte": {1: 3.0}}
-    saved(tmp_path, toy_config(), {2: {"token_embedding": np.ones(3, np.float32)}})
+    save_params(tmp_path, toy_config(), {2: {"token_embedding": np.ones(3, np.float32)}})
     found = inspect.inspect_run(tmp_path)
     assert found["validation"] == [{"step": 1, **result, "loss": 2.5}, {"step": 2, "loss": 2.25, "perplexity": 8.0}]
     report = inspect.text(found)
@@ -213,7 +205,7 @@ def test_a_command_without_its_folder_says_so():
 
 def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
     config = toy_config()
-    saved(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
+    save_params(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
     [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*metadata*")
     kept = json.loads(file.read_text())
     fields = ["config", "tokenizer", "tokenizer_data", "base", "data_sha256", "validation_due", "checksums", "sha256"]

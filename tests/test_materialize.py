@@ -19,7 +19,7 @@ from diffeqformer.stored_arrays import StoredArray
 from diffeqformer.training.loop import validate
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, select, split_model
-from helpers import FAMILY, ONE_DEVICE, drawn, lively_model, toy_config
+from helpers import FAMILY, ONE_DEVICE, drawn, lively_model, save_params, toy_config
 from runs import command
 
 
@@ -63,12 +63,10 @@ def saved(workdir, kind: str, field: str, **changes):
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in changes.items()})
     model = lively_model(**config.model)
     origin = {"workdir": "base", "step": 0} if model.has_adapters else None
-    about = checkpoint.About(config.to_dict(), "bytes", base=origin)
     params = split_model(model)[1]
-    with checkpoint.open_checkpoints(workdir, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": select(params, model.trains), "step": jnp.int32(1)}, about)
+    save_params(workdir, config, {1: select(params, model.trains)}, base=origin)
     if model.has_adapters:
-        checkpoint.save_frozen(workdir, select(params, lambda path: not model.trains(path)), about.base)
+        checkpoint.save_frozen(workdir, select(params, lambda path: not model.trains(path)), origin)
     return config, model
 
 
@@ -133,9 +131,7 @@ def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
 
 def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
     config = toy_config(model__dtype="bfloat16")
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash", time_spent={"steps": 1.0})
-    with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]}, time_spent={"steps": 1.0})
 
     def fails(*_, **__):
         raise OSError("no space left")
@@ -172,9 +168,7 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
 
 def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(tmp_path):
     config = toy_config(model__solver="heun")
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    save_params(tmp_path, config, {1: drawn(config.model)[1]})
     with pytest.raises(
         UserError, match="^--workdir: a model that was trained with heun takes weights at several times"
     ):

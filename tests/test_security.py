@@ -39,7 +39,7 @@ from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.training.run import make_folder
-from helpers import ROOT, lively_model, toy_config
+from helpers import ROOT, lively_model, save_params, toy_config
 from runs import command
 
 
@@ -153,9 +153,7 @@ def test_no_control_character_reaches_a_terminal(tmp_path):
 
     config, name = toy_config("gpt"), "\x1b]0;title\x07"
     config.name = name
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256=name)
-    with checkpoint.open_checkpoints(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": {"token_embedding": jnp.ones((2, 2))}}, about)
+    save_params(tmp_path / "run", config, {1: {"token_embedding": jnp.ones((2, 2))}}, data_sha256=name)
     terminal, its_end = pty.openpty()
     inspecting = [sys.executable, "-m", "diffeqformer.inspect", f"--workdir={tmp_path / 'run'}"]
     done = subprocess.run(inspecting, stdout=its_end, stderr=subprocess.PIPE, cwd=ROOT)
@@ -292,8 +290,7 @@ def test_a_stores_record_of_another_form_is_refused(change, small_store):
 
 def test_a_record_that_was_changed_is_refused(tmp_path):
     config = toy_config("gpt")
-    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": {"w": jnp.ones(2)}}, checkpoint.About(config.to_dict(), "bytes"))
+    save_params(tmp_path, config, {1: {"w": jnp.ones(2)}})
     [file] = (tmp_path / "checkpoints" / "1" / "about").glob("metadata")
     record = json.loads(file.read_text())
     whole = {name: value for name, value in record.items() if name not in ("sha256", "checksums")}

@@ -48,6 +48,7 @@ WAYS = {
     "binomial in chunks": {"remat": "binomial", "snapshots": 8, "generate_chunk": CHUNK},
     "reversible in chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
 }
+COLOURS_OF = {way: list(WAYS).index(way.partition(" in ")[0]) for way in WAYS}  # chunks are dashed
 HEIGHTS = {"reversible": -10, "reversible in chunks": -10, "one state a chunk": 5}  # of labels: some lines end together
 SMALL = dict(
     width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,
@@ -150,7 +151,7 @@ def table_of(rows: list[dict], key: str, numbers: list[int]) -> list[str]:
 
 def draw(rows: dict) -> None:
     """Print the tables; draw temporaries against the number of steps. Numbers are the slopes of the lines' ends."""
-    from diffeqformer.console.figures import new_figure
+    from diffeqformer.console.figures import COLOURS, new_figure
 
     places = sorted({row["where"] for row in rows.values()}, key=lambda where: (not where.startswith("small"), where))
     lines = -(-(len(places) + 1) // 3)  # with a panel's place for the legend
@@ -164,7 +165,8 @@ def draw(rows: dict) -> None:
             print("\n".join([f"{where}: {key}", "", *table_of(here, key, numbers), ""]))
         for way in WAYS:
             points = sorted((row["num_steps"], row["mib"]) for row in here if row["way"] == way)
-            [line] = axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way)
+            style = {"color": COLOURS[COLOURS_OF[way]], "linestyle": "--" if "chunk" in way else "-"}
+            [line] = axis.plot(*zip(*points) if points else ((), ()), marker="o", markersize=3, label=way, **style)
             if len(points) > 1:
                 (*_, (before, less), last) = points
                 slope = np.log(last[1] / less) / np.log(last[0] / before)

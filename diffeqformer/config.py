@@ -79,14 +79,15 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # The type in which gradients of all steps' weights are summed: float32 or bfloat16. If it is the shorter one, it is
     # that of the weights, too; otherwise that is dtype.
     config.model.weights_dtype = "float32"
-    # What the backward pass recomputes. none: nothing; step: every step (least memory, a third more compute);
+    # What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored;
     # products: every step except for its products with weights and its attention; binomial: every step, some of them
     # several times, so that only `snapshots` of the states between steps are stored; reversible: every step, from the
     # state after it, so that none is stored; it needs a reversible solver, such as reversible_euler.
     config.model.remat = "step"
-    config.model.snapshots = 8  # states between steps that are stored with the remat binomial, the first among them
+    # States between steps that are stored with the remat binomial, the first among them; with chunks, between these.
+    config.model.snapshots = 8
     # Training generates the weights of at most so many steps at a time, of the largest number that divides the steps;
-    # 0: of all. Saves memory in many steps; see docs/memory.md.
+    # 0: of all. Saves memory in many steps, with the remat step, binomial or reversible; see docs/memory.md.
     config.model.generate_chunk = 0
 
     config.optimizer = ConfigDict()

@@ -117,6 +117,12 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
         assert found["all-reduce in a loop"] == []  # of microbatches, say
     assert sum(ours["all-reduce"]) < 1.05 * sum(theirs["all-reduce"])
 
+    chunked = sharded_config(**sizes, mesh__generator=1, model__remat="step", model__generate_chunk=2)
+    in_chunks = collectives(chunked, shape)
+    assert sorted(in_chunks["all-gather"]) == sorted(2 * kernels + embeddings)
+    summed = 2 * sum(kernels) // 4  # once for the steps of a chunk
+    assert summed <= sum(in_chunks["all-reduce in a loop"]) < 1.09 * summed
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(

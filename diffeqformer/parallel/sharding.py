@@ -2,8 +2,9 @@
 
 Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these shardings.
 The loop itself is written for one device (`by_device`), because communication determines its speed. Before the loop, W
-of all steps is gathered over `generator`. A step gathers its weights W(t_n) over `fsdp`, and never P. Its backward pass
-scatters their gradient. After all microbatches, dW is scattered over `generator` and summed over `data`.
+of all steps (or of a chunk of them) is gathered over `generator`. A step gathers its weights W(t_n) over `fsdp`, and
+never P. Its backward pass scatters their gradient. After all microbatches, dW is scattered over `generator` and summed
+over `data`.
 """
 
 from collections.abc import Callable

@@ -2,10 +2,11 @@
 
 A chunk of k steps is generated, walked and forgotten; its part of the backward pass generates it again. So only states
 need more memory in more steps L. With the remat step, the state before every step is stored. With binomial, it is
-`model.snapshots` of those before chunks, so that a chunk is walked once more before its way back; and with reversible,
-none.
+`model.snapshots` of those before chunks, and that before the last one, so that a chunk is walked once more, at least,
+before its way back. With reversible it is the last state.
 
-P is read once more for each chunk, and dP is added up chunk by chunk instead of keeping the gradients of all weights.
+P is read three times for each chunk, instead of twice for all steps. dP is added to once for each chunk, instead of
+keeping the gradients of all weights.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.depth.depths import chunk_length
@@ -29,8 +30,11 @@ from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
 from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, beside_depth, over_devices, scored_positions
-from diffeqformer.training.parts import Part, by_microbatch, computed, computed_backward, shares, summed_states
+from diffeqformer.training.parts import Part, by_microbatch, computed, shares, summed_states
 from diffeqformer.transformer import Transformer
+
+OF_STORED = PartitionSpec(None, None, BATCH)
+"""The place of stored states (`room_for_states`)."""
 
 
 class Chunks:
@@ -63,7 +67,7 @@ class Chunks:
     def walked(self, layers: dict, state: PyTree, fixed: tuple, keys) -> PyTree:
         """The same on a device."""
         steps, weights = self.steps(layers, fixed, keys)
-        return last_of_steps(steps, weights, state, "step", self.model.snapshots)
+        return last_of_steps(steps, weights, state, "step", 0)
 
     def steps(self, layers: dict, fixed: tuple, keys) -> tuple[Steps, StackedWeights]:
         """The steps of a chunk, and their weights, on a device."""
@@ -72,72 +76,114 @@ class Chunks:
         context = self.loss.context_on_device(self.model, keys)
         return Steps(self.model.solver, self.model.field, weights, context, first), weights
 
-    def step(self, state: PyTree, layers: dict, number, dt, keys) -> PyTree:
-        """The solver's state after a step, counted from 0. `layers` are its own (`by_step`)."""
-        return computed(self.part, layers, state, (dt[None], number), keys)
+    def advance_storing(self, state: PyTree, stored: PyTree, features, depth: dict, number, step_sizes, keys) -> tuple:
+        """The solver's state after a chunk, and those before its steps in their places in `stored`."""
 
-    def back(self, layers: dict, left: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple[PyTree, PyTree, dict]:
-        """Back through a chunk: `left` for the one before, the cotangent of its first state, and that of its layers.
+        def on_device(layers, stored, state, fixed, keys):
+            walk = functools.partial(self.walked_storing, self.part.gathered(layers), fixed)
+            stored, state, _ = by_microbatch(walk, self.part.microbatches, (state, keys), stored)
+            return state, stored
+
+        places = self.loss.made_specs, OF_STORED, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
+        walk_chunk = by_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, OF_STORED))
+        return walk_chunk(self.layers(depth, features), stored, state, (step_sizes, number * len(step_sizes)), keys)
+
+    def walked_storing(self, layers: dict, fixed: tuple, microbatch, stored: PyTree, examples: tuple) -> tuple:
+        """The same for a microbatch, on a device, as `by_microbatch` takes it."""
+        state, keys = examples
+        (steps, weights), (step_sizes, first) = self.steps(layers, fixed, keys), fixed
+
+        def one_step(carry, inputs):
+            (state, stored), (step, dt, layers) = carry, inputs
+            stored = put_state(stored, first + step, microbatch, state)
+            return (steps.advance(state, layers, None, step, dt, keys), stored), None
+
+        inputs = jnp.arange(len(step_sizes)), step_sizes, by_node(steps, weights)[0]
+        (state, stored), _ = jax.lax.scan(one_step, (state, stored), inputs)
+        return stored, state, ()
+
+    def back(
+        self, layers: dict, found: PyTree, d_last: PyTree, number, step_sizes, keys
+    ) -> tuple[PyTree, PyTree, dict]:
+        """Back through a chunk.
 
         Args:
-            left: a reversible solver's state after the chunk, or all states before steps.
+            found: a reversible solver's state after the chunk; otherwise the states before all steps.
             d_last: the cotangent of the state after the chunk.
+
+        Returns:
+            what the chunk before will find; the cotangents of the state before the chunk, and of its layers.
         """
-        if self.model.remat == "reversible":
-            return self.undone(layers, left, d_last, number, step_sizes, keys)
+        reversible = self.model.remat == "reversible"
 
-        def back_one(d_after, inputs):
-            number, dt, layers = inputs
-            state = jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(states, number, keepdims=False), left)
-            arguments = layers, state, (dt[None], number), keys
-            d_layers, d_state, *_ = computed_backward(self.part, arguments, d_after)
-            return d_state, d_layers
+        def on_device(layers, found, d_last, fixed, keys):
+            back = functools.partial(self.undone if reversible else self.pulled, self.part.gathered(layers), fixed)
+            if reversible:
+                _, (found, d_first), d_layers = by_microbatch(back, self.part.microbatches, (found, d_last, keys))
+            else:
+                found, d_first, d_layers = by_microbatch(back, self.part.microbatches, (d_last, keys), found)
+            return found, summed_states(d_first), self.part.summed(d_layers, layers)
 
-        steps = numbers_of(number, step_sizes), step_sizes, by_step(layers, step_sizes)
-        d_first, d_layers = jax.lax.scan(back_one, d_last, steps, reverse=True)
-        return left, d_first, jax.tree.map(lambda d_layer, layer: d_layer.reshape(layer.shape), d_layers, layers)
+        spec, place = self.loss.made_specs, BY_EXAMPLE if reversible else OF_STORED
+        places = spec, place, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
+        walk_back = by_device(self.loss.mesh, on_device, places, (place, BY_EXAMPLE, spec))
+        return walk_back(layers, found, d_last, (step_sizes, number * len(step_sizes)), keys)
 
-    def undone(self, layers: dict, last: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple:
-        """The same of a reversible solver, whose last state leads to the first."""
-        fixed, spec = (step_sizes, number * len(step_sizes)), self.loss.made_specs
+    def pulled(self, layers: dict, fixed: tuple, microbatch, stored: PyTree, examples: tuple) -> tuple:
+        """The cotangents from stored states, for a microbatch, on a device, as `by_microbatch` takes it."""
+        d_last, keys = examples
+        (steps, _), (step_sizes, first) = self.steps(layers, fixed, keys), fixed
+        nodes, pull = jax.vjp(lambda layers: self.nodes(layers, fixed, keys), layers)
 
-        def on_device(layers, last, d_last, fixed, keys):
-            gathered = self.part.gathered(layers)
+        def one_back(d_after, inputs):
+            step, dt, layers = inputs
+            before = state_at(stored, first + step, microbatch)
+            _, pull = jax.vjp(lambda *both: steps.advance(*both, None, step, dt, keys), before, layers)
+            return pull(d_after)
 
-            def one(examples):
-                last, d_last, keys = examples
-                first, d_first, d_layers = self.undone_on_device(gathered, last, d_last, fixed, keys)
-                return (first, d_first), d_layers
+        inputs = jnp.arange(len(step_sizes)), step_sizes, nodes
+        d_first, d_nodes = jax.lax.scan(one_back, shares(d_last, self.loss.mesh, BY_EXAMPLE), inputs, reverse=True)
+        return stored, d_first, pull(d_nodes)[0]
 
-            (first, d_first), d_layers = by_microbatch(one, self.part.microbatches, (last, d_last, keys))
-            return first, summed_states(d_first), self.part.summed(d_layers, layers)
-
-        places = spec, BY_EXAMPLE, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-        undo_chunk = by_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, BY_EXAMPLE, spec))
-        return undo_chunk(layers, last, d_last, fixed, keys)
-
-    def undone_on_device(self, layers: dict, last: PyTree, d_last: PyTree, fixed: tuple, keys) -> tuple:
-        """The same for a microbatch, on a device."""
-
-        def stacked(layers):
-            steps, weights = self.steps(layers, fixed, keys)
-            return by_node(steps, weights)[0]
-
+    def undone(self, layers: dict, fixed: tuple, microbatch, kept: tuple, examples: tuple) -> tuple:
+        """A reversible solver's state before a chunk, and the cotangents, in the same way."""
+        last, d_last, keys = examples
         steps, _ = self.steps(layers, fixed, keys)
-        nodes, pull = jax.vjp(stacked, layers)
+        nodes, pull = jax.vjp(lambda layers: self.nodes(layers, fixed, keys), layers)
         d_last = shares(d_last, self.loss.mesh, BY_EXAMPLE)
         first, d_first, d_nodes, _ = undo(steps.increments, steps.at_nodes, d_last, last, nodes, None, fixed[0], keys)
-        return first, d_first, pull(d_nodes)[0]
+        return kept, (first, d_first), pull(d_nodes)[0]
+
+    def nodes(self, layers: dict, fixed: tuple, keys) -> list[dict]:
+        """The layers at each node of the solver, of all steps of a chunk."""
+        return by_node(*self.steps(layers, fixed, keys))[0]
 
 
-def numbers_of(chunk: Int[Array, ""], step_sizes: Float[Array, "steps"]) -> Int[Array, "steps"]:
-    """The numbers of a chunk's steps among all steps, counted from 0."""
-    return chunk * len(step_sizes) + jnp.arange(len(step_sizes))
+def room_for_states(state: PyTree, num_steps: int, microbatches: int) -> PyTree:
+    """Room for the states before all steps, [L, microbatches, rows, ...], which lie as devices walk them."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros((num_steps, microbatches, len(leaf) // microbatches, *leaf.shape[1:]), leaf.dtype), state
+    )
 
 
-def by_step(layers: dict, step_sizes: Float[Array, "steps"]) -> dict:
-    """The layers of a chunk [steps * nodes, ...] as [steps, nodes, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(len(step_sizes), -1, *leaf.shape[1:]), layers)
+def put_state(stored: PyTree, step: Int[Array, ""], microbatch: int | Int[Array, ""], state: PyTree) -> PyTree:
+    """Put a microbatch's state before a step into its place."""
+    return jax.tree.map(
+        lambda states, leaf: jax.lax.dynamic_update_slice(
+            states, leaf[None, None], (step, microbatch, *(0 for _ in leaf.shape))
+        ),
+        stored,
+        state,
+    )
+
+
+def state_at(stored: PyTree, step: Int[Array, ""], microbatch: int | Int[Array, ""]) -> PyTree:
+    """A microbatch's state before a step."""
+
+    def at(states):
+        return jax.lax.dynamic_index_in_dim(states, step, keepdims=False)
+
+    return jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(at(states), microbatch, keepdims=False), stored)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,43 +202,30 @@ def last_of_chunks(chunks: Chunks, state: PyTree, features, depth: dict, step_si
 
 def _forward(chunks, state, features, depth, step_sizes, keys):
     if chunks.model.remat == "reversible":
-        last = left = last_of_chunks(chunks, state, features, depth, step_sizes, keys)
-    else:
-        last, left = stored_states(chunks, state, features, depth, step_sizes, keys)
-    return last, (left, features, depth, step_sizes, keys)
+        last = last_of_chunks(chunks, state, features, depth, step_sizes, keys)
+        return last, (last, features, depth, step_sizes, keys)
 
-
-def stored_states(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> tuple[PyTree, PyTree]:
-    """The state after all chunks, and those before all steps, with a leading axis."""
-
-    def one_chunk(carry, inputs):
+    def body(carry, inputs):
         number, step_sizes, features = inputs
+        return chunks.advance_storing(*carry, features, depth, number, step_sizes, keys), None
 
-        def one_step(carry, inputs):
-            (state, stored), (number, dt, layers) = carry, inputs
-            # Written into one array over all chunks, so that no chunk's states are copied.
-            stored = jax.tree.map(lambda states, leaf: states.at[number].set(leaf), stored, state)
-            return (chunks.step(state, layers, number, dt, keys), stored), None
-
-        layers = by_step(chunks.layers(depth, features), step_sizes)
-        return jax.lax.scan(one_step, carry, (numbers_of(number, step_sizes), step_sizes, layers))[0], None
-
-    stored = jax.tree.map(lambda leaf: jnp.zeros((step_sizes.size, *leaf.shape), leaf.dtype), state)
+    stored = room_for_states(state, step_sizes.size, chunks.part.microbatches)
     inputs = jnp.arange(len(step_sizes)), step_sizes, features
-    return jax.lax.scan(one_chunk, (state, stored), inputs)[0]
+    (last, stored), _ = jax.lax.scan(body, (state, stored), inputs)
+    return last, (stored, features, depth, step_sizes, keys)
 
 
 def _backward(chunks, residuals, d_last):
-    left, features, depth, step_sizes, keys = residuals
+    found, features, depth, step_sizes, keys = residuals
 
     def body(carry, inputs):
-        left, d_last, d_depth = carry
+        found, d_last, d_depth = carry
         number, step_sizes, features = inputs
         layers, pull = jax.vjp(lambda depth: chunks.layers(depth, features), depth)
-        left, d_first, d_layers = chunks.back(layers, left, d_last, number, step_sizes, keys)
-        return (left, d_first, jax.tree.map(jnp.add, d_depth, pull(d_layers)[0])), None
+        found, d_first, d_layers = chunks.back(layers, found, d_last, number, step_sizes, keys)
+        return (found, d_first, jax.tree.map(jnp.add, d_depth, pull(d_layers)[0])), None
 
-    start = left, d_last, jax.tree.map(jnp.zeros_like, depth)
+    start = found, d_last, jax.tree.map(jnp.zeros_like, depth)
     inputs = jnp.arange(len(step_sizes)), step_sizes, features
     (_, d_first, d_depth), _ = jax.lax.scan(body, start, inputs, reverse=True)
     return d_first, None, d_depth, None, None

@@ -55,10 +55,10 @@ def computed(part: Part, shared: PyTree, states: PyTree, fixed: PyTree, inputs: 
     def on_device(shared, states, fixed, inputs):
         shared = part.gathered(shared)
 
-        def one(examples):
-            return part.function(shared, examples[0], fixed, examples[1]), ()
+        def one(number, kept, examples):
+            return (), part.function(shared, examples[0], fixed, examples[1]), ()
 
-        return by_microbatch(one, part.microbatches, (states, inputs))[0]
+        return by_microbatch(one, part.microbatches, (states, inputs))[1]
 
     places = part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
     return by_device(part.mesh, on_device, places, part.result)(shared, states, fixed, inputs)
@@ -68,25 +68,24 @@ def _computed_forward(part, *arguments):
     return computed(part, *arguments), arguments
 
 
-def computed_backward(part: Part, arguments: tuple, d_result: PyTree) -> tuple:
-    """The cotangents of what `computed` takes (those after the part), from that of what it computes."""
-
+def _computed_backward(part, arguments, d_result):
     def on_device(d_result, shared, states, fixed, inputs):
         gathered = part.gathered(shared)
 
-        def one(examples):
+        def one(number, kept, examples):
             d_result, states, inputs = examples
             _, pull = jax.vjp(lambda *both: part.function(*both, fixed, inputs), gathered, states)
-            return pull(shares(d_result, part.mesh, part.result))[::-1]
+            d_shared, d_states = pull(shares(d_result, part.mesh, part.result))
+            return (), d_states, d_shared
 
-        d_states, d_shared = by_microbatch(one, part.microbatches, (d_result, states, inputs))
+        _, d_states, d_shared = by_microbatch(one, part.microbatches, (d_result, states, inputs))
         return part.summed(d_shared, shared), summed_states(d_states)
 
     places = part.result, part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
     return *by_device(part.mesh, on_device, places, (part.spec, BY_EXAMPLE))(d_result, *arguments), None, None
 
 
-computed.defvjp(_computed_forward, computed_backward)
+computed.defvjp(_computed_forward, _computed_backward)
 
 
 def shares(cotangent: PyTree, mesh: Mesh, spec: PartitionSpec) -> PyTree:
@@ -100,20 +99,23 @@ def summed_states(cotangent: PyTree) -> PyTree:
     return sum_copies(cotangent, jax.tree.map(lambda _: BY_EXAMPLE, cotangent))
 
 
-def by_microbatch(function: Callable, microbatches: int, examples: PyTree) -> tuple[PyTree, PyTree]:
-    """A function of examples -> (of each example, to be added up), for one microbatch after the other.
+def by_microbatch(
+    function: Callable, microbatches: int, examples: PyTree, kept: PyTree = ()
+) -> tuple[PyTree, PyTree, PyTree]:
+    """(number of a microbatch, kept, examples) -> (kept, found for each example, to be added up), one after the other.
 
     Sums over several are in fp32.
     """
     if microbatches == 1:
-        return function(examples)
+        return function(0, kept, examples)
     parts = jax.tree.map(lambda array: split_batch(array, microbatches), examples)
-    _, terms = jax.eval_shape(function, jax.tree.map(lambda array: array[0], parts))
+    terms = jax.eval_shape(function, 0, kept, jax.tree.map(lambda array: array[0], parts))[2]
 
-    def add(total, part):
-        found, more = function(part)
-        return jax.tree.map(jnp.add, total, more), found
+    def add(carry, inputs):
+        (kept, total), (number, part) = carry, inputs
+        kept, found, more = function(number, kept, part)
+        return (kept, jax.tree.map(jnp.add, total, more)), found
 
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), terms)
-    total, found = jax.lax.scan(add, start, parts)
-    return jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), found), total
+    start = kept, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), terms)
+    (kept, total), found = jax.lax.scan(add, start, (jnp.arange(microbatches), parts))
+    return kept, jax.tree.map(lambda array: array.swapaxes(0, 1).reshape(-1, *array.shape[2:]), found), total

@@ -49,7 +49,9 @@ WAYS = {
     "reversible in chunks": {**REVERSIBLE, "generate_chunk": CHUNK},
 }
 COLOURS_OF = {way: list(WAYS).index(way.partition(" in ")[0]) for way in WAYS}  # chunks are dashed
-HEIGHTS = {"reversible": -10, "reversible in chunks": -10, "one state a chunk": 5}  # of labels: some lines end together
+HEIGHTS = {  # of labels: some lines end together
+    "step": 4, "binomial": -10, "reversible": -17, "one state a chunk": 5, "reversible in chunks": -10,
+}  # fmt: skip
 SMALL = dict(
     width=128, heads=4, mlp=512, vocab_size=512, max_length=128, time_embed_dim=16, sinusoidal_dim=16, dropout=0.0,
     dtype="float32",

@@ -46,7 +46,7 @@ def test_the_state_between_steps_has_the_type_of_the_config(chunk):
         ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama", "step_features": 4}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
         ((1, 1, 1), "step", {"solver": "reversible_heun", "dropout": 0.3, "microbatches": 2}),
-        pytest.param((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}, marks=pytest.mark.slow),
+        ((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}),
         pytest.param((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}, marks=pytest.mark.slow),
         ((4, 2, 1), "step", {"generator": 2, "microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
     ],

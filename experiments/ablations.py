@@ -38,7 +38,9 @@ CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 WIDTHS = flags.DEFINE_list(
     "widths", ["4", "12", "24", "48", "96"], "E, the paper's d_emb, in the study of the embedding."
 )
-RATES = flags.DEFINE_list("rates", ["2e-3", "4e-3", "8e-3"], "Learning rates, of which each model gets its best.")
+RATES = flags.DEFINE_list(
+    "rates", ["1e-3", "2e-3", "4e-3", "8e-3"], "Learning rates, of which each model gets its best."
+)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 FOLDER = flags.DEFINE_string("folder", "runs/ablations", "Folder of the runs and their results.")
 RESULTS = flags.DEFINE_string("results", "experiments/ablations.json", "The runs so far; new ones are added.")

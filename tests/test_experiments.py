@@ -30,11 +30,11 @@ def study(folder, steps, name="design", *options) -> tuple[str, dict]:
 @pytest.mark.slow
 def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_length(tmp_path):
     printed, found = study(tmp_path, 3, "design", "--seeds=2")
-    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 3 + 2
+    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 4 + 2
     best = "tiny-alternative-optimizer.learning_rate-0.002-seed-2-3_steps"
     perplexities = {"1": 8.5, "2": 7.5, "3": 6.5}
     run = {"perplexities": perplexities, "parameters": 1234, "tokens_per_second": 2000, "step_mib": 5}
-    assert len(found) == 2 * (3 + 2) and found[best] == run
+    assert len(found) == 2 * (4 + 2) and found[best] == run
     assert "| diffeqformer | 1,234 | 0.002 | 2 | 6.50 ± 0.00 | 3, 3 | 6.50 ± 0.00 | 2,000 | 5 |" in printed
 
     del found[best]
@@ -51,7 +51,7 @@ def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_l
     (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
     assert study(tmp_path, 3, "design", "--seeds=2")[0].count("configs/tiny.py:alternative ") == 1
     printed, _ = study(tmp_path, 2, "design", "--seeds=1")
-    assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 3 + 1
+    assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 4 + 1
 
 
 def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
@@ -88,8 +88,8 @@ def test_runs_side_by_side_divide_the_cores(monkeypatch):
 @pytest.mark.slow
 def test_the_sweep_has_every_width_at_every_rate(tmp_path):
     printed, found = study(tmp_path, 2, "embedding", "--seeds=1")
-    assert len(found) == 6 * (3 + 1) and printed.count("--config.optimizer.learning_rate=0.008 ") == 6
-    assert printed.count("--config.model.time_embed_dim=96 ") == 3 + 1
+    assert len(found) == 6 * (4 + 1) and printed.count("--config.optimizer.learning_rate=0.008 ") == 6
+    assert printed.count("--config.model.time_embed_dim=96 ") == 4 + 1
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_short_text_is_the_first_articles(tmp_path):
     texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
     assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
     assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
-    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3 * (3 + 1)
+    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3 * (4 + 1)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.parallel.mesh import AXES
 from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, by_device
-from diffeqformer.solvers.checkpointing import last_state
+from diffeqformer.solvers.checkpointing import entry, last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
 from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, beside_depth, over_devices, scored_positions
@@ -137,7 +137,7 @@ class Chunks:
 
         def one_back(d_after, inputs):
             step, dt, layers = inputs
-            before = state_at(stored, first + step, microbatch)
+            before = entry(entry(stored, first + step), microbatch)
             _, pull = jax.vjp(lambda *both: steps.advance(*both, None, step, dt, keys), before, layers)
             return pull(d_after)
 
@@ -175,15 +175,6 @@ def put_state(stored: PyTree, step: Int[Array, ""], microbatch: int | Int[Array,
         stored,
         state,
     )
-
-
-def state_at(stored: PyTree, step: Int[Array, ""], microbatch: int | Int[Array, ""]) -> PyTree:
-    """A microbatch's state before a step."""
-
-    def at(states):
-        return jax.lax.dynamic_index_in_dim(states, step, keepdims=False)
-
-    return jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(at(states), microbatch, keepdims=False), stored)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -34,6 +34,11 @@ def examine(command, **_):
     return types.SimpleNamespace(returncode=0)
 
 
-training_times.train, training_times.read_curves = train, lambda _: {"validation/bits_per_byte": {1000: 3, 5000: 2}}
+CURVES = {
+    "training/loss": {100: 9},
+    "validation/bits_per_byte": {1000: 3, 5000: 2},
+    "validation/bits_per_byte_at_2": {5000: 2.5},
+}
+training_times.train, training_times.read_curves = train, lambda _: CURVES
 training_times.subprocess = types.SimpleNamespace(run=examine, DEVNULL=None, PIPE=None)
 training_times.app.run(training_times.main)

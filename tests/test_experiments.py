@@ -142,19 +142,24 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
 
 @pytest.mark.slow
 def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(tmp_path):
-    def printed(seeds):
-        options = f"--folder={tmp_path / f'runs-{seeds}'}", f"--results={tmp_path / 'results.json'}"
-        done = command("pretended_training_times", *options, f"--seeds={seeds}")
+    def printed(depths, seeds):
+        options = f"--folder={tmp_path / f'runs-{depths}-{seeds}'}", f"--results={tmp_path / 'results.json'}"
+        done = command("pretended_training_times", *options, f"--depths={depths}", f"--seeds={seeds}")
         assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        lines = done.stdout.splitlines()
+        return lines, [line for line in lines if line.startswith("trained ")]
 
-    assert sum(line.startswith("trained ") for line in printed(1)) == 5
-    lines = printed(2)
-    trained = [line for line in lines if line.startswith("trained ")]
+    assert len(printed("one", 1)[1]) == 5
+    lines, trained = printed("one", 2)
     assert len(trained) == 5 and all("--config.seed=2 " in line for line in trained)
     assert "| greatest | " + " | ".join(["0.75 ± 0.35"] * 5) + " |" in lines
     assert "| perplexity, 8 steps | " + " | ".join(["30.00 ± 14.14"] * 5) + " |" in lines
     assert "| observed order of euler | " + " | ".join(["1.00"] * 5) + " |" in lines  # of the seed that has one
+    lines, trained = printed("many", 1)
+    assert len(trained) == 6 and all("tiny.py:elastic " in line for line in trained)
+    assert (
+        "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 6) + " |" in lines
+    )  # of six, without those of 4
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The settings of the large configs, trained at a shape for one CPU core.
 
     python experiments/full_scale.py                     # what is left of the published settings, config by config
-    python experiments/full_scale.py --stage=changes     # the same model from another start, at other rates
     python experiments/full_scale.py --stage=rounding    # gradients in bfloat16 against float32, by parameter
     python experiments/full_scale.py --stage=show        # the table and the picture of all rows so far
 
@@ -28,25 +27,16 @@ from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
-STAGE = flags.DEFINE_enum("stage", "published", ["published", "changes", "rounding", "show"], "What to run.")
+STAGE = flags.DEFINE_enum("stage", "published", ["published", "rounding", "show"], "What to run.")
 FOLDER = flags.DEFINE_string("folder", "runs/full_scale", "Folder of the runs and of the tokenizer.")
 RESULTS = flags.DEFINE_string("results", "experiments/full_scale.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row of the published settings.", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps of a row.", lower_bound=1)
 
 CONFIGS = {"large": "gpt", "llama_1b": "llama", "wikitext103_medium": "gpt"}
 """The configs, each with its vanilla baseline."""
 TYPES = ("bfloat16", "float32")
-CHANGES = {
-    "": {},
-    "rate 1e-3": {"optimizer.learning_rate": 1e-3},
-    "rate 3e-3": {"optimizer.learning_rate": 3e-3},
-    "warm-up 10 %": {"optimizer.warmup_fraction": 0.1},
-    "constant start": {"model.generator_start": "constant"},
-    "varying start": {"model.generator_start": "varying"},
-}
-"""What else a row changes. Each is tried with the DiffEqFormer of `large`, in bfloat16 and with one seed."""
 LOG_EVERY = 10
 
 
@@ -67,36 +57,31 @@ def shrunken(config, tokenizer_file: str) -> dict:
 
 
 class Row(NamedTuple):
-    """One run: a key of `CONFIGS`, the kind of model, the compute type, the seed and a key of `CHANGES`."""
+    """One run: a key of `CONFIGS`, the kind of model, the compute type and the seed."""
 
     config: str
     model: str
     dtype: str
-    seed: int = 0
-    change: str = ""
+    seed: int
 
     def name(self) -> str:
         """Its key in the results, and its folder."""
-        parts = [self.config, self.model, self.dtype, f"{STEPS.value} steps", f"seed {self.seed}", self.change]
-        return ", ".join(filter(None, parts))
+        return f"{self.config}, {self.model}, {self.dtype}, {STEPS.value} steps, seed {self.seed}"
 
     def workdir(self) -> pathlib.Path:
         """The folder of its run."""
-        return pathlib.Path(FOLDER.value) / self.name().replace(", ", "-").replace(" ", "_").replace("%", "percent")
+        return pathlib.Path(FOLDER.value) / self.name().replace(", ", "-").replace(" ", "_")
 
     def options(self) -> list[str]:
         """What `main` is told."""
         path = f"configs/{self.config}.py"
         config = runpy.run_path(path)["get_config"](self.model)
-        changes = shrunken(config, str(tokenizer_file())) | CHANGES[self.change]
-        changes |= {"seed": self.seed, "model.dtype": self.dtype}
+        changes = shrunken(config, str(tokenizer_file())) | {"seed": self.seed, "model.dtype": self.dtype}
         return [f"--config={path}:{self.model}", *(f"--config.{field}={value}" for field, value in changes.items())]
 
 
-def rows_of(stage: str) -> list[Row]:
-    """The rows of a stage, in the order in which they are run."""
-    if stage == "changes":
-        return [Row("large", "diffeqformer", TYPES[0], change=change) for change in filter(None, CHANGES)]
+def all_rows() -> list[Row]:
+    """The rows, in the order in which they are run."""
     return [
         Row(config, model, dtype, seed)
         for seed, (config, vanilla) in itertools.product(range(SEEDS.value), CONFIGS.items())
@@ -177,14 +162,14 @@ def last_mean(curve: dict[str, float], count: int = 10) -> float:
 def table(results: dict[Row, dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| config | model | type | changed | seed | step | training loss | validation loss | gradient norm | above 1 |",
-        "|" + " --- |" * 10,
+        "| config | model | type | seed | step | training loss | validation loss | gradient norm | above 1 |",
+        "|" + " --- |" * 9,
     ]
     for row, result in results.items():
         loss, norms = result["loss"], result["gradient_norm"]
         step = max(map(int, loss))
         validation = result["validation"].get(str(step))
-        cells = [row.config, row.model, row.dtype, row.change, str(row.seed), f"{step:,}", f"{last_mean(loss):.3f}"]
+        cells = [row.config, row.model, row.dtype, str(row.seed), f"{step:,}", f"{last_mean(loss):.3f}"]
         cells += [f"{validation:.3f}" if validation else "", f"{statistics.median(norms.values()):.2f}"]
         cells += [f"{statistics.mean(norm > 1 for norm in norms.values()):.0%}"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -205,10 +190,10 @@ def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
     figure, axes = new_figure(len(configs), 3, (14, 3.6 * len(configs)))
     for config, panels in zip(configs, axes):
         rows = [row for row in results if row.config == config and row.seed == 0]
-        for number, (model, change) in enumerate(dict.fromkeys((row.model, row.change) for row in rows)):
-            for row in (row for row in rows if (row.model, row.change) == (model, change)):
+        for number, model in enumerate(dict.fromkeys(row.model for row in rows)):
+            for row in (row for row in rows if row.model == model):
                 style = {"color": COLOURS[number], "linestyle": "-" if row.dtype == "bfloat16" else ":"}
-                label = ", ".join(filter(None, [model, change, row.dtype]))
+                label = f"{model}, {row.dtype}"
                 for panel, name in zip(panels, ("loss", "gradient_norm")):
                     steps, values = smoothed(results[row][name])
                     panel.plot(steps, values, label=label, **style)
@@ -297,15 +282,15 @@ def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
     pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
-    rows = [*rows_of("published"), *rows_of("changes")]
+    rows = all_rows()
     if STAGE.value == "rounding":
         for row in (row for row in rows if row.dtype == TYPES[0]):
             with contextlib.suppress(NoCheckpoint):
                 print(rounding(row))
         return
-    if STAGE.value in ("published", "changes"):
+    if STAGE.value == "published":
         make_tokenizer()
-        run_all(rows_of(STAGE.value), results)
+        run_all(rows, results)
     for row in rows:  # what interrupted runs have reached
         if not is_complete(results.get(row.name())) and (curves := found(row))["loss"]:
             results[row.name()] = curves

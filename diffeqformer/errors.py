@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 
@@ -49,8 +50,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with every control character but line ends and tabs replaced, safe for a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    """The text with every control character but line ends and tabs replaced, safe for a terminal.
+
+    Spaces of all kinds stay, and so do soft hyphens and the joiners of emoji and scripts; signs that turn the direction
+    of writing don't.
+    """
+    kept = "\n\t\u00ad\u200c\u200d"
+    return "".join(c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else "\ufffd" for c in text)
 
 
 def end_imports_on_interrupt() -> None:

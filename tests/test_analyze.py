@@ -1,9 +1,11 @@
 """The report on a checkpoint: all of its parts, and invalid options."""
 
+import io
 import json
 import shutil
 import types
 from html.parser import HTMLParser
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from diffeqformer import analyze, checkpoint
 from diffeqformer.analysis import common, induction, lyapunov, report, sensitivity, spectra
 from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.console import figures
+from diffeqformer.console.terminal import PrintableOutput
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from helpers import drawn, lively_model, save_params, toy_config
@@ -192,7 +195,7 @@ def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatc
 
 
 def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
-    assert sensitivity.text_pieces(ByteTokenizer(), [*"aé€".encode(), 7]) == ["a", "", "é", "", "", "€", "\ufffd"]
+    assert sensitivity.text_pieces(ByteTokenizer(), [*"aé€".encode(), 7]) == ["a", "", "é", "", "", "€", "\a"]
     tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     pieces = sensitivity.text_pieces(tokenizer, tokenizer.encode("A cat sees the red thing."))
     assert "".join(pieces) == "A cat sees the red thing." and " sees" in pieces
@@ -229,7 +232,7 @@ def test_figures_leave_a_notebooks_own_as_they_were():
 
 def test_tokens_that_a_text_can_consist_of(sentencepiece_file):
     ids = induction.readable_ids(ByteTokenizer())
-    assert set(b"\n az~") < set(ids) < set(range(128)) and 7 not in ids
+    assert set(ids) == {*b"\n\t", *range(32, 127)}
     tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     ids = induction.readable_ids(tokenizer)
     assert tokenizer.end_of_text not in ids and set(tokenizer.encode("A cat sees")) <= set(ids)
@@ -246,6 +249,17 @@ def test_spectra_are_of_the_times_at_which_the_steps_take_weights():
     opened = opened_model("diffeqformer", solver="strang")
     shown = spectra.section(opened, feed_forward=False, num_steps=2)
     assert shown.numbers["times"] == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("section", [spectra.section, induction.section])
+def test_an_analysis_at_another_depth_has_the_weights_of_its_steps(section):
+    opened = opened_model("diffeqformer", num_steps=4, step_features=4)
+    model = opened.model
+    with mock.patch(f"{section.__module__}.spectra", wraps=spectra.spectra) as measured:
+        section(opened, num_steps=2)
+    found = spectra.spectra(*measured.call_args.args, **measured.call_args.kwargs)["QK"].radius()
+    pair = spectra.matrix_pairs(model.field, model.depth(model.grid(2)), False)["QK"]
+    np.testing.assert_allclose(found, spectra.spectrum(*map(np.asarray, pair)).radius(), rtol=1e-4)
 
 
 def test_the_default_text_is_cut_to_the_models_positions():
@@ -273,4 +287,13 @@ def test_shares_of_values_with_infinite_ones():
     """The last value isn't included."""
     assert report.shares(np.array([1.0, 3.0, -np.inf, 2.0, 50.0])).tolist() == [0.0, 1.0, 0.0, 0.5, 0.0]
     assert report.shares(np.full(2, -np.inf)).tolist() == [0, 0]
-    assert report.coloured(["a", " "], np.array([1.0, 0.0])).endswith("ma\033[0m ")
+
+
+def test_texts_have_colours_on_a_terminal_and_no_other_escapes(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", PrintableOutput(terminal))
+    report.show_text("a title", ["a\033[2J", " ", "b"], np.array([1.0, 2.0, 0.0]))
+    assert terminal.getvalue() == (
+        "a title:\n\033[38;2;0;0;0;48;2;255;255;255ma\ufffd[2J\033[0m \033[38;2;0;0;0;48;2;255;255;255mb\033[0m\n"
+    )

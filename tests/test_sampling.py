@@ -130,7 +130,9 @@ def test_prompts_may_end_in_the_last_chunk():
 
 
 def test_what_is_shown_and_what_an_empty_prompt_means():
-    assert printable("a\x1b[2J\n\té") == "a\ufffd[2J\n\té"
+    assert printable("a\x1b[2J\x9b\u202e\u2028\ud800") == "a\ufffd[2J" + 4 * "\ufffd"
+    kept = "\n\té, a\u00a0!, \u3000, \U0001f469\u200d\U0001f4bb, so\u00adft"
+    assert printable(kept) == kept
     assert encode_prompt(BYTES, "") == [256] and encode_prompt(BYTES, "a") == [97]
 
 

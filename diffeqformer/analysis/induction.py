@@ -21,6 +21,7 @@ from diffeqformer.analysis.spectra import Spectrum, spectra
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.errors import printable
 from diffeqformer.transformer import Transformer
 
 
@@ -56,7 +57,7 @@ def induction_scores(
 def readable_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids of tokens that text can consist of: no end-of-text, no parts of characters, no control characters."""
     texts = ((i, tokenizer.decode([i])) for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text)
-    return [i for i, text in texts if text and "\ufffd" not in text and (text.isprintable() or text.isspace())]
+    return [i for i, text in texts if text and text == printable(text) and "\ufffd" not in text]
 
 
 def first_nodes(model: Transformer, num_steps: int | None) -> np.ndarray:
@@ -85,7 +86,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     times, ids = first_nodes(model, num_steps), readable_ids(opened.tokenizer)
     length = min(64, model.max_length // 2, len(ids))
     scores = induction_scores(model, ids, length, num_steps=num_steps)
-    found = spectra(model, times, feed_forward=False)
+    found = spectra(model, times, feed_forward=False, num_steps=num_steps)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
     order = np.argsort(-scores, axis=None)[:5]
     best = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, scores.shape), strict=True)]

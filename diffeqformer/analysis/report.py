@@ -9,6 +9,7 @@ import sys
 import numpy as np
 
 from diffeqformer.console.results import write_text
+from diffeqformer.errors import printable
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
@@ -80,7 +81,11 @@ def coloured(pieces: list[str], values: np.ndarray) -> str:
     cells = []
     for piece, share in zip(pieces, shares(values), strict=True):
         red, green, blue = (round(255 + share * (colour - 255)) for colour in (230, 159, 0))
-        cells.append(f"\033[38;2;0;0;0;48;2;{red};{green};{blue}m{piece}\033[0m" if piece.strip() else piece)
+        cells.append(
+            f"\033[38;2;0;0;0;48;2;{red};{green};{blue}m{printable(piece)}\033[0m"
+            if piece.strip()
+            else printable(piece)
+        )
     return "".join(cells)
 
 
@@ -88,7 +93,8 @@ def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
     """Print the text in colours on a terminal; elsewhere print the five largest values before the last token."""
     print(f"{title}:")
     if sys.stdout.isatty():
-        print(coloured(pieces, values))
+        sys.stdout.flush()
+        getattr(sys.stdout, "output", sys.stdout).write(coloured(pieces, values) + "\n")  # around `PrintableOutput`
     else:
         largest = np.argsort(-np.nan_to_num(values[:-1], nan=-np.inf))[:5]
         print("  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))

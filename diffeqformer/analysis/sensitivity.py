@@ -11,7 +11,6 @@ from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.errors import printable
 from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side
@@ -24,7 +23,7 @@ def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
         text = tokenizer.decode(ids[:end])
         if end < len(ids):
             text = text.rstrip("\ufffd")  # an incomplete character
-        pieces.append(printable(text[len(before) :]))
+        pieces.append(text[len(before) :])
         before = max(before, text, key=len)
     return pieces
 

@@ -123,9 +123,12 @@ def _stored_pairs(field, layers, start, count, feed_forward):
 
 
 def pairs_over_time(
-    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
+    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool, num_steps: int | None = None
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
     """`matrix_pairs` in fp32, for a few of the times after another.
+
+    Args:
+        num_steps: decides the length of steps, for weights that depend on it; by default as trained.
 
     Raises:
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
@@ -134,7 +137,7 @@ def pairs_over_time(
     if depth.generated:
         graph, params = split_model(model)
         for start in range(0, len(times), CHUNK):
-            features = depth.features_at(times[start : start + CHUNK], 1 / model.num_steps)
+            features = depth.features_at(times[start : start + CHUNK], 1 / (num_steps or model.num_steps))
             yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))
         return
     layers = depth(Grid.of(times))
@@ -146,11 +149,14 @@ def pairs_over_time(
         yield jax.tree.map(np.asarray, _stored_pairs(model.field, layers, start, count, feed_forward))
 
 
-def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
+def spectra(
+    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True, num_steps: int | None = None
+) -> dict[str, Spectrum]:
     """The spectra of a model's products at some times. Weights shared by all times count as one time.
 
     Args:
         feed_forward: whether to include the feed-forward, whose matrices are the largest.
+        num_steps: see `pairs_over_time`.
 
     Raises:
         UserError: if the model has no weights at these times.
@@ -158,7 +164,7 @@ def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: boo
     with jax.default_matmul_precision("highest"):
         parts = [
             {name: spectrum(*pair) for name, pair in pairs.items()}
-            for pairs in pairs_over_time(model, times, feed_forward)
+            for pairs in pairs_over_time(model, times, feed_forward, num_steps)
         ]
     return {
         name: Spectrum(*(np.concatenate(arrays) for arrays in zip(*(part[name] for part in parts))))
@@ -240,11 +246,9 @@ def section(
     check_heads(model, heads)
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends
     start = time.monotonic()
-    found = spectra(model, at, feed_forward)
-    seconds, at = (
-        time.monotonic() - start,
-        at[-len(found["QK"].eigenvalues) :],
-    )  # shared weights have only the last time
+    found = spectra(model, at, feed_forward, num_steps)
+    seconds = time.monotonic() - start
+    at = at[-len(found["QK"].eigenvalues) :]  # shared weights have only the last time
     shown = [
         paragraph(
             "Eigenvalues of the products of weights that move a state. QK (before 1 / sqrt(K)) decides which tokens "

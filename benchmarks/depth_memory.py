@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags
 
 from diffeqformer.config import base_config, check_config
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import write_json
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.training.step import Program
 
@@ -136,7 +136,7 @@ def measure(rows: dict) -> None:
                 config = config_of(way, num_steps)
                 found = (on_tpus if TOPOLOGY.value else on_this_machine)(config)
                 rows[name] = {"where": where, "way": way, "num_steps": num_steps, **found}
-                write_text(pathlib.Path(RESULTS.value), json.dumps(rows, indent=1) + "\n")
+                write_json(pathlib.Path(RESULTS.value), rows)
             print(name, {key: value for key, value in rows[name].items() if key in ("mib", "seconds", "compile")})
 
 

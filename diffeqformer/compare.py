@@ -22,7 +22,7 @@ from diffeqformer.config import CHANGEABLE, field_names, get_field, title
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import results_folder, spread, write_text
+from diffeqformer.console.results import results_folder, spread, write_json, write_text
 from diffeqformer.errors import UserError, printable
 
 METRIC = "validation/bits_per_byte"
@@ -176,7 +176,7 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     groups = grouped(sorted(runs, key=lambda run: run.config.seed))
     groups = dict(sorted(groups.items(), key=lambda item: statistics.mean(run.end() for run in item[1])))
     folder = results_folder(output, "comparisons")
-    write_text(folder / "results.json", json.dumps(as_data(groups), indent=1) + "\n")
+    write_json(folder / "results.json", as_data(groups))
     write_text(folder / "results.md", table(groups) + "\n")
     plot(groups, folder / "validation.png")
     print(f"\n{printable(table(groups))}\n")

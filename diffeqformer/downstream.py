@@ -24,7 +24,7 @@ from flax import nnx
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import Step
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, whole_numbers, write_text
+from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.bars import plot
@@ -172,11 +172,12 @@ def summary(results: dict, names: list[str], model) -> dict[str, dict]:
         if "sample_len" not in values:
             names = [*parts, *names]
             continue
+        tasks = leaves(name, results["group_subtasks"])
         rows[name] = {
             "examples": values["sample_len"],
-            "contexts": sum(model.contexts[leaf] for leaf in leaves(name, results["group_subtasks"])),
-            "contexts_cut": sum(model.cut[leaf] for leaf in leaves(name, results["group_subtasks"])),
-            "shots": max(results["n-shot"].get(part, 0) for part in parts or [name]),
+            "contexts": sum(model.contexts[leaf] for leaf in tasks),
+            "contexts_cut": sum(model.cut[leaf] for leaf in tasks),
+            "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
             "version": results["versions"].get(name),
             **{key: value for key, value in values.items() if "," in key},
         }
@@ -189,9 +190,9 @@ def write(folder: pathlib.Path, report: dict) -> None:
     results.json has the metrics, documents.json the scores of each document; results.md and downstream.png show them.
     """
     runs = [{name: value for name, value in run.items() if name != "documents"} for run in report["runs"]]
-    write_text(folder / "results.json", json.dumps({**report, "runs": runs}, indent=1, default=str) + "\n")
+    write_json(folder / "results.json", {**report, "runs": runs}, default=str)
     documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
-    write_text(folder / "documents.json", json.dumps(documents) + "\n")
+    write_json(folder / "documents.json", documents, indent=None)
     differences = describe_differences(report["runs"])
     write_text(folder / "results.md", describe(report["runs"]) + (f"\n{differences}" if differences else ""))
     plot(report["runs"], folder / "downstream.png")

@@ -175,9 +175,10 @@ def score_text(
 def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[float]:
     """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
 
-    All scorers have the same batch size.
+    All scorers have the same batch size. A text with fewer windows repeats them.
     """
-    seconds, windows = [[] for _ in scorers], evaluation.first_windows(scorers[0].batch_size)
+    seconds, size = [[] for _ in scorers], scorers[0].batch_size
+    windows = list(itertools.islice(itertools.cycle(evaluation.first_windows(size)), size))
     for _ in range(rounds + 1):
         for scorer, times in zip(scorers, seconds):
             start = time.monotonic()

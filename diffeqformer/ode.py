@@ -4,7 +4,6 @@ Measures what happens between the trained times: how smooth W(t) is there, the p
 solvers converge to one solution as their steps get smaller. docs/ode.md explains the numbers.
 """
 
-import json
 import math
 
 import jax
@@ -14,7 +13,7 @@ from absl import flags
 from diffeqformer import checkpoint
 from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, write_text
+from diffeqformer.console.results import header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Stretch
@@ -49,22 +48,23 @@ def examine(options) -> dict:
             f"--workdir: must hold a model with steps of at most 1 / {config.step_features} (model.step_features), as "
             f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
         )
-    most = int(math.log2(MOST_STEPS / model.num_steps))
+    most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
     if options.refinements > most:
         raise UserError(
-            f"--refinements: must be at most {most}, which make {model.num_steps * 2**most:,} steps, but it is "
+            f"--refinements: must be at most {most}, which take {model.num_steps * 2 ** (most + 1):,} steps, but it is "
             f"{options.refinements}"
         )
     window = window_of(options, opened)
     task, files, folder = None, None, None  # of process 0, which alone reads and writes
-    ids = np.zeros((options.windows, window), np.int32)
+    ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):
         if hosts.is_first():
             task, files = text_of(options, opened)
             windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)
-            ids = np.array([window.ids for window in windows], np.int32)
             folder = results_folder(options.output, options.workdir, "ode")
-    ids = hosts.from_first(ids)
+            ids[: len(windows)] = [window.ids for window in windows]
+            number = len(windows)
+    ids = hosts.from_first(ids)[: hosts.from_first(np.array(number))]
     results = {
         **header(options.workdir, opened),
         "time_frequency": config.time_frequency,
@@ -81,12 +81,12 @@ def examine(options) -> dict:
     print("other grids", flush=True)
     results["perplexities"] = perplexities(model, [Stretch(row, 1) for row in ids.tolist()], options.batch_size)
     if folder:
-        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+        write_json(folder / "results.json", results)
     print("convergence", flush=True)
     with jax.default_matmul_precision("highest"):
         results["convergence"] = convergence(model, ids[:4, :-1], options.refinements)
     if folder:
-        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+        write_json(folder / "results.json", results)
         write_text(folder / "results.md", table(results) + "\n")
         plot(results, drawn, times, folder / "ode.png")
         print(f"\n{table(results)}\n\nThis report, results.json and ode.png are in {folder}", flush=True)

@@ -12,7 +12,6 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNA
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the compiler uses no TPU that another process could have
 
-import json  # noqa: E402
 import pathlib  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
@@ -23,7 +22,7 @@ from ml_collections import ConfigDict  # noqa: E402
 
 from diffeqformer.config import check_config, check_fields, check_overrides, check_used, explain, title  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
-from diffeqformer.console.results import write_text  # noqa: E402
+from diffeqformer.console.results import write_json  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
 from diffeqformer.depth.depths import trained_depths  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
@@ -71,7 +70,7 @@ def main() -> None:
     config = finetune.inherit(config, f"runs/{config.name}")
     plan = planned_on_gpus(config, *gpus) if gpus else planned_on_tpus(config)
     if JSON.value:
-        write_text(pathlib.Path(JSON.value), json.dumps(plan, indent=1) + "\n")
+        write_json(pathlib.Path(JSON.value), plan)
 
 
 def planned_on_tpus(config: ConfigDict) -> dict:

@@ -15,7 +15,7 @@ import jax
 
 from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import write_json, write_text
 from diffeqformer.inspect import inspect_run
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -141,7 +141,7 @@ def run_rows(
 
     def save(row, result):
         results[name(row)] = result
-        write_text(path, json.dumps(results, indent=1) + "\n")
+        write_json(path, results)
         then(results)
 
     side_by_side([row for row in rows if name(row) not in results], work, save, number)

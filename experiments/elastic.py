@@ -35,7 +35,7 @@ from typing import NamedTuple
 from absl import app, flags
 from common import on_cores, run_rows, train
 
-from diffeqformer.console.results import spread, write_text
+from diffeqformer.console.results import spread, write_json
 
 STAGE = flags.DEFINE_enum("stage", None, ["rates", "times", "final"], "What to run.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
@@ -194,7 +194,7 @@ def main(_) -> None:
     results, times = (json.loads(file.read_text()) if file.exists() else {} for file in (path, path_of_times))
     if STAGE.value == "times":
         found = time_tokens()
-        write_text(path_of_times, json.dumps(found, indent=1) + "\n")
+        write_json(path_of_times, found)
         for model, seconds in found.items():
             print(f"{model}: " + ", ".join(f"{1e3 * value:.2f} ms at {depth}" for depth, value in seconds.items()))
         return

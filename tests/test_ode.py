@@ -63,15 +63,16 @@ def test_curves_pass_through_the_trained_weights():
 
 @pytest.mark.slow
 def test_the_command_reports_on_a_run(run, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    done = command(
-        "ode", "--workdir", run, "--files", tmp_path / "text.txt", "--output", tmp_path / "out", "--windows=4",
-        "--refinements=2",
-    )  # fmt: skip
+    (tmp_path / "text.txt").write_text(TEXT[:70])  # 4 windows, fewer than the 64 that are asked for
+    options = "--workdir", run, "--files", tmp_path / "text.txt", "--output", tmp_path / "out"
+    done = command("ode", *options, "--refinements=13")
+    assert done.returncode == 1 and "--refinements: must be at most 12, which take 49,152 steps" in done.stderr
+    done = command("ode", *options, "--refinements=2")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (tmp_path / "out" / "results.md").read_text() in done.stdout
     assert (tmp_path / "out" / "ode.png").stat().st_size > 30_000
+    assert results["windows"] == 4 and "of 4 windows of 16" in done.stdout
     assert list(results["perplexities"])[0] == "as trained: 6 steps" and "12 steps" in results["perplexities"]
     assert len({round(value, 3) for value in results["perplexities"].values()}) == len(results["perplexities"]) >= 9
     model = checkpoint.load(run).model

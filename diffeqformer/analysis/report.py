@@ -2,13 +2,12 @@
 
 import dataclasses
 import html
-import json
 import pathlib
 import sys
 
 import numpy as np
 
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import write_json, write_text
 from diffeqformer.errors import printable
 
 STYLE = """
@@ -100,26 +99,15 @@ def show_text(title: str, pieces: list[str], values: np.ndarray) -> None:
         print("  " + ", ".join(f"{pieces[i]!r} at {i}: {values[i]:.4g}" for i in largest))
 
 
-def finite(numbers):
-    """Nested data, with None in place of numbers that JSON can't represent."""
-    if isinstance(numbers, dict):
-        return {name: finite(value) for name, value in numbers.items()}
-    if isinstance(numbers, list | tuple):
-        return [finite(value) for value in numbers]
-    return None if isinstance(numbers, float) and not np.isfinite(numbers) else numbers
-
-
 def write(folder: pathlib.Path, title: str, about: dict, sections: list[Section]) -> None:
     """Write report.html, results.json and arrays.npz for the finished parts."""
     body = "".join(f"<h2>{html.escape(section.title)}</h2>{section.html}" for section in sections)
     facts = table(["", ""], [[name, value] for name, value in about.items()])
     page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     write_text(folder / "report.html", f"{page}<h1>{html.escape(title)}</h1>{facts}{body}\n")
-    numbers = finite({**about, **{section.name: section.numbers for section in sections}})
+    numbers = {**about, **{section.name: section.numbers for section in sections}}
     arrays = {f"{section.name}/{name}": array for section in sections for name, array in section.arrays.items()}
     partial = folder / "arrays.partial.npz"
     np.savez_compressed(partial, **arrays)
     partial.replace(folder / "arrays.npz")
-    write_text(
-        folder / "results.json", json.dumps(numbers, indent=1, allow_nan=False) + "\n"
-    )  # last: others look for it
+    write_json(folder / "results.json", numbers)  # last: others look for it

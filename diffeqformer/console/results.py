@@ -1,6 +1,8 @@
 """Folders of results that never overwrite one another, and files in them that are never half-written."""
 
 import datetime
+import json
+import math
 import os
 import pathlib
 import statistics
@@ -93,6 +95,23 @@ def write_text(path: pathlib.Path, text: str) -> None:
     with open(partial, "x", encoding="utf-8") as file:  # never through a link
         file.write(text)
     partial.replace(path)
+
+
+def write_json(path: pathlib.Path, data, **options) -> None:
+    """Write data as JSON atomically, with null in place of numbers that JSON can't represent.
+
+    Args:
+        options: of `json.dumps`; by default the file is indented.
+    """
+    write_text(path, json.dumps(_finite(data), **{"indent": 1, **options}, allow_nan=False) + "\n")
+
+
+def _finite(data):
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def spread(values: Sequence[float], digits: int) -> str:

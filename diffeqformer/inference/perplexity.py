@@ -153,11 +153,10 @@ class Evaluation:
         return self._evaluator(self.task)
 
     def first_windows(self, count: int) -> list[Stretch]:
-        """The first disjoint windows, repeated if there are fewer."""
+        """The first disjoint windows, at most `count`."""
         [dataset] = self.windows.cached_model_datasets.values()
         first = dataset.take(count).as_numpy_iterator()
-        windows = [Stretch(example["targets"].tolist(), 1) for _, example in first]
-        return [windows[i % len(windows)] for i in range(count)]
+        return [Stretch(example["targets"].tolist(), 1) for _, example in first]
 
     def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
         """The paper's perplexity; `show` is called with the number of scored tokens and their total."""

@@ -119,8 +119,8 @@ class PlainEvaluation:
         self.windows = stream[: len(stream) // window * window].reshape(-1, window)
 
     def first_windows(self, count: int) -> list[Stretch]:
-        """The first disjoint windows, repeated if there are fewer."""
-        return [Stretch(self.windows[i % len(self.windows)].tolist(), 1) for i in range(count)]
+        """The first disjoint windows, at most `count`."""
+        return [Stretch(ids, 1) for ids in self.windows[:count].tolist()]
 
     def paper(self, scorer: Scorer, show: Callable[[int, int], None]) -> dict[str, float]:
         """The paper's perplexity; `show` is called with the number of scored tokens and their total."""

@@ -1,11 +1,10 @@
 """The results of `diffeqformer.evaluate`: a Markdown table, JSON, curves for TensorBoard and a figure."""
 
 import itertools
-import json
 import pathlib
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import write_json, write_text
 
 COLUMNS = {
     "solver": "solver",
@@ -71,7 +70,7 @@ def table(results: dict) -> str:
 
 def write(results: dict, folder: pathlib.Path) -> None:
     """Write the results so far as JSON and Markdown."""
-    write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    write_json(folder / "results.json", results)
     write_text(folder / "results.md", table(results) + "\n")
 
 

@@ -7,6 +7,7 @@ Reads curves and configs alone, so it works on any machine, even while runs are 
 import itertools
 import json
 import math
+import os
 import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
@@ -33,12 +34,14 @@ COLUMNS = ("runs", "seeds", "parameters", "at step", "bits/byte", "best bits/byt
 class Validated(NamedTuple):
     """What is known of one run.
 
-    curve: bits per byte by step; parameters: those that are trained; tokens_per_second: the best of all lines.
+    data_sha256, validation_sha256: of the two splits; curve: bits per byte by step; parameters: those that are trained;
+    tokens_per_second: the best of all lines.
     """
 
     folder: str
     config: ConfigDict
     data_sha256: str
+    validation_sha256: str
     parameters: int
     curve: dict[int, float]
     tokens_per_second: float | None
@@ -71,6 +74,7 @@ def read_run(folder: str) -> Validated:
         folder,
         config,
         about.data_sha256,
+        about.validation_sha256,
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
         curves[METRIC],
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
@@ -80,7 +84,8 @@ def read_run(folder: str) -> Validated:
 def setting(run: Validated) -> dict:
     """What decides a run's result but for its seed: fields of the config, and the text."""
     names = [name for name in field_names(run.config) if name != "seed" and not name.startswith(CHANGEABLE)]
-    return {name: get_field(run.config, name) for name in names} | {"data": run.data_sha256[:8]}
+    texts = {"data": run.data_sha256[:8], "validation data": run.validation_sha256[:8]}
+    return {name: get_field(run.config, name) for name in names} | texts
 
 
 def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
@@ -161,12 +166,14 @@ def as_data(groups: dict[str, list[Validated]]) -> dict:
 
 def compare(folders: Sequence[str], output: str | None) -> None:
     """Compare the runs in some folders, and write and print the results. Folders without a run are named and left out.
+    A folder that is given twice counts once.
 
     Raises:
         UserError: if there is no run to show, or the results can't be written.
     """
     runs = []
-    for folder in (folder for folder in folders if not pathlib.Path(folder).is_file()):
+    once = {folder if "://" in folder else os.path.realpath(folder): folder for folder in reversed(folders)}
+    for folder in (folder for folder in reversed(once.values()) if not pathlib.Path(folder).is_file()):
         try:
             runs.append(read_run(folder))
         except UserError as error:
@@ -180,7 +187,7 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     write_text(folder / "results.md", table(groups) + "\n")
     plot(groups, folder / "validation.png")
     print(f"\n{printable(table(groups))}\n")
-    if len({run.data_sha256 for run in runs}) > 1:
+    if len({(run.data_sha256, run.validation_sha256) for run in runs}) > 1:
         print("WARNING: these runs read different tokens, so their figures can't be compared as they are")
     print(f"This table, results.json and validation.png are in {folder}")
 

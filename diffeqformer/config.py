@@ -353,6 +353,13 @@ CHANGEABLE = tuple(
 The text is identified by the SHA-256 of its ids instead."""
 
 
+OF_ONE_HOST = tuple(
+    "data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir "
+    "data.processes".split()
+)
+"""Fields that may differ between the processes of a run."""
+
+
 def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:
     """Check that a run of `config` continues the one that saved `saved`.
 

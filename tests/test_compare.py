@@ -14,10 +14,10 @@ from runs import command
 pytestmark = pytest.mark.fast
 
 
-def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="hash", **changes) -> None:
+def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="hash", scored="", **changes) -> None:
     """A run with the given validations, bits per byte by step."""
     config = toy_config(kind, steps=20, **changes)
-    save_params(folder, config, {20: {"w": jnp.ones((4, 3))}}, data_sha256=data)
+    save_params(folder, config, {20: {"w": jnp.ones((4, 3))}}, data_sha256=data, validation_sha256=scored)
     progress = Progress(folder, 0, 20, 64)
     for step, value in validations.items():
         progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value})
@@ -37,7 +37,8 @@ def runs(tmp_path, capsys):
 def test_seeds_of_equal_configs_are_one_row_and_others_say_what_sets_them_apart(runs, capsys):
     (runs / "log.txt").touch()
     (runs / "empty").mkdir()
-    compare.compare([str(path) for path in sorted(runs.iterdir())], str(runs / "out"))
+    (runs / "link").symlink_to(runs / "gpt")
+    compare.compare([str(path) for path in sorted(runs.iterdir())] + [f"{runs}/gpt/"], str(runs / "out"))
     rate = toy_config().optimizer.learning_rate
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("left out")] == [
@@ -66,6 +67,12 @@ def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
     fast = compare.read_run(str(runs / "fast"))
     assert len(compare.grouped([ours, elsewhere, fast])) == 3  # by both the text and the rate
     compare.compare([ours.folder, elsewhere.folder], str(runs / "out"))
+    assert "WARNING: these runs read different tokens" in capsys.readouterr().out
+    for name in ("easy", "hard"):
+        pretend(runs / name, {20: 2.0}, scored=name)
+    easy, hard = (compare.read_run(str(runs / name)) for name in ("easy", "hard"))
+    assert list(compare.grouped([easy, hard])) == [f"toy: diffeqformer, validation data {n}" for n in ("easy", "hard")]
+    compare.compare([easy.folder, hard.folder], str(runs / "out2"))
     assert "WARNING: these runs read different tokens" in capsys.readouterr().out
 
 

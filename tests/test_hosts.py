@@ -165,6 +165,13 @@ def test_what_one_process_can_not_do_ends_all(tmp_path, short_stores):
 
 
 @pytest.mark.long
+def test_processes_with_other_options_are_refused(tmp_path, short_stores):
+    last = ["--config.seed=3", f"--config.data.dir={shutil.copytree(short_stores, tmp_path / 'stores')}"]
+    for _, errors in finish(start(2, 1, [tmp_path / "run"] * 2, short_stores, last=last), 1):
+        assert errors.startswith("diffeqformer: config.seed: not the same on all processes") and errors.count("\n") == 1
+
+
+@pytest.mark.long
 def test_a_process_that_never_arrives_is_said(tmp_path, short_stores):
     [(_, errors)] = finish(start(2, 1, [tmp_path], short_stores, "--join_timeout=3"), 1)
     assert "waited 3 s, and not all of the 2 processes arrived" in errors and errors.count("\n") == 1

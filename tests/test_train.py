@@ -263,8 +263,10 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
     about = checkpoint.load(tmp_path).about
     with pytest.raises(UserError, match="another tokenizer"):
         run.read_saved(config, tmp_path, dataclasses.replace(about, tokenizer="other"))
-    with pytest.raises(UserError, match="another data_sha256"):
-        run.check_unchanged("data_sha256", dataclasses.replace(about, data_sha256="other"), about, tmp_path)
+    for what in ("data_sha256", "validation_sha256"):
+        with pytest.raises(UserError, match=f"another {what}"):
+            run.check_unchanged(what, dataclasses.replace(about, **{what: "other"}), about, tmp_path)
+    run.check_unchanged("validation_sha256", about, dataclasses.replace(about, validation_sha256=""), tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 7, now 1\)"):
         loop.train(toy_config("gpt", steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours

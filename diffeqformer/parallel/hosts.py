@@ -1,6 +1,7 @@
 """One run on many hosts: connecting them, work that only one of them does, and stopping together."""
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -214,6 +215,24 @@ def check_same(what: str, digest: str, remedy: str) -> None:
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     if others:
         raise UserErrorEverywhere(f"{what} on process {', '.join(others)} isn't that of process 0; {remedy}")
+
+
+def check_same_fields(fields: dict[str, object]) -> None:
+    """Check that the fields of a config are the same on every process.
+
+    Raises:
+        UserErrorEverywhere: on every process, naming those that aren't.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in fields.values()]
+    everywhere = multihost_utils.process_allgather(np.array(digests, np.uint8))
+    differ = (everywhere != everywhere[0]).any((0, 2))
+    names = [f"config.{name}" for name, differs in zip(fields, differ, strict=True) if differs]
+    if names:
+        raise UserErrorEverywhere(
+            f"{', '.join(names)}: not the same on all processes; give all of them the same config"
+        )
 
 
 class Notice(contextlib.AbstractContextManager):

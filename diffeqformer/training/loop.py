@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import work_folder
-from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, title
+from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.preparation import store_folder
@@ -62,6 +62,7 @@ def train(
     with hosts.all_succeed("the base"):
         config = finetune.inherit(config, workdir)
     check_config(config, jax.device_count(), jax.default_backend())
+    hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
     if config.profile_steps:
         check_profiler(jax.config.jax_platforms)
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)

@@ -113,9 +113,12 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
-    about = dataclasses.replace(about, data_sha256=splits["train"].sha256)
+    about = dataclasses.replace(
+        about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
+    )
     make_folder(folder)
-    hosts.check_same("config.data.dir: the token store", about.data_sha256, "give all hosts the same one")
+    both = hashlib.sha256(f"{about.data_sha256} {about.validation_sha256}".encode()).hexdigest()
+    hosts.check_same("config.data.dir: the token store", both, "give all hosts the same one")
     return splits, about
 
 
@@ -154,7 +157,8 @@ def open_run(
                 stack.enter_context(only_run(folder))
                 check_validations(folder_of(folder), or_aside=config.on_damage == "older")
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
-            check_unchanged("data_sha256", about, saved, folder)
+            for what in ("data_sha256", "validation_sha256"):
+                check_unchanged(what, about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
         yield Run(config, folder, program, splits, checkpoints, about, Stopwatch(started), verified)
@@ -193,15 +197,13 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
 
 
 def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
-    """Check that the run so far had the same tokenizer, or the same ids (`data_sha256`).
+    """Check that the run so far had the same tokenizer, or the same ids (`data_sha256`, `validation_sha256`).
 
     Raises:
         UserError: if not.
     """
-    if saved is None:
-        return
-    ours, theirs = getattr(about, what), getattr(saved, what)
-    if ours != theirs:
+    ours, theirs = getattr(about, what), getattr(saved, what, "")
+    if theirs and ours != theirs:
         raise UserError(
             f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
             f"({theirs}); use another --workdir, or the run's own store"

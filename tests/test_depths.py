@@ -128,10 +128,18 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
         Program(toy_config(**sizes, model__training_depths="2,260"), ONE_DEVICE)
     needed, bytes_of_program = [], memory.bytes_of_program
     monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
-    for changes in ({"model__training_depths": "1,40"}, {"model__num_steps": 40}, {"model__num_steps": 1}):
+    deep = {"model__num_steps": 40}
+    for changes in (
+        {"model__training_depths": "1,40"},
+        deep,
+        {"model__num_steps": 1},
+        deep | {"model__training_depths": "1"},
+    ):
         program = Program(toy_config(**changes), ONE_DEVICE)
         memory.check_memory(program.config, program, program.state_shapes, True)
-    assert needed[0] == needed[1] > needed[2] > 0
+    train_steps, validations = needed[::2], needed[1::2]
+    assert train_steps[0] == train_steps[1] > train_steps[2] == train_steps[3] > 0
+    assert validations[0] == validations[1] == validations[3] > validations[2] > 0
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +302,15 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     for free, sentence in ((needed, "config.batch_size: a train step needs"), (needed - 1, "config.model: its para")):
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
+            memory.check_memory(config, program, state, True)
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
+    for more in (0, 1):
+        sizes = iter((0, beside_moments + more))  # of a train step and of the validation
+        monkeypatch.setattr(memory, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
+        said = pytest.raises(UserError, match="^config.batch_size: a validation needs") if more else nullcontext()
+        with said:
             memory.check_memory(config, program, state, True)
 
     def refuse(compiled):

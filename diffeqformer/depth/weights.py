@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from diffeqformer.fields.layers import Linear, Norm
 from diffeqformer.parallel.sharding import as_it_is
@@ -42,13 +42,13 @@ class StackedWeights:
 
     layers: {layer: {kernel | bias | scale | shift: [T, ...]}}, one set for each node of each step of the solver, in
         order; without the axis T if `constant`.
-    step_sizes: the length of each of the L steps, fp32.
+    step_sizes: the length of each of the L steps, [L] fp32.
     constant: every step uses the same weights.
     gather: gathers the layers of one step if they are sharded (`diffeqformer.parallel.sharding`).
     """
 
     layers: dict
-    step_sizes: Float[Array, "L"]
+    step_sizes: PyTree  # an array, or its shape or sharding
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from diffeqformer.errors import UserError
 
@@ -42,6 +43,13 @@ def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
     """Bytes of an array's part on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def placed(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """A tree of shapes with shardings."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+    )
 
 
 def bytes_of_program(compiled: jax.stages.Compiled) -> int:

@@ -16,7 +16,7 @@ from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import full_batch, target_scores
-from diffeqformer.parallel.memory import bytes_on_device
+from diffeqformer.parallel.memory import bytes_on_device, placed
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
@@ -90,10 +90,7 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
 def compile_evaluation(config: ConfigDict, program: Program, depth: int | None) -> Iterator[Planned]:
     """The evaluation at a number of steps of depth (None: as trained), and its weights; then also the dynamics."""
     params, state = program.state_shapes["params"], size_of(program.state_shapes)
-    rows = [
-        jax.ShapeDtypeStruct((config.batch_size, width), dtype, sharding=program.batch_sharding)
-        for width, dtype in ((config.sequence_length, jnp.int32), (1, jnp.bool))
-    ]
+    rows = program.batch_to_evaluate()
     at = f", {depth or config.model.num_steps} steps of depth"
     chunked, dynamics = config.model.generate_chunk, depth is None and config.dynamics_every
     if chunked:
@@ -196,13 +193,6 @@ def compile_scoring(config: ConfigDict, devices: list, windows: int = 16) -> Ite
     tokens = jax.ShapeDtypeStruct((rows, config.sequence_length), jnp.int32, sharding=sharding(mesh, "batch", None))
     scores = target_scores.lower(reader, others, weights, tokens, tokens, mesh)
     yield planned(f"scores of {rows} windows", scores, size_of((others, weights)))
-
-
-def placed(shapes, shardings):
-    """A tree of shapes with shardings."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
-    )
 
 
 def size_of(shapes) -> int:

@@ -282,7 +282,12 @@ class ChunkedLoss(ShardedLoss):
 
     @at_its_precision
     def sum_and_count(
-        self, params: dict, weights: ChunkedSteps, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
+        self,
+        params: dict,
+        weights: ChunkedSteps,
+        tokens: Int[Array, "B S"],
+        valid: Shaped[Array, "B 1"],
+        microbatches: int = 1,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """As in `ShardedLoss`, but every batch generates the weights again, chunk by chunk."""
 
@@ -290,7 +295,7 @@ class ChunkedLoss(ShardedLoss):
             scored = scored_positions(tokens, valid)
             return over_devices(self.sum_of_states(self.model_on_device(others), x, tokens, scored), scored)
 
-        x = self.last_states(nnx.merge(self.graph, params), params, weights, tokens, None, 1)
+        x = self.last_states(nnx.merge(self.graph, params), params, weights, tokens, None, microbatches)
         specs = (self.other_specs, BY_EXAMPLE, BY_EXAMPLE, BY_EXAMPLE)
         return by_device(self.mesh, on_device, specs, EVERYWHERE)(beside_depth(params), x, tokens, valid)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.cross_entropy import cross_entropy
 from diffeqformer.depth.grid import Grid
@@ -212,14 +212,23 @@ class ShardedLoss:
 
     @at_its_precision
     def sum_and_count(
-        self, params: dict, weights: StackedWeights, tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]
+        self,
+        params: dict,
+        weights: StackedWeights,
+        tokens: Int[Array, "B S"],
+        valid: Shaped[Array, "B 1"],
+        microbatches: int = 1,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The summed loss in nats, and the number of tokens in it: all but the first of each valid window."""
 
         def on_device(others, layers, step_sizes, tokens, valid):
             here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
-            scored = scored_positions(tokens, valid)
-            return over_devices(self.device_sum(others, here, tokens, None, scored), scored)
+
+            def sum_of(tokens, scored):
+                return self.device_sum(others, here, tokens, None, scored)
+
+            batch = tokens, scored_positions(tokens, valid)
+            return over_devices(summed(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
 
         specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
@@ -256,11 +265,18 @@ def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -
     """The mean over microbatches of a value and its gradient `at` something. With several, it is fp32."""
     if microbatches == 1:
         return differentiate(at, *batch)
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.float32(0.0), at))
+    total = summed(functools.partial(differentiate, at), start, batch, microbatches)
+    return jax.tree.map(lambda leaf: leaf / microbatches, total)
+
+
+def summed(function: Callable, start: PyTree, batch: tuple, microbatches: int) -> PyTree:
+    """The sum of what a function finds for each microbatch, one after the other, from zeros `start` on."""
+    if microbatches == 1:
+        return function(*batch)
     parts = jax.tree.map(lambda array: split_batch(array, microbatches), batch)
 
     def add(total, part):
-        return jax.tree.map(jnp.add, total, differentiate(at, *part)), None
+        return jax.tree.map(jnp.add, total, function(*part)), None
 
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.float32(0.0), at))
-    total, _ = jax.lax.scan(add, start, parts)
-    return jax.tree.map(lambda leaf: leaf / microbatches, total)
+    return jax.lax.scan(add, start, parts)[0]

@@ -10,21 +10,22 @@ import jax
 from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError, out_of_memory
-from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
+from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes, placed
 from diffeqformer.training.step import Program
 
 
 def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
     """Compare a run's memory needs with the free memory of each device of this process, if the device reports it.
 
-    This compiles the train step. Its first call then finds it compiled.
+    This compiles the train step, and the validation at the highest number of steps. Their first calls then find them
+    compiled.
 
     Args:
         state: shapes and shardings of the whole state.
         will_train: whether train steps will follow.
 
     Raises:
-        UserError: if the state is too large, or a train step needs too much.
+        UserError: if the state is too large, or a train step or the validation needs too much.
     """
     free = free_bytes(program.batch_sharding.mesh.local_devices)
     if free is None:
@@ -37,9 +38,31 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         )
     if not will_train:
         return
-    shape = (config.batch_size, config.sequence_length)
-    tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding)
-    lowered = program.train_step.lower(state, tokens, max(program.depths))
+    tokens, valid = program.batch_to_evaluate()
+    train_step = program.train_step.lower(state, tokens, max(program.depths))
+    check_program("a train step", train_step, free, program)
+    moments = sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # are there, too
+    check_program("a validation", lower_evaluation(program, state["params"], tokens, valid), free - moments, program)
+
+
+def lower_evaluation(program: Program, params: dict, tokens, valid) -> jax.stages.Lowered:
+    """The evaluation at the highest number of steps that a run validates."""
+    config = program.config
+    deepest = max(program.depths)
+    depth = deepest if deepest > config.model.num_steps else None  # as the validation names it
+    if config.model.generate_chunk:
+        return program.evaluate.lower(params, program.for_evaluation(params, depth), tokens, valid)
+    shapes = jax.eval_shape(program.weights, params, depth)
+    places = program.weights.lower(params, depth).compile().output_shardings
+    return program.evaluate.lower(params, placed(shapes, places), tokens, valid)
+
+
+def check_program(what: str, lowered: jax.stages.Lowered, free: int, program: Program) -> None:
+    """Compile a program of a run, and compare what it needs with `free` bytes on each device.
+
+    Raises:
+        UserError: if it needs more.
+    """
     try:
         needed = bytes_of_program(lowered.compile())
     except jax.errors.JaxRuntimeError as error:  # the TPU's compiler refuses a program that is too large
@@ -49,8 +72,8 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     if needed > free:
         said = gigabytes(needed) if needed < math.inf else "more memory"
         raise UserError(
-            f"config.batch_size: a train step needs {said} on each device, but {gigabytes(free)} are free; take "
-            f"{remedies(config, program.mesh.size, needed / max(1, free))}"
+            f"config.batch_size: {what} needs {said} on each device, but {gigabytes(free)} are free; take "
+            f"{remedies(program.config, program.mesh.size, needed / max(1, free))}"
         )
 
 

@@ -110,6 +110,12 @@ class Program:
         self.for_evaluation = self._chunked_steps if chunk else self.weights
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
 
+    def batch_to_evaluate(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The shapes of the tokens [B, S] and of the valid rows [B, 1] that `evaluate` takes."""
+        rows = self.config.batch_size
+        shapes = ((rows, self.config.sequence_length), jnp.int32), ((rows, 1), jnp.bool)
+        return tuple(jax.ShapeDtypeStruct(*shape, sharding=self.batch_sharding) for shape in shapes)
+
     def said(self) -> str:
         """Its mesh, and what computes attention and the generator's products, for the log."""
         sizes, projections = self.mesh.shape, self.loss.projections
@@ -179,5 +185,5 @@ class Program:
         return jax.tree.map(np.asarray, self.loss.chunked(model, model.grid(num_steps)))
 
     def _evaluate(self, params, weights, tokens, valid):
-        total, count = self.loss.sum_and_count(params, weights, tokens, valid)
+        total, count = self.loss.sum_and_count(params, weights, tokens, valid, self.config.microbatches)
         return metrics.Average(total=total, count=count)

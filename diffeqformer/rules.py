@@ -221,12 +221,14 @@ RULES = [
             v < 2
             or all(
                 steps == 1 or chunk_length(steps, v) > 1
-                for depth in trained_depths(c.model)
-                for steps in (depth, longest_grid(c.model, depth))  # in validation and in training
+                for steps in (
+                    c.model.num_steps,  # of the validation
+                    *(n for depth in trained_depths(c.model) for n in (depth, longest_grid(c.model, depth))),
+                )
             )
         ),
-        "must be 0, 1, or no less than a divisor above 1 of the steps at every depth of training (of shifted grids, "
-        "which have one more, too), or else each chunk would be one step",
+        "must be 0, 1, or no less than a divisor above 1 of model.num_steps and the steps at every depth of training "
+        "(of shifted grids, which have one more, too), or else each chunk would be one step",
     ),
     Rule(
         "kernels",

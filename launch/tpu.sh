@@ -54,6 +54,9 @@ shift
 [[ -n ${ZONE-} ]] || fail "ZONE: name the zone of the slice, for example ZONE=us-west4-a"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
   fail "gcloud: not installed; see https://cloud.google.com/sdk/docs/install"
+[[ ${SPOT-} =~ ^[01]?$ ]] || fail "SPOT: must be 1 or 0, but it is $SPOT"
+spot=
+[[ ${SPOT-} != 1 ]] || spot=--spot
 where=(--zone="$ZONE" ${PROJECT:+--project="$PROJECT"})
 [[ -n $dry ]] || mkdir -p "$here"
 
@@ -111,7 +114,7 @@ create() {
   [[ $state != DELETING ]] || wait_for NONE "ACTIVE|$lost"
   if [[ $state == NONE ]]; then
     [[ -n $dry ]] || rm -f "$here/ready"
-    queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${SPOT:+--spot}
+    queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${spot:+"$spot"}
   else
     say "the slice was requested already and is $state"
   fi

@@ -54,7 +54,7 @@ def test_the_import_registers_every_corpus_and_opens_nothing(monkeypatch):
 def test_a_tokenizer_is_a_vocabulary():
     """Ids inside a pipeline and outside are the tokenizer's own; no id is padding, start or unknown."""
     for tokenizer in (ByteTokenizer(), GPT2Tokenizer({bytes([b]): b for b in range(256)} | {b"<|": 256})):
-        vocabulary, text = tasks.TokenizerVocabulary(tokenizer), "naïve 🙂 <|endoftext|>!"
+        vocabulary, text = tasks.TokenizerVocabulary(tokenizer), "naïve 🙂 <|endoftext|>!\0\0"
         ids = tokenizer.encode(text)
         assert vocabulary.encode(text) == ids and vocabulary.decode(ids) == text
         assert vocabulary.encode_tf(tf.constant(text)).numpy().tolist() == ids

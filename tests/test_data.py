@@ -6,6 +6,7 @@ import os
 import queue
 import shutil
 import threading
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -202,6 +203,22 @@ def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, monkeypatch
     assert (damaged / "train-00000.bin").stat().st_mtime_ns == before
 
 
+def upload_interrupted(store, remote, after=1):
+    """Fails after some of the shards."""
+    copy, calls = remote_module.shutil.copyfileobj, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) > after:
+            raise OSError("the network is gone")
+        return copy(*arguments)
+
+    with mock.patch.object(remote_module.shutil, "copyfileobj", interrupted):
+        with pytest.raises(UserError, match="can't be written: the network is gone"):
+            upload(store, remote)
+    return len(calls)
+
+
 def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(small_store, tmp_path):
     """At the URL, and in an unfinished copy."""
     remote, here = "memory://other/stores", tmp_path / "here" / "task"
@@ -211,31 +228,21 @@ def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(small_sto
     (older / "train-00000.bin").write_bytes((small_store / "train-00000.bin").read_bytes())
     changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
     make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
+    upload_interrupted(tmp_path / "new" / "task", remote)
     upload(tmp_path / "new" / "task", remote)
     stage(remote, here)
     verify(here, read_about(here))
     assert read_about(here) == read_about(tmp_path / "new" / "task")
 
 
-def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(small_store, tmp_path, monkeypatch):
-    remote, memory = "memory://third/stores", fsspec.filesystem("memory")
-    copy, calls = remote_module.shutil.copyfileobj, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise OSError("the network is gone")
-        return copy(*arguments)
-
-    monkeypatch.setattr(remote_module.shutil, "copyfileobj", interrupted)
-    with pytest.raises(UserError, match="can't be written: the network is gone"):
-        upload(small_store, remote)
+def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(small_store, tmp_path):
+    remote, memory, copy = "memory://third/stores", fsspec.filesystem("memory"), remote_module.shutil.copyfileobj
+    done = upload_interrupted(small_store, remote, after=2)
     assert not memory.exists("/third/stores/task/store.json")
-    done = len(calls)
-    upload(small_store, remote)
-    assert len(calls) < done + 4 and memory.exists("/third/stores/task/store.json")
+    with mock.patch.object(remote_module.shutil, "copyfileobj", side_effect=copy) as copied:
+        upload(small_store, remote)
+    assert copied.call_count < done + 1 and memory.exists("/third/stores/task/store.json")
     assert not memory.exists("/third/stores/task/uploading.json")
-    monkeypatch.undo()
     stage(remote, tmp_path / "here" / "task")
 
 

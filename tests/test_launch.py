@@ -102,6 +102,14 @@ def test_a_slice_is_waited_for_until_it_lets_us_in(cloud):
     assert "WAITING_FOR_RESOURCES" in done.stdout and "waiting for ssh" in done.stdout
 
 
+def test_a_slice_is_preemptible_only_if_asked(cloud):
+    for spot, said in (("0", "v2-alpha-tpuv5-lite --zone=z"), ("1", "v2-alpha-tpuv5-lite --spot --zone=z")):
+        done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT=spot, states=[])
+        assert done.returncode == 0 and f"--runtime-version={said}" in done.stderr
+    done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT="yes", states=[])
+    assert done.returncode == 1 and "SPOT: must be 1 or 0, but it is yes" in done.stderr
+
+
 @pytest.mark.parametrize("states", [["NONE", "PROVISIONING", "FAILED"], ["NONE", "ACTIVE", "FAILED"], ["FAILED"]])
 def test_a_slice_that_fails_is_said(cloud, states):
     done, calls = cloud(TPU, "create", ZONE="z", states=states, doors=[255, 0])

@@ -134,11 +134,12 @@ def test_files_can_be_mended_before_anything_is_finished(tmp_path):
 
 
 @pytest.mark.long
-def test_a_prepared_store_is_verified_again(corpus, store):
+def test_a_prepared_store_is_verified_again(corpus, store, tmp_path):
     """Also: text that changed."""
     done = run(corpus, store.parent)
     assert done.returncode == 0 and "there already, whole and as it was written" in done.stdout
-    other = run(corpus, store.parent, f"--config.data.validation_files={corpus[0]}/train-0.jsonl")
+    shutil.copy(f"{corpus[0]}/train-0.jsonl", tmp_path / "other.jsonl")
+    other = run(corpus, store.parent, f"--config.data.validation_files={tmp_path}/other.jsonl")
     assert other.returncode == 1 and "was made from other text" in other.stderr and other.stdout == ""
 
 
@@ -223,6 +224,14 @@ def test_patterns_and_fingerprints(tmp_path):
         preparation.matching_files(f"{tmp_path}/d*", "--files")
     with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
         preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"--files: .*link.txt is named twice; leave one of them out"):
+        preparation.matching_files(f"{tmp_path}/*.txt", "--files")
+    data = toy_config(data__train_files=f"{tmp_path}/[ab].txt", data__validation_files=f"{tmp_path}/link.txt").data
+    with pytest.raises(
+        UserError, match=r"^config.data.train_files: .*link.txt is a validation file, too; leave it out"
+    ):
+        preparation.local_files(data)
 
 
 def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):

@@ -37,7 +37,6 @@ from helpers import (
     ROOT,
     drawn,
     first_state,
-    lively_model,
     load_config,
     run_steps,
     some_slow,
@@ -208,11 +207,20 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
 
 
 def test_a_sample_that_needs_too_much_memory_does_not_fail_a_finished_run(monkeypatch, capsys):
-    config = toy_config("gpt")
-    monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
-    loop.print_sample(config, lively_model("gpt"), ByteTokenizer())
+    program = Program(toy_config("gpt"), ONE_DEVICE)
+    params = first_state(program)["params"]
+    with monkeypatch.context() as patch:
+        patch.setattr(device_memory, "free_on_host", lambda: 1000)
+        loop.print_sample(program, params, ByteTokenizer())
     printed = capsys.readouterr().out
     assert printed.startswith("There is no sample: num_steps: the weights of ") and "---" not in printed
+
+    def refuse(params):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr(program, "undivided", refuse)  # a generator that is divided
+    assert loop.print_sample(program, params, ByteTokenizer()).num_steps == 6
+    assert capsys.readouterr().out == "There is no sample: RESOURCE_EXHAUSTED: Out of memory\n"
 
 
 @pytest.mark.long
@@ -342,12 +350,33 @@ def test_what_would_save_memory(changes, devices, excess, said):
     assert memory.remedies(toy_config(**changes), devices, excess).startswith(said)
 
 
-def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch):
+def free_with(root, groups: str, files: dict[str, str]) -> int:
+    """The free bytes of a host with 900 KiB of memory, for a process in some control groups with some files."""
+    meminfo = "MemTotal: 1000 kB\nMemAvailable: 600 kB\nSwapFree: 300 kB\n"
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": groups} | {f"sys/fs/cgroup/{n}": t for n, t in files.items()}
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return device_memory.free_on_host(root)
+
+
+def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path):
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
     silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
     assert device_memory.free_bytes([gpu, gpu]) == 70 and device_memory.free_bytes([silent]) is None
     cpus = jax.local_devices(backend="cpu")
     assert device_memory.free_on_host() > 0
+    assert free_with(tmp_path / "none", "", {}) == 900 * 1024
+    version_2 = {
+        "memory.max": "max",
+        "a/memory.max": "5000",
+        "a/memory.current": "4000",
+        "a/memory.stat": "inactive_file 7",
+    }
+    assert free_with(tmp_path / "v2", "0::/a/b\n", version_2) == 1007
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
+    version_1 = dict(zip((f"memory/{name}" for name in names), ("3000", "3100", "total_inactive_file 200")))
+    assert free_with(tmp_path / "v1", "5:cpu:/\n4:memory,x:/docker/c\n", version_1) == 100
     monkeypatch.setattr(device_memory, "free_on_host", lambda: 800)
     assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it
 

@@ -19,6 +19,7 @@ import requests
 import tensorflow_datasets as tfds
 
 from diffeqformer.data import files, wikitext
+from diffeqformer.data.seals import write_lasting
 from diffeqformer.errors import UserError
 
 HUB = "https://huggingface.co"
@@ -147,7 +148,7 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[
                 )
         known[url] = {"bytes": pathlib.Path(path).stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated[url])}
         print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated[url] else 'none stated by the hub'}")
-    record.write_text(json.dumps(known, indent=1))
+    write_lasting(record, json.dumps(known, indent=1))
     return {split: [paths[url] for url, _ in entries] for split, entries in wanted.items()}
 
 

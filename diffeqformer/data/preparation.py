@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from diffeqformer.console.terminal import duration
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
-from diffeqformer.data.seals import from_json, sealed
+from diffeqformer.data.seals import from_json, sealed, write_lasting
 from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
@@ -38,20 +38,25 @@ def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
     """The local files of each split that replace the task, if any, sorted by path.
 
     Raises:
-        UserError: if a pattern matches no file.
+        UserError: for the reasons given in `matching_files`, or if a file is in both splits.
     """
     if not data.train_files:
         return None
-    return {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
+    files = {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
+    trained = set(map(os.path.realpath, files["train"]))
+    for path in files["validation"]:
+        if os.path.realpath(path) in trained:
+            raise UserError(f"config.data.train_files: {path} is a validation file, too; leave it out of one of them")
+    return files
 
 
 def matching_files(patterns: str, option: str) -> list[str]:
     """The files that comma-separated patterns match; the matches of each pattern are sorted by path.
 
     Raises:
-        UserError: if a pattern matches no file.
+        UserError: if a pattern matches no file, one of the files isn't a text that can be read, or one is named twice.
     """
-    files = []
+    files, seen = [], set()
     for pattern in map(str.strip, patterns.split(",")):
         found = sorted(glob.glob(pattern, recursive=True))
         if not found:
@@ -65,6 +70,9 @@ def matching_files(patterns: str, option: str) -> list[str]:
                 raise UserError(f"{option}: {path} isn't a file that can be read twice; write its text into one")
             if not os.path.getsize(path):
                 raise UserError(f"{option}: {path} is empty; put a file with text there")
+            if (target := os.path.realpath(path)) in seen:
+                raise UserError(f"{option}: {path} is named twice; leave one of them out")
+            seen.add(target)
         files += found
     return files
 
@@ -180,8 +188,7 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
         return
     if path.exists() and any(partial.glob("*.bin.json")):
         raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
-    path.with_suffix(".partial").write_text(plan)
-    path.with_suffix(".partial").rename(path)
+    write_lasting(path, plan)
 
 
 class Worker:
@@ -355,7 +362,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
             )
     start = time.monotonic()
     verify(partial, about)
-    (partial / "store.json").write_text(json.dumps(sealed(about), indent=1))
+    write_lasting(partial / "store.json", json.dumps(sealed(about), indent=1))  # before the records are deleted
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there

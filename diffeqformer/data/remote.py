@@ -5,6 +5,7 @@ Any URL that fsspec can open works; gs:// needs the package gcsfs.
 
 import concurrent.futures
 import hashlib
+import os
 import pathlib
 import shutil
 import time
@@ -14,6 +15,7 @@ import fsspec
 import numpy as np
 
 from diffeqformer.data.lock import only_process
+from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import Split, parse_about, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
@@ -61,12 +63,13 @@ def upload(folder: pathlib.Path, remote: str) -> None:
         if read("store.json") == ours:
             print(f"{remote}/{folder.name}: this token store is there already", flush=True)
             return
-        goes_on = read("uploading.json") == ours
+        goes_on, shards = read("uploading.json") == ours, shards_of(about, folder / "store.json")
         if not goes_on:
-            if system.exists(f"{there}/store.json"):
-                system.rm(f"{there}/store.json")  # its shards are about to change
+            for name in ("store.json", *(shard["file"] for shard in shards)):  # of an older store
+                if system.exists(f"{there}/{name}"):
+                    system.rm(f"{there}/{name}")
             system.pipe_file(f"{there}/uploading.json", ours.encode())
-        each_shard(put, shards_of(about, folder / "store.json"), f"Copying {folder} to {remote}")
+        each_shard(put, shards, f"Copying {folder} to {remote}")
         system.pipe_file(f"{there}/store.json", ours.encode())
         system.rm(f"{there}/uploading.json")
     except Exception as error:  # each file system has exceptions of its own
@@ -99,6 +102,8 @@ def stage(remote: str, folder: pathlib.Path) -> None:
             if not path.exists() or sha256(path) != shard["sha256"]:
                 with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
                     shutil.copyfileobj(source, target, CHUNK)
+                    target.flush()
+                    os.fsync(target.fileno())
                 if sha256(path) != shard["sha256"]:
                     raise UserError(
                         f"{remote}/{folder.name}/{shard['file']}: its content isn't what was written, by its SHA-256; "
@@ -109,7 +114,7 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         try:
             place = f"{remote}/{folder.name}/store.json"
             each_shard(get, shards_of(parse_about(about, place), place), f"Copying {remote}/{folder.name} to {folder}")
-            (partial / "store.json").write_bytes(about)
+            write_lasting(partial / "store.json", about.decode("utf-8"))
             read_about(partial)
             partial.rename(folder)
         except UserError:

@@ -73,7 +73,8 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     def _encode_tf(self, s):
         def encode(text):  # bytes within a pipeline, a 0-dimensional array outside
-            return np.array(self.tokenizer.encode(np.asarray(text).item().decode("utf-8")), np.int32)
+            content = text if isinstance(text, bytes) else text.item()  # NumPy's own bytes lose NULs at their end
+            return np.array(self.tokenizer.encode(content.decode("utf-8")), np.int32)
 
         return tf.ensure_shape(tf.numpy_function(encode, [s], tf.int32, stateful=False), [None])
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from diffeqformer.data.quiet import check_installed, import_tensorflow, not_installed, quiet
+from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_texts
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
@@ -144,12 +145,7 @@ def write_shard(
     about = dict(
         file=name, tokens=tokens, documents=documents, empty=empty, bytes=text_bytes, sha256=digest.hexdigest()
     )
-    account = folder / f"{name}.json"
-    with open(account.with_suffix(".partial"), "w") as file:
-        file.write(json.dumps(about))
-        file.flush()
-        os.fsync(file.fileno())
-    account.with_suffix(".partial").rename(account)
+    write_lasting(folder / f"{name}.json", json.dumps(about))
     answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=True)
 
 

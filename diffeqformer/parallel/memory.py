@@ -1,8 +1,10 @@
 """How much memory devices have, and what arrays and compiled programs need of it."""
 
+import contextlib
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -75,15 +77,39 @@ def free_bytes(devices: list) -> int | None:
     return free_on_host() // len(devices) if devices[0].platform == "cpu" else None
 
 
-def free_on_host() -> int:
-    """Free bytes of this machine or of the container around this process; all its memory if free bytes aren't known."""
-    limit, table = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/proc/meminfo")
+def free_on_host(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Free bytes of this machine, or of the control groups around this process (such as a container); all its memory if
+    free bytes aren't known.
+    """
+    table = root / "proc/meminfo"
     if not table.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rows = dict(line.split(":") for line in table.read_text().splitlines())
     free = sum(int(rows[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
-    of_container = limit.read_text().strip() if limit.exists() else "max"
-    return free if of_container == "max" else min(free, int(of_container))
+    return min([free, *free_in_groups(root)])
+
+
+def free_in_groups(root: pathlib.Path) -> Iterator[int]:
+    """The free bytes of each control group of this process that limits memory. Cached files count as free."""
+    groups, path = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        if not controllers:  # version 2
+            top, files, cache = groups, ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, files, cache = (
+                groups / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+                "total_inactive_file",
+            )
+        else:
+            continue
+        here = pathlib.PurePosixPath(name.lstrip("/"))
+        for group in (top / here, *(top / parent for parent in here.parents)):  # a container sees but some of them
+            with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit, it says "max"
+                limit, used = (int((group / file).read_text()) for file in files)
+                cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())[cache]
+                yield max(0, limit - used + int(cached))
 
 
 def gigabytes(count: int) -> str:

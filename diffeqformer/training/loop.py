@@ -81,9 +81,9 @@ def train(
                     said = f"told to stop, and saved at step {int(state['step']):,} in {folder}"
                     raise Stopped(f"{said}; the same command resumes from it", notice.status)
         report_end(run, finished)
-    model = nnx.merge(run.program.graph, run.program.undivided(state["params"]))
-    print_sample(config, model, tokenizer)
-    return model
+    params = state["params"]
+    del state  # its moments take more memory than the parameters
+    return print_sample(run.program, params, tokenizer)
 
 
 def report_end(run: Run, finished_before: bool) -> None:
@@ -99,16 +99,24 @@ def report_end(run: Run, finished_before: bool) -> None:
     print(f"Finished. Checkpoints and curves are in {folder}: {tensorboard} --logdir {folder}")
 
 
-def print_sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> None:
-    """Print the sample, or why there is none: writing needs the weights of all steps at once, and training may not."""
+def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transformer:
+    """Print the sample, or why there is none: writing needs the weights of all steps at once, and training may not.
+
+    Returns:
+        the model, with a generator that isn't divided among devices if there is room for that.
+    """
     text = why = None
+    model = nnx.merge(program.graph, params)
     try:
+        model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
         check_weights(model)
-    except NoRoom as error:
+    except Exception as error:
+        if not (isinstance(error, NoRoom) or out_of_memory(error)):
+            raise
         why = error
     if not hosts.anywhere(why is not None):  # all processes write it together
         try:
-            text = sample(config, model, tokenizer)
+            text = sample(program.config, model, tokenizer)
         except Exception as error:
             if not (isinstance(error, NoRoom) or out_of_memory(error)):
                 raise
@@ -117,6 +125,7 @@ def print_sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -
         print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
     else:
         print(f"There is no sample: {reason_of(why) if why else 'another process has no room for it'}", flush=True)
+    return model
 
 
 def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:

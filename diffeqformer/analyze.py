@@ -20,6 +20,17 @@ from diffeqformer.parallel import hosts
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
 
+DEFAULTS = {
+    "text": None,
+    "text_file": None,
+    "times": None,
+    "feed_forward": True,
+    "heads": [],
+    "flow": 32,
+    "published_pairing": False,
+}
+"""The options that belong to some parts of the report."""
+
 
 def define_flags() -> None:
     """The options of the command."""
@@ -33,7 +44,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("times", None, "Number of times at which spectra are computed; by default the solver's own.")
     flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
     flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")
-    flags.DEFINE_integer("flow", 32, "Number of exponents of the whole flow.", lower_bound=1)
+    flags.DEFINE_integer("flow", DEFAULTS["flow"], "Number of exponents of the whole flow.", lower_bound=1)
     flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
     flags.DEFINE_string(
         "output", None, "Folder of the results; by default <workdir>/analysis, or within runs/ for one on gs://."
@@ -90,9 +101,11 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
             f"--times: must be left out for this model of the kind {kind}, whose weights are the same at all times"
         )
     check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
+    for name, default in DEFAULTS.items():
+        parts = [part for part, analysis in ANALYSES.items() if name in analysis.all_options()]
+        if getattr(options, name) != default and not set(parts) & set(options.parts):
+            raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
     if options.published_pairing:
-        if "sensitivity" not in options.parts:
-            raise UserError("--published_pairing: has a meaning for the part sensitivity alone, which is left out")
         check_published(model)
     check_finite(model)
 

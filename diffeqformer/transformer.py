@@ -209,7 +209,7 @@ class Transformer(nnx.Module):
     def solver_states(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> PyTree:
         """The same with what else the solver carries (`Solver.begin`). Every array has a leading axis of L + 1."""
         check_length(tokens.shape[1], self.max_length)
-        x = self.embed(tokens, Context())
+        x = self.embed(tokens, Context()).astype(self.state_dtype)
         first = self.solver.begin(x, weights.step_sizes[0])
         after = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
         return jax.tree.map(lambda leaf, later: jnp.concatenate([leaf[None], later]), first, after)
@@ -228,7 +228,8 @@ class Transformer(nnx.Module):
                 length.
         """
         context = Context(position=position)
-        return walk(self.solver, self.field, weights, self.embed(tokens, context), context, cache=cache)
+        x = self.embed(tokens, context).astype(self.state_dtype)
+        return walk(self.solver, self.field, weights, x, context, cache=cache)
 
     def embed(self, tokens: Int[Array, "B S"], context: Context) -> Float[Array, "B S D"]:
         """x(0): token embedding, plus position embedding if it is learned; with dropout if `context` has keys."""

@@ -86,7 +86,8 @@ def options_of(**changes):
         "text_file": None, "num_steps": None, "times": None,
         "heads": [], "flow": 4, "published_pairing": False, "output": None,
     }  # fmt: skip
-    return types.SimpleNamespace(**{**default, **changes})
+    few = {} if "flow" in changes.get("parts", ["flow"]) else {"flow": analyze.DEFAULTS["flow"]}
+    return types.SimpleNamespace(**{**default, **few, **changes})
 
 
 WRONG = {
@@ -120,7 +121,13 @@ WRONG = {
     "a pairing that nothing uses": (
         {"published_pairing": True, "parts": ["flow"]},
         "diffeqformer",
-        "sensitivity alone",
+        "^--published_pairing: has a meaning for sensitivity alone, which --parts leaves out",
+    ),
+    "heads that nothing draws": ({"heads": ["2"], "parts": ["flow"]}, "diffeqformer", "^--heads: .* for spectra alone"),
+    "a text that nothing reads": (
+        {"text": "a text", "parts": ["spectra", "induction"]},
+        "diffeqformer",
+        "^--text: has a meaning for sensitivity or flow or clustering alone",
     ),
     "an unknown part": ({"parts": ["spectre"]}, "diffeqformer", "^--parts: must be of spectra, .* it has 'spectre'$"),
     "the authors' pairing of another model": ({"published_pairing": True}, "gpt", "needs generated weights and Euler"),

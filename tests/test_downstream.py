@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.inference import paired, published
+from diffeqformer.inference import bars, paired, published
 from diffeqformer.inference.harness import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
@@ -127,6 +127,20 @@ def test_a_group_has_the_documents_of_its_tasks_in_their_order():
     results["samples"]["a"].append({"doc_id": 0, "filter": "other", "acc": 1})
     rows = {"all": {"examples": 3, "shots": 0, "acc,none": 1 / 3}}
     assert paired.scores_of_documents(results, rows) == {"all": [0, 1, 0]}
+    results["samples"]["pages"] = [{"doc_id": 0, "filter": "none", "perplexity": -3.25}]  # a log-likelihood
+    assert paired.scores_of_documents(results, {"pages": {"perplexity,none": 25.8}}) == {}
+
+
+def test_every_model_is_in_the_legend_whatever_the_shots(monkeypatch, tmp_path):
+    """The paper has scores at 0 and 5 shots alone."""
+    figures, new_figure = [], bars.new_figure
+    monkeypatch.setattr(bars, "new_figure", lambda *of, **how: figures.append(new_figure(*of, **how)) or figures[-1])
+    tasks = {"piqa": {"acc,none": 0.6, "shots": 1, "contexts_cut": 0}}
+    runs = [{"label": "ours", "shots": shots, "field": "gpt", "tasks": tasks} for shots in (1, 5)]
+    bars.plot(runs, tmp_path / "bars.png")
+    [legend] = figures[0][0].legends
+    headings = [column.heading for column in published.published_columns(runs)]
+    assert [text.get_text() for text in legend.get_texts()] == ["ours", *headings] and len(headings) == 2
 
 
 @pytest.fixture

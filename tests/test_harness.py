@@ -166,6 +166,13 @@ def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_
         assert [(list(s.ids[: s.first]), list(s.ids[s.first :])) for s in stretches] == list(theirs)
 
 
+@pytest.mark.parametrize("name, value", [("num_steps", 7.9), ("batch_size", True), ("window", 1e2), ("step", "last")])
+def test_arguments_that_are_not_whole_numbers_are_refused(name, value):
+    """lm-eval makes floats and booleans of `7.9`, `1e2` and `true`."""
+    with pytest.raises(UserError, match=f"^{name}: must be a whole number.*, but it is {value!r}$"):
+        HarnessModel.create_from_arg_obj({"workdir": "runs/x", name: value})
+
+
 def test_depth_is_an_argument():
     model = small_model()
     [(two, _)], [(three, _)] = (log_likelihoods(harness_model(model, num_steps=n), PAIRS[:1]) for n in (2, 3))

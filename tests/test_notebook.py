@@ -54,7 +54,8 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     folder, kernels = tmp_path / "content", tmp_path / "kernels" / "fresh"
     folder.mkdir(), kernels.mkdir(parents=True), (tmp_path / "wheel").mkdir()
     shutil.move(build_wheel(tmp_path / "wheel"), folder)
-    (folder / "text.txt").write_text("def main():\n    return 1\n" * 40)
+    for name in ("text.txt", "other.txt"):
+        (folder / name).write_text("def main():\n    return 1\n" * 40)
     python = make_environment(tmp_path / "runtime", [*LIGHT, "ipykernel", "pip"], None)
     kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "fresh"}
     kernel["env"] = {"PYTHONPATH": "", "PIP_NO_INDEX": "1", "XLA_FLAGS": FAST_COMPILATION, "JAX_PLATFORMS": "cpu"}
@@ -62,7 +63,7 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     where = {"timeout": 600, "kernel_name": "fresh", "resources": {"metadata": {"path": str(folder)}}}
 
-    files = " ".join(f"--config.data.{split}_files=text.txt" for split in ("train", "validation"))
+    files = "--config.data.train_files=text.txt --config.data.validation_files=other.txt"
     notebook = opened_notebook(**{"--config.steps=1000": f"--config.steps=2 {files}"})
     NotebookClient(notebook, **where).execute()
     printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
@@ -70,6 +71,7 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     assert not list(folder.glob("*/tensorflow")) and "google.colab" not in printed
 
     shutil.make_archive(folder / "mine", "zip", folder / "runs")
+    (folder / "uploaded" / "earlier" / "checkpoints").mkdir(parents=True)  # of another upload
     changes = {TRAIN: 'FROM = "upload a zip"', FOLDER: 'CHECKPOINT = "mine.zip"'}
     notebook = opened_notebook(**changes)
     notebook.cells = notebook.cells[: 1 + next(i for i, c in enumerate(notebook.cells) if "inspect_run" in c.source)]

@@ -42,7 +42,9 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
     times = trained_times(model)
     between = (times[1:] + times[:-1]) / 2
     norms = jax.tree.map(float, _norms(*split_model(model), tuple(times), tuple(between)))
-    return {name: {**row, "ratio": row["gap"] / row["half_change"]} for name, row in norms.items()}
+    for row in norms.values():
+        row["ratio"] = row["gap"] / row["half_change"] if row["half_change"] else math.nan
+    return norms
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "times", "between"))

@@ -30,7 +30,9 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
     for number, axis in zip(shots, axes[:, 0]):
         draw_bars(axis, [column for column in columns if number in column.values], number, tasks)
         axis.set(title=f"{number} shots", ylabel="per cent, standard errors")
-    labels = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels())))
+    labels = {}
+    for axis in axes[:, 0]:
+        labels |= dict(zip(*reversed(axis.get_legend_handles_labels())))
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=110)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 
@@ -82,10 +83,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                     f"{name}: there is no such argument; use workdir, step, num_steps, window or batch_size"
                 )
             best = " or best" * (name == "step")
-            try:
-                values[name] = value if (name, value) == ("step", "best") else int(value)
-            except ValueError:
-                raise UserError(f"{name}: must be a whole number{best}, but it is {value!r}") from None
+            if (name, value) == ("step", "best"):
+                continue
+            if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
+                raise UserError(f"{name}: must be a whole number{best}, but it is {value!r}")
+            values[name] = int(value)
         step = values.pop("step", None)
         return cls(checkpoint.load(str(workdir), make_mesh(), step), **values)
 

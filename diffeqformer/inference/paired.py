@@ -54,6 +54,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
 def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[float]]:
     """The shown metric of every document of each task, in the order of the documents, where it is a number for each.
 
+    Perplexities are left out: for a document, lm-eval has its log-likelihood under that name.
+
     Args:
         results: lm-eval's, with `samples`.
         rows: the requested tasks and groups (`diffeqformer.downstream.summary`).
@@ -68,7 +70,7 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
             if sample["filter"] == chosen
         ]
         values = [sample.get(metric) for sample in samples]
-        if values and all(isinstance(value, (int, float)) for value in values):
+        if metric != "perplexity" and values and all(isinstance(value, (int, float)) for value in values):
             scores[name] = [float(value) for value in values]
     return scores
 

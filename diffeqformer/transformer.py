@@ -167,8 +167,12 @@ class Transformer(nnx.Module):
         return self.stack(merge(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
     def stack(self, layers: dict, step_sizes: Float[Array, "L"]) -> StackedWeights:
-        """The input of the second phase, from the output of `self.depth` for a grid with these step sizes."""
-        return StackedWeights(in_type(layers, self.dtype), step_sizes, self.depth.constant)
+        """The input of the second phase, from the output of `self.depth` for a grid with these step sizes.
+
+        Layers that all steps share keep their type until each step, so that their gradient is summed in it.
+        """
+        constant = self.depth.constant
+        return StackedWeights(layers if constant else in_type(layers, self.dtype), step_sizes, constant, self.dtype)
 
     def __call__(
         self, tokens: Int[Array, "B S"], weights: StackedWeights, dropout_keys: Key[Array, "B"] | None = None

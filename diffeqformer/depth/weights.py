@@ -44,12 +44,14 @@ class StackedWeights:
         order; without the axis T if `constant`.
     step_sizes: the length of each of the L steps, [L] fp32.
     constant: every step uses the same weights.
+    dtype: the type in which a step uses such weights (`in_type`).
     gather: gathers the layers of one step if they are sharded (`diffeqformer.parallel.sharding`).
     """
 
     layers: dict
     step_sizes: PyTree  # an array, or its shape or sharding
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype("float32"), metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
 
     def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:

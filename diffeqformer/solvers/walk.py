@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from diffeqformer.depth.low_rank import of_adapters_type
-from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.sharding import as_it_is
@@ -126,11 +126,14 @@ class Steps:
     def __init__(
         self, solver: Solver, field: VectorField, weights: StackedWeights, context: Context, first: int | Array = 0
     ):
-        self.solver, self.field, self.gather, self.context, self.first = solver, field, weights.gather, context, first
+        self.solver, self.field, self.context, self.first = solver, field, context, first
+        self.gather, self.dtype = weights.gather, weights.dtype
 
     def at_nodes(self, layers: list[dict] | None, whole: list[dict] | None) -> list[dict]:
         """The layers at the solver's nodes in a step, from those of the step or those of all steps."""
-        return whole or [self.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
+        if whole:
+            return [in_type(layers_at_node, self.dtype) for layers_at_node in whole]
+        return [self.gather(of_adapters_type(layers_at_node)) for layers_at_node in layers]
 
     def advance(self, state: PyTree, layers, whole, step, dt, keys, attend: Callable | None = None) -> PyTree:
         """The state after a step."""

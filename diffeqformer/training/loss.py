@@ -142,8 +142,11 @@ class ShardedLoss:
 
         The depth loop would round weights to the compute type, and its gradients have it. Over `fsdp` they are summed
         in it, within the loop. Over microbatches and copies they are summed in `weights_dtype`. On one device and with
-        one microbatch nothing is summed, and a longer type would hold the same numbers.
+        one microbatch nothing is summed, and a longer type would hold the same numbers. Weights that all steps share
+        have a gradient that is summed over steps, so the loop takes them, and gathers them, in `weights_dtype`.
         """
+        if model.depth.constant:
+            return model.weights_dtype, model.weights_dtype
         made = min(model.weights_dtype, model.dtype, key=lambda dtype: dtype.itemsize)
         return made, model.weights_dtype if microbatches * self.mesh.size > 1 else made
 

@@ -76,8 +76,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # Type of matrix products; parameters and times are float32. float32 means fp32 on every device.
     config.model.dtype = "bfloat16"
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
-    # The type in which gradients of all steps' weights are summed: float32 or bfloat16. If it is the shorter one, it is
-    # that of the weights, too; otherwise that is dtype.
+    # The type in which gradients of all steps' weights are summed over microbatches and copies, and those of shared
+    # weights over steps: float32 or bfloat16. Weights have the shorter of it and dtype. Over fsdp, dtype is that of sums.
     config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored;
     # products: every step except for its products with weights and its attention; binomial: every step, some of them

@@ -245,6 +245,11 @@ RULES = [
         lambda v, c: v == "float32" or c.model.remat != "reversible",
         "must be float32 for model.remat reversible, which steps back",
     ),
+    Rule(
+        "model.weights_dtype",
+        lambda v, c: v == "float32" or c.model.dtype != "float32",
+        "must be float32 for model.dtype float32, or else training alone would round weights",
+    ),
     _one_of("optimizer.decay", ("as_published", "everything", "matrices")),
     Rule(
         "data.task",

@@ -231,6 +231,11 @@ def test_a_wrong_value_is_refused_by_name(field):
         ),
         (
             ("diffeqformer", "gpt"),
+            {"model__weights_dtype": "bfloat16"},
+            "model.weights_dtype: must be float32 for model.dtype float32, .*, but it is 'bfloat16'",
+        ),
+        (
+            ("diffeqformer", "gpt"),
             {"model__generate_chunk": 4, "model__training_depths": "4,8", "model__num_steps": 7},
             "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps .*, but it is 4",
         ),

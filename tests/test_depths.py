@@ -137,9 +137,10 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     ):
         program = Program(toy_config(**changes), ONE_DEVICE)
         memory.check_memory(program.config, program, program.state_shapes, True)
-    train_steps, validations = needed[::2], needed[1::2]
-    assert train_steps[0] == train_steps[1] > train_steps[2] == train_steps[3] > 0
-    assert validations[0] == validations[1] == validations[3] > validations[2] > 0
+    # Of train steps, and of the weights and the evaluation: in the first at 6 steps and at 40
+    two_depths, deep, one, validated_deep = needed[:5], needed[5:8], needed[8:11], needed[11:]
+    assert two_depths[0] == deep[0] > one[0] == validated_deep[0] > 0
+    assert two_depths[3:] == deep[1:] == validated_deep[1:] and deep[1] > two_depths[1] > one[1] > 0
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize
 from diffeqformer.stored_arrays import StoredArray
-from diffeqformer.training.loop import validate
 from diffeqformer.training.step import Program
+from diffeqformer.training.validation import validate
 from diffeqformer.transformer import abstract_model, select, split_model
 from helpers import FAMILY, ONE_DEVICE, drawn, lively_model, save_params, toy_config
 from runs import command

@@ -17,7 +17,7 @@ from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_tok
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training.dynamics import Recorder
+from diffeqformer.training.dynamics import measured
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of
 from helpers import ONE_DEVICE, toy_config
@@ -70,7 +70,7 @@ def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
         weights = program.weights(state["params"], None)
         return (
             program.evaluate(state["params"], weights, tokens, np.ones((len(tokens), 1), bool)),
-            Recorder(program, tokens).measure(state["params"], weights, tokens),
+            measured(program.graph, state["params"], weights, tokens, program.everywhere),
             program.train_step(state, tokens),
         )
 

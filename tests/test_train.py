@@ -315,9 +315,15 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
     beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
     for more in (0, 1):
-        sizes = iter((0, beside_moments + more))  # of a train step and of the validation
+        sizes = iter((0, beside_moments, beside_moments + more))  # of a train step, the weights and the evaluation
         monkeypatch.setattr(memory, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
-        said = pytest.raises(UserError, match="^config.batch_size: a validation needs") if more else nullcontext()
+        said = (
+            pytest.raises(
+                UserError, match="^config.model.num_steps: a validation in 6 steps needs 0.0 GB for its evaluation on"
+            )
+            if more
+            else nullcontext()
+        )
         with said:
             memory.check_memory(config, program, state, True)
 

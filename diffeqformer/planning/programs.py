@@ -21,8 +21,8 @@ from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.solvers.checkpointing import schedule
-from diffeqformer.training.dynamics import WINDOWS, Recorder
 from diffeqformer.training.step import Program
+from diffeqformer.training.validation import programs_of
 from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model, weights_of
 
 
@@ -69,9 +69,9 @@ def planned(
 
 
 def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
-    """Compile the programs of a run, one after the other: its start, train steps, evaluation and sample.
+    """Compile the programs of a run, one after the other: its start, train steps, validation and sample.
 
-    What needs the result of a program that doesn't fit is left out.
+    In the sample, what needs the result of a program that doesn't fit is left out.
 
     Args:
         dump: a folder for what the compiler writes of train steps.
@@ -82,33 +82,20 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
         yield planned("initial state", program.init.lower(), 0)
     yield from compile_train_steps(config, program, dump)
     for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
-        yield from compile_evaluation(config, program, depth)
-    for found in compile_sample(program, program.state_shapes["params"], size_of(program.state_shapes)):
+        yield from compile_validation(program, depth)
+    params = program.state_shapes["params"]
+    for found in compile_sample(program, params, size_of(params)):  # the moments are gone by then
         yield found._replace(optional=True)
 
 
-def compile_evaluation(config: ConfigDict, program: Program, depth: int | None) -> Iterator[Planned]:
-    """The evaluation at a number of steps of depth (None: as trained), and its weights; then also the dynamics."""
-    params, state = program.state_shapes["params"], size_of(program.state_shapes)
-    rows = program.batch_to_evaluate()
-    at = f", {depth or config.model.num_steps} steps of depth"
-    chunked, dynamics = config.model.generate_chunk, depth is None and config.dynamics_every
-    if chunked:
-        steps = program.for_evaluation(params, depth)
-        yield planned(f"evaluation{at}", program.evaluate.lower(params, steps, *rows), state)
-        if not dynamics:
-            return
-    made = planned(f"weights{at}", program.weights.lower(params, depth), state)
-    yield made
-    if not made.compiled:
-        return
-    weights = placed(jax.eval_shape(program.weights, params, depth), made.compiled.output_shardings)
-    arrays = state + size_of(weights)
-    if not chunked:
-        yield planned(f"evaluation{at}", program.evaluate.lower(params, weights, *rows), arrays)
-    if dynamics:
-        windows = np.zeros((WINDOWS, config.sequence_length), np.int32)
-        yield planned("dynamics", Recorder(program, windows).measure.lower(params, weights, windows), arrays)
+def compile_validation(program: Program, depth: int | None) -> Iterator[Planned]:
+    """The programs of a validation at a number of steps of depth (None: as trained)."""
+    state, at = size_of(program.state_shapes), f", {depth or program.config.model.num_steps} steps of depth"
+    weights = size_of(program.weights_shapes(depth))
+    for name, lowered in programs_of(program, depth):
+        beside = name == "dynamics" or (name == "evaluation" and not program.config.model.generate_chunk)
+        title = name if name == "dynamics" else f"{name}{at}"
+        yield planned(title, lowered, state + weights * beside)
 
 
 def compile_train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:

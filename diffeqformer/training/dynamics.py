@@ -1,10 +1,11 @@
 """A model's dynamics during training: spectral radii and the clustering measure (docs/analysis.md)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
@@ -32,6 +33,22 @@ def first_windows(split: Split, sequence_length: int) -> Int[np.ndarray, "W S"]:
     return split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "everywhere"))
+def measured(graph, params, weights, tokens, everywhere):
+    """Every head's query-key and output-value products, and the first and last states of some tokens of each window.
+
+    Args:
+        everywhere: the sharding of the result.
+    """
+    model, length = nnx.merge(graph, params), tokens.shape[1]
+    layers = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.layers)
+    query, key, value, out = model.field.head_matrices(layers)
+    states = jnp.stack([model.embed(tokens, Context()), model.last_state(tokens, weights, Context())])
+    chosen = np.linspace(0, length - 1, min(TOKENS, length)).astype(int)
+    found = product(key.swapaxes(-1, -2), query), product(out, value), states.astype(jnp.float32)[:, :, chosen]
+    return jax.lax.with_sharding_constraint(found, everywhere)
+
+
 class Recorder:
     """Measures the dynamics of parameters on a few windows of a split.
 
@@ -41,19 +58,7 @@ class Recorder:
     """
 
     def __init__(self, program: Program, tokens: Int[np.ndarray, "W S"]):
-        self.program, self.replicated = program, NamedSharding(program.batch_sharding.mesh, PartitionSpec())
-        self.tokens, sequence_length = tokens, tokens.shape[1]
-        self.chosen = np.linspace(0, sequence_length - 1, min(TOKENS, sequence_length)).astype(int)
-        self.measure = jax.jit(self._measure, out_shardings=self.replicated)
-
-    def _measure(self, params, weights, tokens):
-        """Every head's query-key and output-value products, and the first and last states of the chosen tokens."""
-        model = nnx.merge(self.program.graph, params)
-        layers = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.layers)
-        query, key, value, out = model.field.head_matrices(layers)
-        states = jnp.stack([model.embed(tokens, Context()), model.last_state(tokens, weights, Context())])
-        qk, ov = product(key.swapaxes(-1, -2), query), product(out, value)
-        return qk, ov, states.astype(jnp.float32)[:, :, self.chosen]
+        self.program, self.tokens = program, tokens
 
     def __call__(self, params: dict) -> dict[str, float]:
         """Measure the dynamics. Every process must call this. The first gets results, the others an empty dictionary:
@@ -62,8 +67,9 @@ class Recorder:
         closest, median_distance: the lowest and the middle quantile of the clustering measure, for tokens' last states
         spread: the root mean square distance between last states, divided by that between first states
         """
-        tokens = jax.device_put(self.tokens, self.replicated)
-        found = self.measure(params, self.program.weights(params, None), tokens)
+        graph, everywhere = self.program.graph, self.program.everywhere
+        tokens = jax.device_put(self.tokens, everywhere)
+        found = measured(graph, params, self.program.weights(params, None), tokens, everywhere)
         if not is_first():
             return {}
         qk, ov, states = (np.asarray(leaf.addressable_data(0)) for leaf in found)

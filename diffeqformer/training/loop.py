@@ -10,7 +10,7 @@ import sys
 import time
 
 import jax
-from clu import metrics, parameter_overview
+from clu import parameter_overview
 from etils import epath
 from flax import nnx
 from jaxtyping import Array
@@ -20,9 +20,8 @@ from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import work_folder
 from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field, title
 from diffeqformer.console.progress import BITS_AT, Progress
-from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.preparation import store_folder
-from diffeqformer.data.store import Split, verifying
+from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, printable, reason_of
 from diffeqformer.inference.choice import Choice
@@ -35,6 +34,7 @@ from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace, check_profiler
 from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
 from diffeqformer.training.step import Program
+from diffeqformer.training.validation import validate
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
 
@@ -283,38 +283,6 @@ def save(
     about = dataclasses.replace(run.about, validation_due=due, time_spent=run.clock.record())
     checkpoint.save(run.checkpoints, step, trained, about, validation)
     progress.pause(run.clock.lap("saves"))
-
-
-def validate(
-    program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
-) -> dict[str, float]:
-    """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
-
-    Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
-    which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
-    """
-    weights = program.for_evaluation(params, num_steps)  # once, for all batches
-    total, pending, done = metrics.Average.empty(), collections.deque(), 0
-    show = show_progress("validation")
-    shape = config.batch_size, config.sequence_length
-    for number in range(-(-(split.size // config.sequence_length) // config.batch_size)):
-        tokens, valid = (
-            jax.make_array_from_callback(
-                (config.batch_size, width),
-                program.batch_sharding,
-                lambda index, what=what: split.evaluation_batch(number, *shape, rows=index[0])[what],
-            )
-            for what, width in enumerate((config.sequence_length, 1))
-        )
-        total = total.merge(program.evaluate(params, weights, tokens, valid))
-        pending.append(total)
-        if len(pending) > 2:  # keeps two batches queued on the device, and shows only finished ones
-            jax.block_until_ready(pending.popleft())
-            done += config.batch_size * config.sequence_length
-            show(done, split.size)
-    loss = float(total.compute())
-    bits_per_byte = loss / math.log(2) * split.size / split.text_bytes
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 
 def diverged(run: Run, found: str) -> str:

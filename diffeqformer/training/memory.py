@@ -4,21 +4,25 @@ Without this check, running out of memory on a CPU is reported late or never. JA
 a program whose allocation failed, and Linux kills a process that uses more memory than there is.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError, out_of_memory
-from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes, placed
+from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
 from diffeqformer.training.step import Program
+from diffeqformer.training.validation import programs_of
 
 
 def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
     """Compare a run's memory needs with the free memory of each device of this process, if the device reports it.
 
-    This compiles the train step, and the validation at the highest number of steps. Their first calls then find them
-    compiled.
+    This compiles the train step, and the programs of a validation, at the highest numbers of steps. Their first calls
+    then find them compiled. For TPUs their temporaries aren't known beside other arrays (`bytes_of_program`), so there
+    a validation is compared with less than it needs.
 
     Args:
         state: shapes and shardings of the whole state.
@@ -38,27 +42,29 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
         )
     if not will_train:
         return
-    tokens, valid = program.batch_to_evaluate()
-    train_step = program.train_step.lower(state, tokens, max(program.depths))
-    check_program("a train step", train_step, free, program)
-    moments = sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # are there, too
-    check_program("a validation", lower_evaluation(program, state["params"], tokens, valid), free - moments, program)
+    tokens, _ = program.batch_to_evaluate()
+    deepest, devices = max(program.depths), program.mesh.size
+    lowered = program.train_step.lower(state, tokens, deepest)
+    remedy = functools.partial(remedies, config, devices)
+    check_program("config.batch_size: a train step needs {}", lowered, free, remedy)
+    free -= sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # which no program of a validation takes
+    for depth in (None, deepest) if deepest > config.model.num_steps else (None,):
+        for name, lowered in programs_of(program, depth):
+            needs = f"a validation in {depth or config.model.num_steps} steps needs {{}} for its {name}"
+            check_program(
+                f"config.model.num_steps: {needs}",
+                lowered,
+                free,
+                functools.partial(remedies, config, devices, what=name),
+            )
 
 
-def lower_evaluation(program: Program, params: dict, tokens, valid) -> jax.stages.Lowered:
-    """The evaluation at the highest number of steps that a run validates."""
-    config = program.config
-    deepest = max(program.depths)
-    depth = deepest if deepest > config.model.num_steps else None  # as the validation names it
-    if config.model.generate_chunk:
-        return program.evaluate.lower(params, program.for_evaluation(params, depth), tokens, valid)
-    shapes = jax.eval_shape(program.weights, params, depth)
-    places = program.weights.lower(params, depth).compile().output_shardings
-    return program.evaluate.lower(params, placed(shapes, places), tokens, valid)
-
-
-def check_program(what: str, lowered: jax.stages.Lowered, free: int, program: Program) -> None:
+def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Callable[[float], str]) -> None:
     """Compile a program of a run, and compare what it needs with `free` bytes on each device.
+
+    Args:
+        what: the beginning of the message, with {} for the bytes.
+        remedy: what to do, from what is needed divided by what is free; infinite: not known.
 
     Raises:
         UserError: if it needs more.
@@ -70,23 +76,24 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, program: Pr
             raise
         needed = math.inf
     if needed > free:
-        said = gigabytes(needed) if needed < math.inf else "more memory"
-        raise UserError(
-            f"config.batch_size: {what} needs {said} on each device, but {gigabytes(free)} are free; take "
-            f"{remedies(program.config, program.mesh.size, needed / max(1, free))}"
-        )
+        said = what.format(gigabytes(needed) if needed < math.inf else "more memory")
+        raise UserError(f"{said} on each device, but {gigabytes(free)} are free; take {remedy(needed / max(1, free))}")
 
 
-def remedies(config: ConfigDict, num_devices: int, excess: float) -> str:
-    """The three options that would save most memory, of those that this config can take.
+def remedies(config: ConfigDict, num_devices: int, excess: float, what: str = "train step") -> str:
+    """The options that would save most memory, at most three, of those that this config can take.
 
     Args:
         excess: what is needed divided by what is free; infinite: not known.
+        what: train step, or the weights, evaluation or dynamics of a validation.
     """
+    if what in ("weights", "dynamics"):
+        return "fewer steps, or more devices with config.mesh.fsdp"
     halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
     parts = config.microbatches * 2**halvings
     divides = config.batch_size % (parts * num_devices // max(1, config.mesh.tensor)) == 0
     remat = {"none": "step", "products": "step", "step": "binomial"}.get(config.model.remat)
+    remat = remat if what == "train step" else None  # an evaluation stores nothing
     return ", ".join(
         [
             f"config.microbatches={parts}" if divides else "a smaller batch",

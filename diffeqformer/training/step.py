@@ -4,7 +4,6 @@ The state is a plain tree, {"params": ..., "optimizer": ..., "step": int32}. It 
 since data and dropout are functions of the seed and the step.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -18,7 +17,9 @@ from jaxtyping import Array, Int, Key
 
 from diffeqformer.depth.depths import chunk_lengths, trained_depths
 from diffeqformer.depth.grid import Grid, random_grid
+from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.attention import fastest
+from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.training.chunks import ChunkedLoss
@@ -63,7 +64,8 @@ class Program:
     loss, optimizer: what the train step is made of
     attention: a short description of the attention in use
     state_shapes: shapes, types and shardings of the state
-    state_shardings, batch_sharding: the shardings of the state and of a batch [B, S]
+    state_shardings, weights_shardings, batch_sharding: of the state, of `weights` and of a batch [B, S]
+    everywhere: that of an array of which every device has a copy
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
         by default as in the config; each number is compiled when it is first needed
@@ -94,7 +96,7 @@ class Program:
             self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections)
-        self.batch_sharding = sharding(self.mesh, "batch", None)
+        self.batch_sharding, self.everywhere = sharding(self.mesh, "batch", None), NamedSharding(self.mesh, EVERYWHERE)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         of_params, by_example = self.state_shardings["params"], self.batch_sharding
@@ -106,9 +108,18 @@ class Program:
             donate_argnums=0,
             static_argnames="num_steps",
         )
-        self.weights = jax.jit(self._weights, in_shardings=(of_params,), static_argnames="num_steps")
+        self.weights_shardings = StackedWeights(
+            shardings(self.mesh, self.loss.merged_specs), self.everywhere, model.depth.constant, model.dtype
+        )
+        self.weights = jax.jit(
+            self._weights, in_shardings=(of_params,), out_shardings=self.weights_shardings, static_argnames="num_steps"
+        )
         self.for_evaluation = self._chunked_steps if chunk else self.weights
         self.evaluate = jax.jit(self._evaluate, in_shardings=(of_params, None, by_example, by_example))
+
+    def weights_shapes(self, num_steps: int | None) -> StackedWeights:
+        """The shapes and shardings of `weights`."""
+        return placed(jax.eval_shape(self.weights, self.state_shapes["params"], num_steps), self.weights_shardings)
 
     def batch_to_evaluate(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """The shapes of the tokens [B, S] and of the valid rows [B, 1] that `evaluate` takes."""
@@ -145,18 +156,17 @@ class Program:
     def _state_shapes(self, params: dict) -> dict:
         moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        of_params, replicated = shardings(self.mesh, self.loss.param_specs), NamedSharding(self.mesh, EVERYWHERE)
+        of_params = shardings(self.mesh, self.loss.param_specs)
         of_moments = optax.tree_map_params(
             self.optimizer.whole,
             lambda _, of_param: of_param,
             moments,
             self.trained(of_params),
-            transform_non_params=lambda _: replicated,
+            transform_non_params=lambda _: self.everywhere,
         )
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        return placed(
             {"params": params, "optimizer": moments, "step": step},
-            {"params": of_params, "optimizer": of_moments, "step": replicated},
+            {"params": of_params, "optimizer": of_moments, "step": self.everywhere},
         )
 
     def _init(self, base=None):
@@ -176,9 +186,7 @@ class Program:
 
     def _weights(self, params, num_steps):
         model = nnx.merge(self.graph, params)
-        made = model.weights(model.grid(num_steps))
-        layers = jax.lax.with_sharding_constraint(made.layers, shardings(self.mesh, self.loss.merged_specs))
-        return dataclasses.replace(made, layers=layers)
+        return model.weights(model.grid(num_steps))
 
     def _chunked_steps(self, params, num_steps):
         model = nnx.merge(self.graph, params)

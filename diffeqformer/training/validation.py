@@ -1,0 +1,62 @@
+"""The validation of a run, and the programs of which it consists."""
+
+import collections
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from clu import metrics
+from ml_collections import ConfigDict
+
+from diffeqformer.console.terminal import show_progress
+from diffeqformer.data.store import Split
+from diffeqformer.training.dynamics import WINDOWS, measured
+from diffeqformer.training.step import Program
+
+
+def validate(
+    program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
+) -> dict[str, float]:
+    """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
+
+    Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
+    which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
+    """
+    weights = program.for_evaluation(params, num_steps)  # once, for all batches
+    total, pending, done = metrics.Average.empty(), collections.deque(), 0
+    show = show_progress("validation")
+    shape = config.batch_size, config.sequence_length
+    for number in range(-(-(split.size // config.sequence_length) // config.batch_size)):
+        tokens, valid = (
+            jax.make_array_from_callback(
+                (config.batch_size, width),
+                program.batch_sharding,
+                lambda index, what=what: split.evaluation_batch(number, *shape, rows=index[0])[what],
+            )
+            for what, width in enumerate((config.sequence_length, 1))
+        )
+        total = total.merge(program.evaluate(params, weights, tokens, valid))
+        pending.append(total)
+        if len(pending) > 2:  # keeps two batches queued on the device, and shows only finished ones
+            jax.block_until_ready(pending.popleft())
+            done += config.batch_size * config.sequence_length
+            show(done, split.size)
+    loss = float(total.compute())
+    bits_per_byte = loss / math.log(2) * split.size / split.text_bytes
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+
+
+def programs_of(program: Program, num_steps: int | None) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """The programs of `validate`, and of the dynamics beside it, if these are recorded: (name, what to compile)."""
+    config, params = program.config, program.state_shapes["params"]
+    dynamics = config.dynamics_every and num_steps is None
+    steps = weights = program.weights_shapes(num_steps)
+    if config.model.generate_chunk:
+        steps = program.for_evaluation(params, num_steps)
+    if dynamics or not config.model.generate_chunk:
+        yield "weights", program.weights.lower(params, num_steps)
+    yield "evaluation", program.evaluate.lower(params, steps, *program.batch_to_evaluate())
+    if dynamics:
+        windows = jax.ShapeDtypeStruct((WINDOWS, config.sequence_length), np.int32, sharding=program.everywhere)
+        yield "dynamics", measured.lower(program.graph, params, weights, windows, program.everywhere)

@@ -38,14 +38,26 @@ def define_flags() -> None:
     command_line.define_step()
     parts = [name for name, analysis in ANALYSES.items() if analysis.by_default]
     flags.DEFINE_list("parts", parts, f"Parts of the report, of {', '.join(ANALYSES)}.")
-    flags.DEFINE_string("text", None, f"Text whose last token is explained by earlier ones; by default {TEXT!r}.")
-    flags.DEFINE_string("text_file", None, "A file with that text; a final newline is ignored.")
+    flags.DEFINE_string(
+        "text", DEFAULTS["text"], f"Text whose last token is explained by earlier ones; by default {TEXT!r}."
+    )
+    flags.DEFINE_string("text_file", DEFAULTS["text_file"], "A file with that text; a final newline is ignored.")
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
-    flags.DEFINE_integer("times", None, "Number of times at which spectra are computed; by default the solver's own.")
-    flags.DEFINE_bool("feed_forward", True, "Also compute the feed-forward's spectra, which take longest.")
-    flags.DEFINE_list("heads", [], "Heads whose eigenvalues are drawn; by default the four with the largest.")
+    flags.DEFINE_integer(
+        "times", DEFAULTS["times"], "Number of times at which spectra are computed; by default the solver's own."
+    )
+    flags.DEFINE_bool(
+        "feed_forward", DEFAULTS["feed_forward"], "Also compute the feed-forward's spectra, which take longest."
+    )
+    flags.DEFINE_list(
+        "heads", DEFAULTS["heads"], "Heads whose eigenvalues are drawn; by default the four with the largest."
+    )
     flags.DEFINE_integer("flow", DEFAULTS["flow"], "Number of exponents of the whole flow.", lower_bound=1)
-    flags.DEFINE_bool("published_pairing", False, "Pair times and states of the sensitivity as the authors' code does.")
+    flags.DEFINE_bool(
+        "published_pairing",
+        DEFAULTS["published_pairing"],
+        "Pair times and states of the sensitivity as the authors' code does.",
+    )
     flags.DEFINE_string(
         "output", None, "Folder of the results; by default <workdir>/analysis, or within runs/ for one on gs://."
     )

@@ -178,6 +178,8 @@ def compare(folders: Sequence[str], output: str | None) -> None:
             runs.append(read_run(folder))
         except UserError as error:
             print(f"left out: {printable(str(error))}")
+    if not all(run.validation_sha256 for run in runs):  # an earlier version didn't record it
+        runs = [run._replace(validation_sha256="") for run in runs]
     if not runs:
         raise UserError("the folders of runs that were validated are needed, for example runs/*")
     groups = grouped(sorted(runs, key=lambda run: run.config.seed))

@@ -77,7 +77,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.dtype = "bfloat16"
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
     # The type in which gradients of all steps' weights are summed over microbatches and copies, and those of shared
-    # weights over steps: float32 or bfloat16. Weights have the shorter of this and dtype; sums over fsdp have dtype.
+    # weights over steps: float32 or bfloat16. Shared weights have this type; others, and their sums over fsdp, have the
+    # shorter of this and dtype.
     config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored;
     # products: every step except for its products with weights and its attention; binomial: every step, some of them

@@ -113,7 +113,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         workdir, step, name, kind, field, solver, num_steps
         steps: of all checkpoints; best_step: the one that validated best, or None
         damage: a damaged validation, for which the best isn't known; or None
-        data_sha256: of the training split
+        data_sha256, validation_sha256: of the two splits; the second is empty in a checkpoint of an earlier version
         base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
         time_spent: where the run's time went until this checkpoint, in seconds by cause, or None; goodput: as shares
         tokenizer: its name, and saved_characters: the length of its data in the checkpoint
@@ -144,6 +144,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "name": title(config),
         **{name: model[name] for name in ("kind", "field", "solver", "num_steps")},
         "data_sha256": about.data_sha256,
+        "validation_sha256": about.validation_sha256,
         "base": about.base,
         "materialized_from": about.materialized_from,
         "time_spent": about.time_spent,

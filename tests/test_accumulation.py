@@ -103,7 +103,7 @@ def test_the_gradient_of_shared_weights_adds_up_in_float32(remat, solver):
         exact, mine = (np.float32(gradient(num_steps, dtype)) for dtype in ("float32", "bfloat16"))
         return np.linalg.norm(mine - exact) / np.linalg.norm(exact)
 
-    assert error(96) < 1.25 * error(12)
+    assert error(96) < 1.25 * error(12) and error(12) > 1e-3  # the products themselves are bf16
 
 
 def test_every_device_has_its_share_of_every_microbatch():

@@ -74,6 +74,9 @@ def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
     assert list(compare.grouped([easy, hard])) == [f"toy: diffeqformer, validation data {n}" for n in ("easy", "hard")]
     compare.compare([easy.folder, hard.folder], str(runs / "out2"))
     assert "WARNING: these runs read different tokens" in capsys.readouterr().out
+    compare.compare([easy.folder, ours.folder], str(runs / "out3"))  # of an earlier version, which had no such hash
+    said = capsys.readouterr().out
+    assert "WARNING" not in said and "| toy: diffeqformer | 2 | 0, 1 |" in said
 
 
 def test_without_a_run_there_is_nothing_to_compare(tmp_path):

@@ -291,12 +291,13 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     about = make_store(tmp_path / "python_stdlib-bytes", {"train": [["a"]], "validation": [["b"]]})
     model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
 
-    def found(task="python_stdlib", split="validation", sha256=sha256, remote=None, **changes):
+    def found(task="python_stdlib", split="validation", sha256=sha256, remote=None, scored="", **changes):
         config = toy_config("gpt", **{"data__dir": str(tmp_path), **changes})
-        about = checkpoint.About({}, "bytes", data_sha256=sha256)
+        about = checkpoint.About({}, "bytes", data_sha256=sha256, validation_sha256=scored)
         return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split, remote)
 
     assert found().sha256 == about["splits"]["validation"]["sha256"]
+    assert found(scored=found().sha256) is not None and found(scored="0" * 64) is None
     assert found("wikitext103") is found(split="test") is found(sha256="0" * 64) is found(sha256="") is None
     assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
     assert "token store " in capsys.readouterr().out

@@ -27,7 +27,8 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, memory, optimizer, run
+from diffeqformer.training import loop, memory, optimizer, run, validation
+from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import abstract_model
 from flags import FAST_COMPILATION
@@ -336,6 +337,26 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         memory.check_memory(config, program, state, True)
 
 
+@pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2, "model__remat": "step"}])
+def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
+    config = toy_config(dynamics_every=1, model__training_depths="4,8", **changes)
+    program = Program(config, make_mesh())
+    ids = np.arange(16 * 16, dtype=np.uint16)
+    split = Split((ids,), text_bytes=len(ids), sha256="")
+    with jax.log_compiles():
+        memory.check_memory(config, program, program.state_shapes, True)
+        state = first_state(program)
+        for depth in (None, 8):
+            validation.validate(program, state["params"], split, config, depth)
+        Recorder(program, first_windows(split, config.sequence_length))(state["params"])
+        program.train_step(state, jax.device_put(tokens_of(0, config), program.batch_sharding), 8)
+    compiled = [
+        record.getMessage().split()[4] for record in caplog.records if "Finished XLA comp" in record.getMessage()
+    ]
+    found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate", "measured")}
+    assert found == {"_train_step": 1, "_weights": 1 if changes else 2, "_evaluate": 2, "measured": 1}
+
+
 @pytest.mark.parametrize(
     "changes, devices, excess, said",
     [
@@ -377,11 +398,16 @@ def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path)
         "memory.max": "max",
         "a/memory.max": "5000",
         "a/memory.current": "4000",
-        "a/memory.stat": "inactive_file 7",
+        "a/memory.stat": "inactive_file 4\nactive_file 3",
     }
     assert free_with(tmp_path / "v2", "0::/a/b\n", version_2) == 1007
     names = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
-    version_1 = dict(zip((f"memory/{name}" for name in names), ("3000", "3100", "total_inactive_file 200")))
+    version_1 = dict(
+        zip(
+            (f"memory/{name}" for name in names),
+            ("3000", "3100", "inactive_file 0\nactive_file 0\ntotal_inactive_file 150\ntotal_active_file 50"),
+        )
+    )
     assert free_with(tmp_path / "v1", "5:cpu:/\n4:memory,x:/docker/c\n", version_1) == 100
     monkeypatch.setattr(device_memory, "free_on_host", lambda: 800)
     assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it

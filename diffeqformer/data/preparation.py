@@ -29,6 +29,10 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 
 
+class NoFile(UserError):
+    """No file matches a pattern."""
+
+
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
     """The folder of the token store of a config's `data` part."""
     return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
@@ -60,7 +64,7 @@ def matching_files(patterns: str, option: str) -> list[str]:
     for pattern in map(str.strip, patterns.split(",")):
         found = sorted(glob.glob(pattern, recursive=True))
         if not found:
-            raise UserError(f"{option}: no file matches '{pattern}'")
+            raise NoFile(f"{option}: no file matches '{pattern}'")
         for path in found:
             if os.path.isdir(path):
                 raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
@@ -100,7 +104,7 @@ def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) ->
     """
     try:
         files = fingerprint(local_files(data))
-    except UserError:
+    except NoFile:
         if not data.remote:
             raise
         files = None  # another machine made the store and has the files

@@ -26,7 +26,7 @@ def write_lasting(path: pathlib.Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
+    partial.replace(path)
 
 
 def sealed(record: dict) -> dict:

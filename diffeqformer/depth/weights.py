@@ -49,7 +49,7 @@ class StackedWeights:
     """
 
     layers: dict
-    step_sizes: PyTree  # an array, or its shape or sharding
+    step_sizes: PyTree  # not `Float[Array, "L"]`: JAX also puts shapes, shardings and None here
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype("float32"), metadata={"static": True})
     gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})

@@ -122,7 +122,7 @@ def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -
     """The split as the training's token store has it, so that a corpus need not be downloaded to be scored.
 
     The store is the one at `remote`, of which nothing is written here, or else the one in the training's `data.dir`.
-    None if there is none, if its record names other training ids than the checkpoint's, or if another text is meant.
+    None if there is none, if its ids aren't those of the checkpoint's record, or if another text is meant.
 
     Raises:
         UserError: if the store at `remote` can't be read.
@@ -147,7 +147,8 @@ def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -
             print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
         return None
     known = found.ids(0, found.size).max(initial=0) < opened.tokenizer.vocab_size
-    if ids != opened.about.data_sha256 or not known:
+    ours = opened.about
+    if ids != ours.data_sha256 or ours.validation_sha256 not in ("", found.sha256) or not known:
         print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)
         return None
     print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)

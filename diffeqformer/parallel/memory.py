@@ -95,12 +95,12 @@ def free_in_groups(root: pathlib.Path) -> Iterator[int]:
     for line in path.read_text().splitlines() if path.exists() else ():
         _, controllers, name = line.split(":", 2)
         if not controllers:  # version 2
-            top, files, cache = groups, ("memory.max", "memory.current"), "inactive_file"
+            top, files, prefix = groups, ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
-            top, files, cache = (
+            top, files, prefix = (
                 groups / "memory",
                 ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "total_inactive_file",
+                "total_",
             )
         else:
             continue
@@ -108,8 +108,9 @@ def free_in_groups(root: pathlib.Path) -> Iterator[int]:
         for group in (top / here, *(top / parent for parent in here.parents)):  # a container sees but some of them
             with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit, it says "max"
                 limit, used = (int((group / file).read_text()) for file in files)
-                cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())[cache]
-                yield max(0, limit - used + int(cached))
+                table = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = sum(int(table[f"{prefix}{state}_file"]) for state in ("active", "inactive"))
+                yield max(0, limit - used + cached)
 
 
 def gigabytes(count: int) -> str:

@@ -223,7 +223,7 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
     with hosts.all_succeed("the memory"):
         will_train = (step or 0) < run.config.steps or run.config.on_damage == "older"
         check_memory(run.config, run.program, shapes, will_train)
-    run.clock.lap("compilation")  # of the train step
+    run.clock.lap("compilation")
     run, state = (run, first_state(run)) if step is None else restored(run, shapes)
     # Wait for all of it: after a failed allocation, a single scalar may never be ready.
     return run, jax.block_until_ready(state)

@@ -73,6 +73,12 @@ def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names, alone=True)
 
 
+def remembers(config: ConfigDict) -> bool:
+    """Whether a step of the config's solver depends on the one before."""
+    solver = SOLVERS[config.model.solver]
+    return solver.begin is not x_alone and not solver.reversible
+
+
 RULES = [
     *_every(
         "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
@@ -161,6 +167,12 @@ RULES = [
         lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
         "must be fixed, jittered or shifted, since mixed moves grids of more than two steps only",
     ),
+    Rule(
+        "model.training_times",
+        lambda v, c: v in ("fixed", "jittered") or not remembers(c),
+        "must be fixed or jittered for model.solver {c.model.solver}, which extrapolates from the step before, as the "
+        "first step of a moved grid can be much shorter than the second",
+    ),
     *_every(
         "dynamics_every model.generate_chunk model.lora_rank mesh.generator data.processes",
         lambda v: v >= 0,
@@ -212,7 +224,7 @@ RULES = [
     _without_hypernetwork("model.generate_chunk", lambda v: not v, "0"),
     Rule(
         "model.generate_chunk",
-        lambda v, c: not v or SOLVERS[c.model.solver].begin is x_alone or SOLVERS[c.model.solver].reversible,
+        lambda v, c: not v or not remembers(c),
         "must be 0 for model.solver {c.model.solver}, which remembers more than states",
     ),
     Rule(

@@ -231,6 +231,11 @@ def test_a_wrong_value_is_refused_by_name(field):
         ),
         (
             ("diffeqformer", "gpt"),
+            {"model__training_times": "shifted", "model__solver": "adams_bashforth"},
+            "model.training_times: must be fixed or jittered for model.solver adams_bashforth, .*, but it is 'shifted'",
+        ),
+        (
+            ("diffeqformer", "gpt"),
             {"model__weights_dtype": "bfloat16"},
             "model.weights_dtype: must be float32 for model.dtype float32, .*, but it is 'bfloat16'",
         ),

@@ -6,10 +6,11 @@ import math
 import jax
 import pytest
 
+from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning import search
 from diffeqformer.planning.chips import GPUS, TPUS
-from diffeqformer.planning.compiler import needed_bytes
+from diffeqformer.planning.compiler import needed_bytes, tpu_devices
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.programs import computed_again
@@ -133,13 +134,30 @@ LINE = 3 / 4 * 8 * 128 * 2 / 50e9  # seconds for 8 x 128 bf16 entries, of which 
         ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
         ("%sums = bf16[2,128] fusion(%a), calls=%all-reduce-scatter.1", LINE),
         ("%sums = (bf16[4,128], bf16[4,128]) all-reduce(%a, %b), replica_groups={{0,1,2,3},{4,5,6,7}}", 2 * LINE),
-        ("%sums = bf16[8,128] all-reduce(%a), replica_groups={{0,4},{1,5}}", 8 * 128 * 2 / 3.125e9),  # two slices
     ],
 )
 def test_collectives_take_their_bytes_at_the_rate_of_a_link_unless_they_are_hidden(instruction, seconds):
     text = COLLECTIVES.replace("HERE", f"  {instruction}")
     found = seconds_by_cause(Module(text), TPUS["v5e"], slice_size=4)
     assert found == pytest.approx({"depth forward, rest": 30 * CYCLE, "collectives": LINE - 30 * CYCLE + seconds})
+
+
+def test_slices_exchange_their_parts_one_after_another_while_they_work():
+    """The instructions are the compiler's for two slices, shortened."""
+    attributes = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
+    lines = ["ENTRY %main (a: f32[2]) -> f32[2] {"]
+    for number, size in ((1, 128), (2, 512)):
+        of = f'{attributes},_xla_host_transfer_rendezvous="psum.{number}_0",_xla_megascale_target="{{1,2}}x{{0:7}}"'
+        results = f"(f32[{size},8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[])"
+        lines += [f"  %send.{number} = {results} send(%bitcast.{number}, %after-all.{number}), {of}}}"]
+        lines += [f"  %recv.{number} = {results} recv(%after-all.{number}), {of}}}"]
+    lines += ['  %work = f32[8] fusion(%b), calls=%fused, backend_config={"estimated_cycles":"150000"}']
+    for number in (1, 2):
+        lines += [f"  %send-done.{number} = token[] send-done(%send.{number}), {attributes}}}"]
+        lines += [f"  %recv-done.{number} = (f32[8]{{0}}, token[]) recv-done(%recv.{number}), {attributes}}}"]
+    found = seconds_by_cause(Module("\n".join([*lines, "}"])), TPUS["v5e"], slice_size=8)
+    work = 150_000 * CYCLE
+    assert found == pytest.approx({"depth forward, rest": work, "collectives": 640 * 8 * 128 * 4 / 3.125e9 - work})
 
 
 @pytest.mark.parametrize("query, copies", [("bf16[8,12,64,1024]", 8 * 12), ("f32[12,64,1024]", 12 * 4)])
@@ -312,6 +330,20 @@ def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
     assert (fast["attention"], plain["attention"]) == ("cuDNN", "plain") and fast["fits"]
     scores = config.batch_size * config.model.heads * 64 * 64
     assert fast["memory"]["to_spare"] - plain["memory"]["to_spare"] > 4 * scores
+
+
+@pytest.mark.parametrize("remat", ["step", "binomial"])
+def test_a_plan_for_gpus_knows_that_shifted_grids_have_one_more_step(remat):
+    configs = [toy_config(model__training_times=times, model__remat=remat) for times in ("fixed", "shifted")]
+    plans = [plan_on_gpus(config, jax.devices()[:1], GPUS["h100"]) for config in configs]
+    fixed, shifted = (plan["memory"]["of_train_step_by_cause"] for plan in plans)
+    assert shifted["weights"] * 6 == fixed["weights"] * 7
+    assert shifted["states"] * 6 == fixed["states"] * (7 if remat == "step" else 6 * 8 / 7)
+
+
+def test_a_slice_that_would_end_the_compilers_process_is_refused():
+    with pytest.raises(UserError, match="^--topology: a slice of v5e has at most 256 chips, but v5e:16x32 has 512"):
+        tpu_devices("v5e:16x32", slices=1)
 
 
 def test_fine_tuning_on_gpus_is_planned(run, tmp_path):

@@ -41,6 +41,22 @@ def test_a_run_traces_its_steps_and_knows_its_utilisation(tmp_path, short_stores
         assert found["train/utilisation"][steps[-1]] == pytest.approx(flops / seconds / 1e12, rel=1e-5)
 
 
+def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
+    tokens, width, mlp, length = 8 * 16, 32, 64, 16
+
+    def block(kind="diffeqformer", **changes):
+        four, three = (toy_config(kind, model__num_steps=n, model__mlp=mlp, **changes) for n in (4, 3))
+        return (utilisation.step_flops(four) - utilisation.step_flops(three)) / tokens
+
+    attention, feed_forward = 4 * width**2 + width * length, 2 * width * mlp
+    for solver, evaluations in {"euler": (1, 1), "heun": (2, 2), "rk4": (4, 4), "strang": (4, 2)}.items():
+        expected = 6 * (evaluations[0] * attention + evaluations[1] * feed_forward)
+        assert block(model__solver=solver) == expected
+    adapters = 6 * 3 * (width + mlp)  # of one layer
+    lora = {"model__lora_rank": 3, "model__lora_layers": "mlp_up"}
+    assert block("discretized", **lora) == 4 * (4 * width**2 + feed_forward) + 6 * width * length + adapters
+
+
 @pytest.fixture
 def traced(tmp_path, monkeypatch):
     """Calls a trace of steps 4 to 6 as a run does, and returns what it asked of JAX and the folders that it wrote."""

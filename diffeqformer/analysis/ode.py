@@ -50,7 +50,8 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
 @functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
 def _norms(graph, params, times, between):
     model = nnx.merge(graph, params)
-    trained, middle = (model.depth(Grid.of(np.array(at))) for at in (times, between))
+    features = (model.depth.features_at(np.array(at), 1 / model.num_steps) for at in (times, between))
+    trained, middle = map(model.depth.from_features, features)
     rows = {}
     for name, layer in trained.items():
         if "kernel" not in layer:

@@ -1,5 +1,6 @@
 """The TPU compiler, without a TPU."""
 
+import math
 import os
 import pathlib
 import re
@@ -44,6 +45,10 @@ def tpu_devices(topology: str, slices: int) -> list:
     Raises:
         UserError: if the compiler doesn't know the topology.
     """
+    kind, _, shape = topology.partition(":")
+    chips = math.prod(map(int, re.findall(r"\d+", shape)))
+    if kind == "v5e" and chips > 256:  # libtpu would end the process
+        raise UserError(f"--topology: a slice of v5e has at most 256 chips, but {topology} has {chips:,}")
     more: dict = {"num_slices": slices} if slices > 1 else {}
     if set(re.findall(r"\d+", topology.partition(":")[2])) == {"1"}:  # a host usually has four
         more["chips_per_host_bounds"] = [1, 1, 1]

@@ -23,6 +23,7 @@ from jax.extend.core import jaxprs_in_params
 from ml_collections import ConfigDict
 
 from diffeqformer.cross_entropy import CHUNK
+from diffeqformer.depth.depths import longest_grid
 from diffeqformer.fields import FIELDS, attention
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.parallel.sharding import BATCH
@@ -100,10 +101,11 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
         program: a program of the config. Its devices may be other ones than those that are planned for.
         num_steps: steps of depth.
     """
-    kept = states_kept(config.model, num_steps)
+    steps = longest_grid(config.model, num_steps)
+    kept = states_kept(config.model, steps)
     loops = bytes_of_loops(program if kept is None else like(program, "step"), num_steps)
     if kept is not None:
-        loops = loops._replace(stored=kept * loops.stored // num_steps)
+        loops = loops._replace(stored=kept * loops.stored // steps)
     again = bytes_of_loops(like(program, "none"), num_steps).stored
     model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
     vocabulary = padded_vocabulary(model)
@@ -116,7 +118,7 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
     forward = {"weights": loops.weights, "states": loops.stored, **gradient}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
-        forward | {"weights' gradient": loops.gradient, "a step computed again": again // num_steps},
+        forward | {"weights' gradient": loops.gradient, "a step computed again": again // steps},
         {"weights' gradient": 4 * loops.gradient // compute, **gradient, "a P's gradient": largest_gradient(program)},
     ]
     state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
@@ -152,7 +154,8 @@ def bytes_of_loops(program: Program, num_steps: int) -> Loops:
     config = program.config
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     traced = program.train_step.trace(program.state_shapes, tokens, num_steps).jaxpr.jaxpr
-    found = [scan for scan in scans(traced) if scan.params["length"] == num_steps]
+    steps = longest_grid(config.model, num_steps)
+    found = [scan for scan in scans(traced) if scan.params["length"] == steps]
     written = {scan: size(scan.outvars[scan.params["num_carry"] :]) for scan in found}
     # Parts of the loss can be as many as steps, but write less.
     forward, backward = (

@@ -7,7 +7,8 @@ The compiler states the cycles that it expects of each instruction, but not for 
   with heads filled up to 128 entries. Its instructions take that long, within a tenth, for GPT-large on v5e and
   Llama-1B on v5p. In fp32 they take about `IN_FLOAT32` times as long, by those for GPT-small on v5e.
 - A collective takes its bytes at the rate of one link, as if its devices stood in a line. Work between its start and
-  its end hides it.
+  its end hides it. Between slices, every device sends its part to another slice at the rate of the network, one part
+  after another.
 
 An instruction that fuses several operations belongs to the last of them.
 """
@@ -29,6 +30,7 @@ CAUSES = {  # by the innermost function of ours, or by its file
     "loss": ("cross_entropy.py",),
     "update": ("step.py", "optimizer.py", "update.py"),
 }
+MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
 
 
@@ -36,15 +38,18 @@ def seconds_by_cause(module: Module, chip: Tpu, slice_size: int, body: str = "EN
     """The seconds of one round of a computation, by cause.
 
     Args:
-        slice_size: devices of a slice. Groups of devices in several slices use the network between them.
+        slice_size: devices of a slice.
     """
     found: dict[str, float] = collections.defaultdict(float)
+    network = Network(chip.network_rate)
     begun: dict[str, tuple[float, float]] = {}  # collectives: when they began, and how long they take
     for line in module.bodies[body]:
-        now = sum(found.values())
+        now = sum(found.values(), 0.0)
         if loop := module.loop(line):
             for cause, seconds in seconds_by_cause(module, chip, slice_size, loop[0]).items():
                 found[cause] += loop[1] * seconds
+        elif MEGASCALE in line:
+            found["collectives"] += network.wait(line, now)
         elif moved := collective(module, line):
             phase, instruction = moved
             if phase == "done":
@@ -116,7 +121,7 @@ def started(line: str) -> str:
 
 
 def transfer_seconds(line: str, chip: Tpu, slice_size: int) -> float:
-    """The seconds of a collective's transfers."""
+    """The seconds of the transfers of a collective in a slice."""
     kind, phase = re.search(COLLECTIVE, line).groups()
     result = line.partition(" = ")[2].partition(f" {kind}{phase or ''}(")[0]
     arrays = [bytes_of(array) for array in re.findall(r"\w+\[[\d,]*\]", result)]
@@ -125,6 +130,40 @@ def transfer_seconds(line: str, chip: Tpu, slice_size: int) -> float:
         return payload / chip.link_rate
     group = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     devices = [int(device) for device in group[1].split(",")] if group else list(range(slice_size))
+    if kind == "reduce-scatter" and not group:
+        raise ValueError(f"the devices of this reduce-scatter can't be read: {line.strip()}")
     payload *= {"reduce-scatter": len(devices), "all-reduce": 2}.get(kind, 1)
-    across = len({device // slice_size for device in devices}) > 1
-    return payload * (1 - 1 / len(devices)) / (chip.network_rate if across else chip.link_rate)
+    return payload * (1 - 1 / len(devices)) / chip.link_rate
+
+
+class Network:
+    """The transfers between slices: the compiler makes a send, a receipt and its end of an all-reduce over several.
+
+    Args:
+        rate: bytes of a device in a second.
+    """
+
+    def __init__(self, rate: float):
+        self.rate, self.free = rate, 0.0  # when the last transfer ends
+        self.arrivals: dict[str, float] = {}
+        self.receipts: dict[str, str] = {}  # names of instructions, and what they receive
+
+    def wait(self, line: str, now: float) -> float:
+        """The seconds that an instruction waits, if it is reached `now`."""
+        transfer = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', line)
+        if transfer and " send(" in line:
+            slices = numbers_of(re.search(r'_xla_megascale_target="\{([\d:,]+)\}', line)[1])
+            sent = max(bytes_of(array) for array in re.findall(r"\w+\[[\d,]*\]", line.partition(" send(")[0]))
+            self.free = max(now, self.free) + 2 * (1 - 1 / slices) * sent / self.rate
+            self.arrivals[transfer[1]] = self.free
+        elif transfer:
+            self.receipts[name_of(line)] = transfer[1]
+        elif received := re.search(r" recv-done\((%[\w.-]+)\)", line):
+            return max(0.0, self.arrivals[self.receipts[received[1]]] - now)
+        return 0.0
+
+
+def numbers_of(text: str) -> int:
+    """How many numbers a list such as 1:4 or 1,2 has."""
+    ends = [list(map(int, part.split(":"))) for part in text.split(",")]
+    return sum(part[-1] - part[0] + 1 for part in ends)

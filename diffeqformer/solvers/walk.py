@@ -89,29 +89,35 @@ class Solver:
         """Whether the state before a step follows from the one after it."""
         return self.increments is not None
 
-    @functools.cached_property
+    @property
     def evaluations(self) -> int:
-        """Evaluations of the attention in a step, counted by tracing it. A cache holds keys and values for each."""
+        """Evaluations of the attention in a step. A cache holds keys and values for each."""
+        return self.counted[0]
+
+    @functools.cached_property
+    def counted(self) -> tuple[int, int]:
+        """Evaluations of the attention and of the feed-forward in a step, counted by tracing it."""
         field = _CountedField()
 
         def one_step(x):
             return self.step(field, [{}] * len(self.nodes), self.begin(x, x.sum()), x.sum(), Context())
 
         jax.eval_shape(one_step, jnp.zeros((1, 1, 1)))
-        return field.evaluations
+        return field.attentions, field.feed_forwards
 
 
 class _CountedField(VectorField):
-    """A field that counts how often a solver evaluates the attention."""
+    """A field that counts how often a solver evaluates its branches."""
 
     def __init__(self):
-        self.evaluations = 0
+        self.attentions = self.feed_forwards = 0
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
-        self.evaluations += 1
+        self.attentions += 1
         return x
 
     def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        self.feed_forwards += 1
         return x
 
 

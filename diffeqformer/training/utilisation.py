@@ -3,7 +3,9 @@
 import jax
 from ml_collections import ConfigDict
 
+from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.fields.layers import Linear
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import vector_field
 
 PEAKS = {  # dense bfloat16 FLOP/s from data sheets; the first name that is a prefix of the device kind counts
@@ -16,14 +18,22 @@ PEAKS = {  # dense bfloat16 FLOP/s from data sheets; the first name that is a pr
 def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
     """The FLOPs of a train step with `num_steps` steps of depth (None: the config's), over all devices.
 
-    They are six for each weight of a matrix product and token, plus the causal half of attention. Recomputation and the
-    generator aren't counted.
+    They are six for each weight of a matrix product, each token and each evaluation of it by the solver (four if the
+    weight is frozen), plus the causal half of attention. Recomputation and the generator aren't counted. Layers whose
+    names begin with mlp belong to the feed-forward, all others to the attention.
     """
     model = config.model
-    layers = [layer for layer in vector_field(model).layers().values() if isinstance(layer, Linear)]
-    one_step = sum(layer.inputs * layer.outputs for layer in layers) + model.width * config.sequence_length
-    by_token = 6.0 * ((num_steps or model.num_steps) * one_step + model.vocab_size * model.width)
-    return by_token * config.batch_size * config.sequence_length
+    layers = {name: layer for name, layer in vector_field(model).layers().items() if isinstance(layer, Linear)}
+    adapted = adapted_layers(layers, model.lora_layers, model.lora_rank) if model.lora_rank else ()
+    attentions, feed_forwards = SOLVERS[model.solver].counted
+    by_weight, one_step = 4 if adapted else 6, 6 * attentions * model.width * config.sequence_length
+    for name, layer in layers.items():
+        flops = by_weight * layer.inputs * layer.outputs
+        if name in adapted:
+            flops += 6 * model.lora_rank * (layer.inputs + layer.outputs)
+        one_step += flops * (feed_forwards if name.startswith("mlp") else attentions)
+    by_token = (num_steps or model.num_steps) * one_step + by_weight * model.vocab_size * model.width
+    return float(by_token * config.batch_size * config.sequence_length)
 
 
 def utilisation(config: ConfigDict, seconds: float, devices: list[jax.Device], num_steps: int | None = None) -> float:

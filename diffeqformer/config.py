@@ -325,6 +325,12 @@ def check_overrides(arguments: list[str]) -> None:
             raise UserError(f"{name}: must be of type {kind.__name__}, but it is {text!r}") from None
 
 
+def given_fields(arguments: list[str]) -> set[str]:
+    """The fields that `--config.FIELD=VALUE` among the command's arguments set."""
+    names = {argument.lstrip("-").removeprefix("no").partition("=")[0] for argument in arguments}
+    return {name.removeprefix("config.") for name in names if name.startswith("config.")}
+
+
 def check_used(arguments: list[str], config: ConfigDict) -> None:
     """Check that no `--config.FIELD=VALUE` among the command's arguments sets a field which the run would ignore.
 
@@ -338,10 +344,10 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
     check_fields(config)
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
-    given = {argument.lstrip("-").removeprefix("no").partition("=")[0] for argument in arguments}
+    given = given_fields(arguments)
     for fields, condition, why in IGNORED:
         for field in fields.split():
-            if f"config.{field}" in given and condition(config):
+            if field in given and condition(config):
                 raise UserError(f"config.{field}: must be left out, because {why.format(c=config)}")
 
 

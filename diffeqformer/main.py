@@ -7,9 +7,10 @@ START = time.monotonic()  # before the heavy imports, so that the time to the fi
 
 from absl import flags, logging  # noqa: E402
 
-from diffeqformer.config import check_overrides, check_used, explain  # noqa: E402
+from diffeqformer.config import check_overrides, check_used, explain, given_fields  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.parallel import hosts  # noqa: E402
+from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.loop import train  # noqa: E402
 
 if __name__ == "__main__":
@@ -21,8 +22,11 @@ if __name__ == "__main__":
 
     def command() -> None:
         check_used(sys.argv, config.value)
+        folder = workdir.value or f"runs/{config.value.name}"
         with hosts.joined(flags.FLAGS):
-            train(config.value, workdir.value or f"runs/{config.value.name}", START, verify.value)
+            with hosts.all_succeed("the base"):
+                finetune.check_given(given_fields(sys.argv), config.value, folder)
+            train(config.value, folder, START, verify.value)
 
     command_line.run(
         command,

@@ -20,7 +20,15 @@ import jax  # noqa: E402
 from absl import flags  # noqa: E402
 from ml_collections import ConfigDict  # noqa: E402
 
-from diffeqformer.config import check_config, check_fields, check_overrides, check_used, explain, title  # noqa: E402
+from diffeqformer.config import (  # noqa: E402
+    check_config,
+    check_fields,
+    check_overrides,
+    check_used,
+    explain,
+    given_fields,
+    title,
+)
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_json  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
@@ -67,6 +75,7 @@ def main() -> None:
     check_used(sys.argv, config)
     if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", gpus[1])
+    finetune.check_given(given_fields(sys.argv), config, f"runs/{config.name}")
     config = finetune.inherit(config, f"runs/{config.name}")
     plan = planned_on_gpus(config, *gpus) if gpus else planned_on_tpus(config)
     if JSON.value:

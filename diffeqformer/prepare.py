@@ -2,12 +2,13 @@
 
 from ml_collections import ConfigDict
 
-from diffeqformer.config import check_config, check_overrides, check_tokenizer, explain
+from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import open_stored, prepare, store_folder
 from diffeqformer.data.remote import upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
+from diffeqformer.rules import RULES
 
 
 def run(config: ConfigDict) -> None:
@@ -16,7 +17,12 @@ def run(config: ConfigDict) -> None:
     Raises:
         UserError: for anything the user can fix.
     """
-    check_config(config, num_devices=None)  # preparation and training may run on different machines
+    if config.base:  # whose model training will check
+        check_fields(config)
+        for rule in (rule for rule in RULES if rule.alone or rule.field.startswith("data.")):
+            check_rule(rule, config)
+    else:
+        check_config(config, num_devices=None)  # preparation and training may run on different machines
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
     if not config.base:  # with a base, training checks the vocabulary
         check_tokenizer(config, tokenizer)

@@ -319,6 +319,16 @@ IGNORED = [
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),
+    Ignored(
+        "model.generator_start",
+        lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,
+        "model.kind {c.model.kind} generates no kernels",
+    ),
+    Ignored(
+        "data.tfds_dir",
+        lambda c: c.data.train_files or c.data.task == "python_stdlib",
+        "this text doesn't come from TensorFlow Datasets",
+    ),
     Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
     Ignored(
         "model.norm_of_norm",

@@ -6,6 +6,7 @@ import pathlib
 import runpy
 
 import numpy as np
+import pytest
 import seqio
 import tensorflow as tf
 
@@ -13,6 +14,7 @@ from diffeqformer.data import CORPUS_NAMES, corpora, tasks
 from diffeqformer.data.store import open_store
 from diffeqformer.data.texts import stdlib_files
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
+from diffeqformer.errors import UserError
 
 
 def test_the_standard_library_task_agrees_with_its_files():
@@ -63,6 +65,11 @@ def test_a_tokenizer_is_a_vocabulary():
         assert (vocabulary.eos_id, vocabulary.bos_id, vocabulary.unk_id) == (tokenizer.end_of_text, None, None)
         assert vocabulary.vocab_size == tokenizer.vocab_size and vocabulary == tasks.TokenizerVocabulary(tokenizer)
     assert tasks.TokenizerVocabulary(ByteTokenizer()) != vocabulary
+
+
+def test_a_corpus_without_text_is_said():
+    with pytest.raises(UserError, match="^config.data.task: the examples .* have a 'text', but they have content$"):
+        tasks.rekey(tf.data.Dataset.from_tensors({"content": "a"}))
 
 
 def test_local_files_take_the_place_of_wikitext(tmp_path, monkeypatch):

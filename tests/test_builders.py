@@ -121,6 +121,7 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.txt", None, r"a\.txt: No such file or directory; put"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
         ("a.txt", b"ab\ncd\xff", r"a\.txt: byte 5 isn't UTF-8"),
+        ("a.txt", b"\xef\xbb\xbfabc\xff", r"a\.txt: byte 6 isn't UTF-8"),  # after a byte order mark
         ("a.txt.gz", b"plain", r"a\.txt\.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: .*end-of-stream"),
         ("a.csv", b"x", r"a\.csv: texts can't be read from a file of this kind"),

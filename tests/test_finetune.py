@@ -10,7 +10,7 @@ from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from diffeqformer import checkpoint
+from diffeqformer import checkpoint, prepare
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.mesh import make_mesh
@@ -76,6 +76,36 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         logits = ours(TOKENS, ours.weights())
         shown = (logits[..., :257], expected[..., :257])  # logits of padding rows are -inf
         np.testing.assert_allclose(*shown, atol=5e-6 * float(jnp.abs(shown[1]).max()))
+
+
+def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
+    save_base(tmp_path / "base", toy_config(model__solver="lie_trotter"))
+    config = new_config(tmp_path / "base")  # which has the default, euler
+    finetune.check_given({"model.num_steps", "steps"}, config, tmp_path / "new")
+    with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'"):
+        finetune.check_given({"model.solver"}, config, tmp_path / "new")
+
+
+def test_the_folder_of_the_base_itself_is_not_taken_for_the_new_runs(tmp_path):
+    """Of which `plan` knows the name alone."""
+    save_base(tmp_path / "base", toy_config())
+    assert finetune.inherit(new_config(tmp_path / "base"), tmp_path / "base").model.kind == "discretized"
+
+
+def test_a_store_is_prepared_for_a_base_that_is_elsewhere(short_stores, capsys):
+    config = new_config("runs/absent", model__lora_rank=2, data__dir=str(short_stores))
+    prepare.run(config)
+    assert "is there already, whole" in capsys.readouterr().out
+    with pytest.raises(UserError, match="^config.data.processes: must not be negative"):
+        prepare.run(change(config, data__processes=-1))
+
+
+@pytest.mark.parametrize("kind", ["looped", "alternative"])
+def test_a_base_may_be_named_by_its_own_kind(kind, tmp_path):
+    save_base(tmp_path / "base", toy_config(kind))
+    for name in (kind, "diffeqformer"):
+        config = change(new_config(tmp_path / "base"), model__kind=name)
+        assert finetune.inherit(config, tmp_path / "new").model.kind == "discretized"
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """What a command line may set in a config, and what stops it."""
 
+import contextlib
+
 import pytest
 
 from diffeqformer.config import check_overrides, check_used
@@ -34,6 +36,7 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
     [
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt has no hypernetwork"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
+        ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
         ("llama", "--config.model.norm_of_norm=true", "model.kind llama with the block of model.field llama has no"),
@@ -52,6 +55,13 @@ def test_an_unknown_model_is_left_to_the_check_of_all_fields():
 
 def test_what_a_base_has_may_be_said_again():
     check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
+
+
+def test_a_folder_for_tensorflows_data_sets_is_refused_where_none_is_read():
+    for task, files, used in (("python_stdlib", "", False), ("wikitext103", "a.txt", False), ("wikitext103", "", True)):
+        config = toy_config(data__task=task, data__train_files=files)
+        with contextlib.nullcontext() if used else pytest.raises(UserError, match="^config.data.tfds_dir: must be"):
+            check_used(["main.py", "--config.data.tfds_dir=/data"], config)
 
 
 def test_right_overrides_pass():

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import ROOT, toy_config
+from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -175,6 +176,7 @@ def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
     [
         (b'{"text": "caf\xe9"}\n', "broken.jsonl: byte 13 isn't UTF-8"),
         (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
+        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 has no string 'text'"),
     ],
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
@@ -185,8 +187,21 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
     assert not (tmp_path / "stores" / "python_stdlib-bytes").exists()
 
 
+@pytest.mark.parametrize(
+    "name, sentence", [("read.me", "texts can't be read from a file of this"), ("a.jsonl", "line 1 has no string 'te")]
+)
+def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, corpus, tmp_path):
+    (tmp_path / name).write_text("{}\n")
+    data = toy_config(data__dir=str(tmp_path / "stores"), data__task="mine").data
+    data.update(train_files=f"{corpus[0]}/train-*", validation_files=f"{tmp_path}/{name}")
+    with mock.patch.object(preparation, "Worker", side_effect=AssertionError("no work")):
+        with pytest.raises(UserError, match=f"{name}: {sentence}"):
+            preparation.prepare(data, TOKENIZER)
+
+
 @pytest.mark.slow
 def test_a_module_of_the_users_adds_a_corpus(tmp_path):
+    """It is in the current folder, but not in that of the command's script, which is that of an installed one."""
     (tmp_path / "my_corpora.py").write_text("""
 import seqio
 import tensorflow as tf
@@ -198,11 +213,19 @@ def documents(split, shuffle_files=False, seed=None):
 print({"split": "what a module prints harms nothing"})
 add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validation")), "a module of ours")
 """)
-    command = [sys.executable, "-m", "diffeqformer.prepare", "--config=configs/tiny.py", "--config.data.task=mine"]
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "diffeqformer"
+    script.write_text("from diffeqformer.__main__ import main\nmain()\n")
+    command = [sys.executable, script, "prepare", "--config=tiny", "--config.data.task=mine"]
     more = ["--config.data.module=my_corpora", f"--config.data.dir={tmp_path}", "--config.sequence_length=16"]
     more += ["--config.data.processes=1"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True)
+    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([*command, *more], **where)
+    assert done.returncode == 0, done.stderr
+    config = toy_config(data__task="mine", data__module="my_corpora")
+    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]})
+    options = ["--workdir=run", "--module=my_corpora", "--perplexity=paper", "--window=16"]
+    done = subprocess.run([sys.executable, script, "evaluate", *options], **where)
     assert done.returncode == 0, done.stderr
     split = open_store(tmp_path / "mine-bytes", "bytes", 16)["train"]
     assert TOKENIZER.decode(split.ids(0, 22).tolist()) == "train 0, our own text"

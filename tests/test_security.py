@@ -46,7 +46,7 @@ from runs import command
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     """A module runs code, so only the user's own option can name one."""
     imported, fake = [], types.SimpleNamespace(CORPORA={"python_stdlib": ...}, Evaluation=lambda *arguments: arguments)
-    fake.configure = lambda module, _: imported.append(module)
+    fake.configure = lambda module, *_: imported.append(module)
     monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)
     for name in ("diffeqformer.data.tasks", "diffeqformer.inference.perplexity"):  # which import TensorFlow
         monkeypatch.setitem(sys.modules, name, fake)

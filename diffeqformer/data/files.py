@@ -1,5 +1,6 @@
 """Texts from files: .txt (also .tokens, .raw), .jsonl (also .json) and .parquet. The first two may be gzipped (.gz)."""
 
+import codecs
 import gzip
 import os
 import pathlib
@@ -28,6 +29,16 @@ def kind(path: str | os.PathLike) -> str:
     if not suffix or suffix[0] not in PLAIN + JSON_LINES + (() if compressed else PARQUET):
         raise UserError(f"{path}: texts can't be read from a file of this kind; use .txt, .jsonl or .parquet")
     return suffix[0]
+
+
+def check_first(path: str | os.PathLike) -> None:
+    """Check that the first document of a file can be read, if the file has one in each line or row.
+
+    Raises:
+        UserError: as `read_texts`.
+    """
+    if kind(path) not in PLAIN:
+        next(read_texts(path), None)
 
 
 def read_texts(path: str | os.PathLike) -> Iterator[str]:
@@ -65,11 +76,12 @@ def read_lines(path: str | os.PathLike, whole: bool = False) -> Iterator[str]:
                 if len(line) + (offset if whole else 0) > LARGEST:
                     what = "a document" if whole else "a line"
                     raise UserError(f"{path}: it has {what} of more than {LARGEST:,} bytes; cut it into several")
+                mark = 0 if offset or not line.startswith(codecs.BOM_UTF8) else len(codecs.BOM_UTF8)
                 try:
-                    yield line.decode("utf-8" if offset else "utf-8-sig")
+                    yield line[mark:].decode("utf-8")
                 except UnicodeDecodeError as error:
                     raise UserError(
-                        f"{path}: byte {offset + error.start:,} isn't UTF-8; convert the file to UTF-8"
+                        f"{path}: byte {offset + mark + error.start:,} isn't UTF-8; convert the file to UTF-8"
                     ) from None
                 offset += len(line)
     except (OSError, EOFError, zlib.error) as error:

@@ -7,6 +7,7 @@ written to `<store>.partial`, which is renamed once all of it has been verified.
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from typing import IO
 from ml_collections import ConfigDict
 
 from diffeqformer.console.terminal import duration
+from diffeqformer.data.files import check_first, kind
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed, write_lasting
@@ -74,6 +76,7 @@ def matching_files(patterns: str, option: str) -> list[str]:
                 raise UserError(f"{option}: {path} isn't a file that can be read twice; write its text into one")
             if not os.path.getsize(path):
                 raise UserError(f"{option}: {path} is empty; put a file with text there")
+            kind(path)
             if (target := os.path.realpath(path)) in seen:
                 raise UserError(f"{option}: {path} is named twice; leave one of them out")
             seen.add(target)
@@ -153,6 +156,8 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
 
 
 def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
+    for path in itertools.chain.from_iterable((files or {}).values()):
+        check_first(path)  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
     task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
@@ -290,7 +295,8 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
         if failures:
             done = len(progress.done)
             goes_on = (
-                f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them)"
+                f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them, "
+                "unless the text has to change)"
             )
             raise UserError(failures[0] + goes_on * (done > 0))
     progress.show(last=True)

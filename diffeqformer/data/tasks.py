@@ -13,7 +13,9 @@ A task's examples are documents: `targets`, their ids with end-of-text last, and
 
 import functools
 import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -108,18 +110,25 @@ class LocalFiles(seqio.DataSource):
         return tf.data.Dataset.from_generator(examples, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
-def configure(module: str, tfds_dir: str) -> None:
+def configure(module: str, tfds_dir: str, option: str = "config.data.module") -> None:
     """Apply a config's settings: a module that adds corpora, and the folder of TensorFlow Datasets (empty: unchanged).
+
+    The module may be in the current folder, even if the command's own script is elsewhere.
+
+    Args:
+        option: the one that names the module.
 
     Raises:
         UserError: if the module can't be imported.
     """
     if module:
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.insert(0, os.getcwd())
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # the module is the user's
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise UserError(f"config.data.module: {module} can't be imported: {reason}") from None
+            raise UserError(f"{option}: {module} can't be imported: {reason}") from None
     if tfds_dir:
         seqio.set_tfds_data_dir_override(tfds_dir)
 
@@ -146,7 +155,16 @@ def one_sentence(error: Exception) -> str:
 
 
 def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The text, under the name that SeqIO expects for text to be tokenized."""
+    """The text, under the name that SeqIO expects for text to be tokenized.
+
+    Raises:
+        UserError: if the examples have no text.
+    """
+    if "text" not in dataset.element_spec:
+        raise UserError(
+            "config.data.task: the examples of a corpus must have a 'text', but they have "
+            f"{', '.join(dataset.element_spec)}"
+        )
     return dataset.map(lambda example: {"targets": example["text"]})
 
 

@@ -22,7 +22,7 @@ from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_texts
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, unforeseen
 
 
 def answer(**fields) -> None:
@@ -176,6 +176,8 @@ def main() -> None:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except errors as error:
         answer(error=say(error))
+    except Exception as error:  # a corpus can be the user's own code
+        answer(error=f"config.data.task: {first['task']}: {unforeseen(error)}")
 
 
 if __name__ == "__main__":

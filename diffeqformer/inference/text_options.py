@@ -114,7 +114,8 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
             f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
             "--module=NAME"
         )
-    tasks.configure(options.module or "", data.tfds_dir if options.tfds_dir is None else options.tfds_dir)
+    tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
+    tasks.configure(options.module or "", tfds_dir, "--module")
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
 
 

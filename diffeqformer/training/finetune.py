@@ -34,11 +34,13 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
     if not config.base:
         return config
     try:
-        model = checkpoint.newest_readable(workdir, config.on_damage == "older")[1].model
+        ours = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
     except checkpoint.NoCheckpoint:
-        model = _model_of_base(config)
+        ours = None
+    model = ours.model if ours and ours.base == config.base else _model_of_base(config)
     config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
-    if config.model.kind not in (model.kind, default.kind):
+    sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
+    if config.model.kind not in (model.kind, default.kind) and not sampled:
         kind = MODELS[config.model.kind]
         discretized = kind.weights.fixed_depth and not kind.vanilla
         needed = "a model with generated weights" if discretized else f"a model of the kind {config.model.kind}"
@@ -55,6 +57,25 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
             )
         config.model[name] = theirs
     return config
+
+
+def check_given(given: set[str], config: ConfigDict, workdir: epath.PathLike) -> None:
+    """Check that no field that a command line sets has another value in the base, even if it sets the default.
+
+    Args:
+        given: names of fields (`diffeqformer.config.given_fields`).
+        workdir: see `inherit`.
+
+    Raises:
+        UserError: for the first such field, and for the reasons given in `inherit`.
+    """
+    inherited = inherit(config, workdir).model
+    for name in config.model:
+        if f"model.{name}" in given and config.model[name] != inherited[name]:
+            raise UserError(
+                f"config.model.{name}: must be the base's, {inherited[name]!r}, but it is {config.model[name]!r}; "
+                "leave it out"
+            )
 
 
 @contextlib.contextmanager

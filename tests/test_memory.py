@@ -1,0 +1,145 @@
+"""Whether a run fits into memory: what is compared, what is said, and how much is free."""
+
+import math
+import types
+from contextlib import nullcontext
+
+import jax
+import numpy as np
+import pytest
+
+from diffeqformer.data.store import Split
+from diffeqformer.errors import UserError
+from diffeqformer.parallel import memory as device_memory
+from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.training import loop, memory, validation
+from diffeqformer.training.dynamics import Recorder, first_windows
+from diffeqformer.training.step import Program
+from helpers import ONE_DEVICE, first_state, tokens_of, toy_config
+
+
+@pytest.mark.parametrize("size", [{"model__vocab_size": 2 * 10**9}, {"model__width": 2**18, "model__mlp": 2**20}])
+def test_a_model_too_large_is_said_before_anything_is_allocated(
+    size, tmp_path, short_stores, one_device_loop, monkeypatch
+):
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 10**9)
+    sentence = (
+        r"its parameters and the optimizer's state need [\d,.]+ GB on each device, but [\d,.]+ GB are free; take a"
+    )
+    with pytest.raises(UserError, match=f"^config.model: {sentence} smaller model"):
+        loop.train(toy_config(data__dir=str(short_stores), **size), tmp_path)
+
+
+def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
+    config = toy_config("gpt")
+    program = Program(config, ONE_DEVICE)
+    state = program.state_shapes
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert needed > 3 * 4 * parameters  # with Adam's two moments
+    for free, will_train in ((needed, False), (10**9, True)):
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        memory.check_memory(config, program, state, will_train)
+    for free, sentence in ((needed, "config.batch_size: a train step needs"), (needed - 1, "config.model: its para")):
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
+            memory.check_memory(config, program, state, True)
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
+    for more in (0, 1):
+        sizes = iter((0, beside_moments, beside_moments + more))  # of a train step, the weights and the evaluation
+        monkeypatch.setattr(memory, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
+        said = (
+            pytest.raises(
+                UserError, match="^config.model.num_steps: a validation in 6 steps needs 0.0 GB for its evaluation on"
+            )
+            if more
+            else nullcontext()
+        )
+        with said:
+            memory.check_memory(config, program, state, True)
+
+    def refuse(compiled):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(memory, "bytes_of_program", refuse)
+    with pytest.raises(UserError, match="^config.batch_size: a train step needs more memory on each device, but"):
+        memory.check_memory(config, program, state, True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2, "model__remat": "step"}])
+def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
+    config = toy_config(dynamics_every=1, model__training_depths="4,8", **changes)
+    program = Program(config, make_mesh())
+    ids = np.arange(16 * 16, dtype=np.uint16)
+    split = Split((ids,), text_bytes=len(ids), sha256="")
+    with jax.log_compiles():
+        memory.check_memory(config, program, program.state_shapes, True)
+        state = first_state(program)
+        for depth in (None, 8):
+            validation.validate(program, state["params"], split, config, depth)
+        Recorder(program, first_windows(split, config.sequence_length))(state["params"])
+        program.train_step(state, jax.device_put(tokens_of(0, config), program.batch_sharding), 8)
+    compiled = [
+        record.getMessage().split()[4] for record in caplog.records if "Finished XLA comp" in record.getMessage()
+    ]
+    found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate", "measured")}
+    assert found == {"_train_step": 1, "_weights": 1 if changes else 2, "_evaluate": 2, "measured": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, devices, excess, said",
+    [
+        ({"model__remat": "none"}, 1, 1.5, "config.microbatches=2, config.model.remat=step, or more"),
+        (
+            {"model__remat": "step", "microbatches": 2},
+            2,
+            2.0,
+            "config.microbatches=4, config.model.remat=binomial, or more",
+        ),
+        ({"model__remat": "binomial", "microbatches": 4}, 2, math.inf, "a smaller batch, or more"),
+        ({"model__remat": "step", "microbatches": 4, "mesh__tensor": 2}, 2, 1.1, "config.microbatches=8, config.model"),
+        ({"model__remat": "binomial"}, 1, 3.0, "config.microbatches=4, or more"),
+        ({"model__remat": "binomial"}, 1, 1e6, "a smaller batch, or more"),
+    ],
+)
+def test_what_would_save_memory(changes, devices, excess, said):
+    assert memory.remedies(toy_config(**changes), devices, excess).startswith(said)
+
+
+def free_with(root, groups: str, files: dict[str, str]) -> int:
+    """The free bytes of a host with 900 KiB of memory, for a process in some control groups with some files."""
+    meminfo = "MemTotal: 1000 kB\nMemAvailable: 600 kB\nSwapFree: 300 kB\n"
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": groups} | {f"sys/fs/cgroup/{n}": t for n, t in files.items()}
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return device_memory.free_on_host(root)
+
+
+def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path):
+    gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
+    silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
+    assert device_memory.free_bytes([gpu, gpu]) == 70 and device_memory.free_bytes([silent]) is None
+    cpus = jax.local_devices(backend="cpu")
+    assert device_memory.free_on_host() > 0
+    assert free_with(tmp_path / "none", "", {}) == 900 * 1024
+    version_2 = {
+        "memory.max": "max",
+        "a/memory.max": "5000",
+        "a/memory.current": "4000",
+        "a/memory.stat": "inactive_file 4\nactive_file 3",
+    }
+    assert free_with(tmp_path / "v2", "0::/a/b\n", version_2) == 1007
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
+    version_1 = dict(
+        zip(
+            (f"memory/{name}" for name in names),
+            ("3000", "3100", "inactive_file 0\nactive_file 0\ntotal_inactive_file 150\ntotal_active_file 50"),
+        )
+    )
+    assert free_with(tmp_path / "v1", "5:cpu:/\n4:memory,x:/docker/c\n", version_1) == 100
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 800)
+    assert device_memory.free_bytes(cpus) == 800 // len(cpus)  # they share it

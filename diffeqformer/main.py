@@ -10,7 +10,6 @@ from absl import flags, logging  # noqa: E402
 from diffeqformer.config import check_overrides, check_used, explain, given_fields  # noqa: E402
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.parallel import hosts  # noqa: E402
-from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.loop import train  # noqa: E402
 
 if __name__ == "__main__":
@@ -22,11 +21,9 @@ if __name__ == "__main__":
 
     def command() -> None:
         check_used(sys.argv, config.value)
-        folder = workdir.value or f"runs/{config.value.name}"
+        folder, given = workdir.value or f"runs/{config.value.name}", given_fields(sys.argv)
         with hosts.joined(flags.FLAGS):
-            with hosts.all_succeed("the base"):
-                finetune.check_given(given_fields(sys.argv), config.value, folder)
-            train(config.value, folder, START, verify.value)
+            train(config.value, folder, START, verify.value, given)
 
     command_line.run(
         command,

@@ -75,8 +75,7 @@ def main() -> None:
     check_used(sys.argv, config)
     if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", gpus[1])
-    finetune.check_given(given_fields(sys.argv), config, f"runs/{config.name}")
-    config = finetune.inherit(config, f"runs/{config.name}")
+    config = finetune.inherit(config, f"runs/{config.name}", given_fields(sys.argv))
     plan = planned_on_gpus(config, *gpus) if gpus else planned_on_tpus(config)
     if JSON.value:
         write_json(pathlib.Path(JSON.value), plan)

@@ -315,7 +315,7 @@ class Ignored(NamedTuple):
 
 IGNORED = [
     Ignored(
-        "model.time_embed_dim model.sinusoidal_dim model.time_frequency model.generator_start",
+        "model.time_embed_dim model.sinusoidal_dim model.time_frequency",
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),

@@ -81,9 +81,9 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
 def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
     save_base(tmp_path / "base", toy_config(model__solver="lie_trotter"))
     config = new_config(tmp_path / "base")  # which has the default, euler
-    finetune.check_given({"model.num_steps", "steps"}, config, tmp_path / "new")
+    assert finetune.inherit(config, tmp_path / "new", {"model.num_steps", "steps"}).model.solver == "lie_trotter"
     with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'"):
-        finetune.check_given({"model.solver"}, config, tmp_path / "new")
+        finetune.inherit(config, tmp_path / "new", {"model.solver"})
 
 
 def test_the_folder_of_the_base_itself_is_not_taken_for_the_new_runs(tmp_path):

@@ -34,7 +34,7 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
 @pytest.mark.parametrize(
     "model, argument, why",
     [
-        ("gpt", "--config.model.generator_start=constant", "model.kind gpt has no hypernetwork"),
+        ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
         ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),

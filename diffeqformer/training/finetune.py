@@ -6,7 +6,7 @@ adapters and embeddings.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from etils import epath
 from jax.sharding import Mesh
@@ -25,11 +25,14 @@ OWN = tuple(
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
 
-def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
+def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = frozenset()) -> ConfigDict:
     """The config with its base's model, taken from the run's own newest checkpoint or else from `config.base`.
 
+    Args:
+        given: names of fields that a command line sets, maybe to their defaults (`diffeqformer.config.given_fields`).
+
     Raises:
-        UserError: if there is no base, or a field has neither its default value nor the base's.
+        UserError: if there is no base, or a field that is given, or isn't the default, isn't the base's.
     """
     if not config.base:
         return config
@@ -51,31 +54,13 @@ def inherit(config: ConfigDict, workdir: epath.PathLike) -> ConfigDict:
         if name in OWN or name.startswith("lora_"):
             continue
         theirs = model[name]
-        if name != "kind" and config.model[name] not in (theirs, default[name]):
+        wanted = f"model.{name}" in given or config.model[name] != default[name]
+        if name != "kind" and wanted and config.model[name] != theirs:
             raise UserError(
                 f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"
             )
         config.model[name] = theirs
     return config
-
-
-def check_given(given: set[str], config: ConfigDict, workdir: epath.PathLike) -> None:
-    """Check that no field that a command line sets has another value in the base, even if it sets the default.
-
-    Args:
-        given: names of fields (`diffeqformer.config.given_fields`).
-        workdir: see `inherit`.
-
-    Raises:
-        UserError: for the first such field, and for the reasons given in `inherit`.
-    """
-    inherited = inherit(config, workdir).model
-    for name in config.model:
-        if f"model.{name}" in given and config.model[name] != inherited[name]:
-            raise UserError(
-                f"config.model.{name}: must be the base's, {inherited[name]!r}, but it is {config.model[name]!r}; "
-                "leave it out"
-            )
 
 
 @contextlib.contextmanager

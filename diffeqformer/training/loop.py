@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import time
+from collections.abc import Set
 
 import jax
 from clu import parameter_overview
@@ -39,7 +40,11 @@ from diffeqformer.transformer import MODELS, Transformer, check_weights, random_
 
 
 def train(
-    config: ConfigDict, workdir: epath.PathLike, started: float | None = None, verify: bool = True
+    config: ConfigDict,
+    workdir: epath.PathLike,
+    started: float | None = None,
+    verify: bool = True,
+    given: Set[str] = frozenset(),
 ) -> Transformer:
     """Train according to `config`, from the newest checkpoint in `workdir` if there is one, and print a sample.
 
@@ -49,6 +54,7 @@ def train(
         started: `time.monotonic()` when the process began, for the time to the first step; by default now.
         verify: whether to check the token store's hashes, in the background. Nothing is saved before it has passed,
             unless the run is told to stop.
+        given: see `diffeqformer.training.finetune.inherit`.
 
     Returns:
         The trained model.
@@ -60,7 +66,7 @@ def train(
     started = time.monotonic() if started is None else started
     check_fields(config)
     with hosts.all_succeed("the base"):
-        config = finetune.inherit(config, workdir)
+        config = finetune.inherit(config, workdir, given)
     check_config(config, jax.device_count(), jax.default_backend())
     hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
     if config.profile_steps:

@@ -199,11 +199,15 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
 def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
     """Check that the run so far had the same tokenizer, or the same ids (`data_sha256`, `validation_sha256`).
 
+    An earlier version didn't record the last one.
+
     Raises:
         UserError: if not.
     """
-    ours, theirs = getattr(about, what), getattr(saved, what, "")
-    if theirs and ours != theirs:
+    if saved is None or (what == "validation_sha256" and not saved.validation_sha256):
+        return
+    ours, theirs = getattr(about, what), getattr(saved, what)
+    if ours != theirs:
         raise UserError(
             f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
             f"({theirs}); use another --workdir, or the run's own store"

@@ -78,11 +78,13 @@ def test_a_kill_in_the_middle_of_a_save(tmp_path, short_stores):
 
 def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tuple[Life, dict[str, Callable]]]:
     """One life after another, with the faults that it can meet. Undisturbed work is done once, when it is needed."""
-    home, text = campaign.folder, campaign.folder / "text.txt"
-    text.write_text("Depth is time. " * 400_000)
+    home = campaign.folder
+    texts = {split: home / f"{split}.txt" for split in ("train", "validation")}
+    for split, text in texts.items():
+        text.write_text(f"Depth is time in {split}. " * 300_000)
     options = ["main", *TINY, f"--config.data.dir={campaign.stores}", *SAVING]
     tuning = [*options, f"--config.base={home / 'alone'}", "--config.model.num_steps=3"]
-    files = [f"--config.data.{split}_files={text}" for split in ("train", "validation")]
+    files = [f"--config.data.{split}_files={text}" for split, text in texts.items()]
     preparing = ["prepare", "--config=tiny", "--config.data.task=mine", *files]
 
     def undisturbed(command: list[str], folder: pathlib.Path, processes: int = 1) -> pathlib.Path:

@@ -59,7 +59,9 @@ def define_flags() -> None:
         "Pair times and states of the sensitivity as the authors' code does.",
     )
     flags.DEFINE_string(
-        "output", None, "Folder of the results; by default <workdir>/analysis, or within runs/ for one on gs://."
+        "output",
+        None,
+        "Folder of the results; by default a new one in <workdir>/analysis, or within runs/ for one on gs://.",
     )
 
 

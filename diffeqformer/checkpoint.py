@@ -1,6 +1,6 @@
 """Checkpoints, by Orbax: parameters, optimizer state, config and tokenizer of a run in one place.
 
-    <workdir>/checkpoints/<step>/{params, optimizer, about}
+    <workdir>/checkpoints/<step>/{params, optimizer, about, metrics}; metrics if it was just validated
     <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).

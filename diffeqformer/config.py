@@ -224,7 +224,7 @@ def check_fields(config: ConfigDict) -> None:
 
 
 def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
-    """Check that a field has the type that it has in `base`, and isn't beyond all numbers.
+    """Check that a field has the type that it has in `base`, and a whole number 32 bits, unless it is the seed.
 
     Raises:
         UserError: if it hasn't, or is.
@@ -233,7 +233,7 @@ def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
     if not (type(value) is needed or (needed is float and type(value) is int)):
         raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
     if needed is int and not abs(value) < 2**31 and name != "seed":
-        raise UserError(f"config.{name}: must be below 2**31, but it is {value!r}")
+        raise UserError(f"config.{name}: must be between -2**31 and 2**31, but it is {value!r}")
 
 
 def check_rule(rule: Rule, config: ConfigDict) -> None:

@@ -37,7 +37,9 @@ def define_text_flags(folder: str) -> None:
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.", upper_bound=2**16)
     flags.DEFINE_string(
-        "output", None, f"Folder of the results; by default <workdir>/{folder}, or within runs/ for one on gs://."
+        "output",
+        None,
+        f"Folder of the results; by default a new one in <workdir>/{folder}, or within runs/ for one on gs://.",
     )
 
 

@@ -46,6 +46,9 @@ LAYERS = [  # T, E, inputs, outputs, the types of the weights, of their gradient
     (108, 96, 1280, 5120, "bfloat16", "bfloat16", "float32"),
     (108, 144, 1280, 5120, "float32", "float32", "float32"),
     (36, 144, 40, 1280, "bfloat16", "bfloat16", "bfloat16"),
+    (256, 144, 640, 1280, "float32", "float32", "float32"),  # large strips and stacks
+    (256, 16, 640, 768, "bfloat16", "bfloat16", "float32"),
+    (200, 48, 640, 768, "bfloat16", "bfloat16", "float32"),
     (7, 8, 24, 640, "bfloat16", "bfloat16", "float32"),  # an odd number of strips
 ]
 ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)

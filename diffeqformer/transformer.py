@@ -11,7 +11,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from diffeqformer.depth.depths import MOST_STEPS, trained_depths
+from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.looped import LoopedWeights
@@ -99,7 +99,7 @@ class Transformer(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
         self.num_steps, self.unit_steps = config.num_steps, config.unit_steps
-        self.deepest = max(trained_depths(config))  # the highest number of steps in training
+        self.most_steps = max(longest_grid(config, depth) for depth in trained_depths(config))  # in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.snapshots = config.snapshots

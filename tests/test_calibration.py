@@ -59,6 +59,12 @@ def test_a_smaller_tolerance_takes_more_steps_and_comes_nearer():
     assert errors[1] < errors[0] / 3 and errors[2] < errors[1] / 3
 
 
+def test_rounding_leaves_no_step_of_its_own():
+    """A step that grows by the factor of five, the greatest, ends at 1 but for rounding."""
+    times = calibration.choose_times(lively_model("diffeqformer", num_steps=6), TOKENS, 100.0)
+    np.testing.assert_allclose(np.diff(times, prepend=0.0), [1 / 6, 5 / 6])
+
+
 def test_a_tolerance_that_takes_too_many_steps_is_refused():
     with pytest.raises(UserError, match="^--tolerance: 1e-09 can't be met with 96 steps: at t = 0.000 "):
         calibration.choose_times(smooth_model(), TOKENS, 1e-9)

@@ -124,8 +124,9 @@ def test_only_steps_of_the_differential_equation_are_moved_in_training():
 @pytest.mark.long
 def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     sizes = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, kernels="pallas")
-    with pytest.raises(UserError, match=r"T = 261 is more than 256"):
-        Program(toy_config(**sizes, model__training_depths="2,260"), ONE_DEVICE)
+    for times, most in (("fixed", 260), ("shifted", 261)):
+        with pytest.raises(UserError, match=f"T = {most} is more than 256"):
+            Program(toy_config(**sizes, model__training_depths="2,260", model__training_times=times), ONE_DEVICE)
     needed, bytes_of_program = [], memory.bytes_of_program
     monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
     deep = {"model__num_steps": 40}

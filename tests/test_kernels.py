@@ -128,7 +128,7 @@ def test_blocks_cover_a_layer_once(times, width, inputs, outputs):
     per_weight = 6 * 4 * width + 2 * times
     for chip, rows in itertools.product(CHIPS, (inputs, inputs // 8, inputs // 16, inputs // 32)):  # cut over devices
         assert blocks.reason_against(times, width, rows, outputs, chip) is None
-        cut = blocks.choose(rows, outputs, per_weight, chip)
+        cut = blocks.choose(times, width, rows, outputs, per_weight, chip)
         assert rows % cut.rows == outputs % cut.columns == 0 and cut.across == outputs // cut.columns
         assert np.prod(cut.grid) * cut.rows * cut.columns == rows * outputs and cut.grid[0] == chip.cores
         row, column = cut.of_constant().index_map(*np.indices(cut.grid, np.int32).reshape(2, -1))

@@ -262,7 +262,7 @@ def test_kernels_leave_projections_in_place(topology, chip):
     """
     moved = collections.defaultdict(list)
     said, *lines = said_by("benchmarks/compile_kernels.py", f"--topology={topology}").splitlines()
-    assert said == chip and len(lines) == 3 * 15
+    assert said == chip and len(lines) == 3 * 18
     for line in lines:
         name, times, width, inputs, outputs = re.match(r"(\w+) T=(\d+) E=(\d+) (\d+)x(\d+)", line).groups()
         temporary, in_place, copies = map(

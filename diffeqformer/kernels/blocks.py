@@ -25,7 +25,7 @@ LIMITS = {  # bytes of VMEM for a kernel, by kind of device (some have two names
     "TPU v6e": 32 * MEBIBYTE,
     "TPU7x": 32 * MEBIBYTE,  # of 64, with 4.5 times the bandwidth of v5e
 }
-MOST_TIMES = 256  # h, its gradient and a strip take what the blocks leave, in proportion to T
+MOST_TIMES = 256  # times are unrolled, too
 MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
 
 
@@ -38,7 +38,7 @@ class Chip:
 
     @property
     def budget(self) -> int:
-        """The bytes for blocks. What is left holds h, its gradient and a strip, in proportion to T."""
+        """The bytes for blocks, or fewer: what is left holds a strip and the stack, in proportion to T."""
         return self.limit * 7 // 8
 
     def parameters(self, *semantics: str) -> pltpu.CompilerParams:
@@ -122,7 +122,7 @@ def time(strip, index: int, rows: int):
     return strip.at[pl.ds(index * (rows + 1), rows), :]
 
 
-def choose(inputs: int, outputs: int, bytes_per_weight: int, chip: Chip) -> Blocks | None:
+def choose(times: int, width: int, inputs: int, outputs: int, bytes_per_weight: int, chip: Chip) -> Blocks | None:
     """The largest blocks that fit twice, as one is computed while the next is on its way; None if none fits.
 
     The same number for each core goes before size. Wide ones go before high ones.
@@ -130,11 +130,18 @@ def choose(inputs: int, outputs: int, bytes_per_weight: int, chip: Chip) -> Bloc
     Args:
         bytes_per_weight: what a kernel keeps in VMEM for a pair of an input and an output.
     """
+    # For h, its gradient and the products of a strip: the most that the compiler took, for `gradients` in fp32.
+    stack = 80 * times * pl.cdiv(width, STRIP) * STRIP
+
+    def fits(rows: int, columns: int) -> bool:
+        blocks, strip = 2 * bytes_per_weight * rows * columns, 4 * times * (rows + 1) * STRIP
+        return blocks <= chip.budget and blocks + strip + stack <= chip.limit
+
     found = [
         (inputs * outputs // (rows * columns) % chip.cores == 0, rows * columns, columns)
         for rows in range(EIGHT, min(inputs, MOST_ROWS) + 1, EIGHT)
         for columns in range(STRIP, outputs + 1, STRIP)
-        if inputs % rows == outputs % columns == 0 and 2 * bytes_per_weight * rows * columns <= chip.budget
+        if inputs % rows == outputs % columns == 0 and fits(rows, columns)
     ]
     if not found:
         return None
@@ -154,6 +161,6 @@ def reason_against(times: int, width: int, inputs: int, outputs: int, chip: Chip
     if times > MOST_TIMES:
         return f"T = {times} is more than {MOST_TIMES}"
     bytes_of_update = 6 * 4 * width + 4 * times  # the kernel that needs most
-    if choose(inputs, outputs, bytes_of_update, chip) is None:
+    if choose(times, width, inputs, outputs, bytes_of_update, chip) is None:
         return f"blocks of E = {width} and T = {times} don't fit in VMEM"
     return None

@@ -30,7 +30,7 @@ def gradients(
     """
     times, width = h.shape
     _, inputs, outputs = d_weights.shape
-    cut = blocks.choose(inputs, outputs, 4 * width + 4 + d_weights.dtype.itemsize * times, chip)
+    cut = blocks.choose(times, width, inputs, outputs, 4 * width + 4 + d_weights.dtype.itemsize * times, chip)
     halves, float32 = cut.grid[0], jnp.float32
     d_h, d_constant, squares = pl.pallas_call(
         _kernel,

@@ -29,7 +29,7 @@ def project(
     times, width = h.shape
     inputs, outputs = constant.shape
     size = jnp.dtype(dtype).itemsize
-    cut = blocks.choose(inputs, outputs, 4 * width + 4 + size * times, chip)
+    cut = blocks.choose(times, width, inputs, outputs, 4 * width + 4 + size * times, chip)
     weights = jax.ShapeDtypeStruct((times, inputs, outputs), dtype)
     return pl.pallas_call(
         _kernel,

@@ -53,8 +53,7 @@ class Projections:
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = [], {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            # Training can shift the grid: one more step.
-            times = len(model.grid(model.deepest).times) + len(model.solver.nodes)
+            times = model.most_steps * len(model.solver.nodes)
             self._take_kernels(times, everywhere=wanted == "pallas")
 
     def _take_kernels(self, times: int, everywhere: bool) -> None:

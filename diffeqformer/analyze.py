@@ -114,6 +114,8 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         raise UserError(
             f"--times: must be left out for this model of the kind {kind}, whose weights are the same at all times"
         )
+    if options.num_steps and options.parts == ["simulation"]:
+        raise UserError("--num_steps: has no meaning for simulation, the only one of --parts; leave it out")
     check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
     for name, default in DEFAULTS.items():
         parts = [part for part, analysis in ANALYSES.items() if name in analysis.all_options()]

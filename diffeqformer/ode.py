@@ -16,6 +16,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
+from diffeqformer.inference.report import depths_of
 from diffeqformer.inference.scoring import Stretch
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
@@ -79,7 +80,8 @@ def examine(options) -> dict:
     with jax.default_matmul_precision("highest"):
         results["smoothness"], drawn, times = smoothness(model), curves(model), trained_times(model)
     print("other grids", flush=True)
-    results["perplexities"] = perplexities(model, [Stretch(row, 1) for row in ids.tolist()], options.batch_size)
+    windows = [Stretch(row, 1) for row in ids.tolist()]
+    results["perplexities"] = perplexities(model, depths_of(results), windows, options.batch_size)
     if folder:
         write_json(folder / "results.json", results)
     print("convergence", flush=True)

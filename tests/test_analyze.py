@@ -111,6 +111,11 @@ WRONG = {
         "^--times: must be left out for this model of the kind gpt",
     ),
     "no steps": ({"num_steps": 0}, "diffeqformer", "^--num_steps: must be at least 1, but it is 0$"),
+    "steps of no checkpoint": (
+        {"num_steps": 4, "parts": ["simulation"]},
+        "diffeqformer",
+        "^--num_steps: has no meaning",
+    ),
     "no part": ({"parts": []}, "diffeqformer", "^--parts: must be of spectra, .* there are none$"),
     "two texts": ({"text": "a", "text_file": "b"}, "diffeqformer", "^--text_file: can't be given together with --text"),
     "times of shared weights": (

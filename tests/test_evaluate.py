@@ -20,7 +20,7 @@ from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import text_options
+from diffeqformer.inference import report, text_options
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.plain_text import PlainEvaluation
@@ -353,6 +353,12 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     for options in ({}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):  # {}: own files
         with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
             text_of(remote="gs://bucket/stores", **options)
+
+
+def test_models_of_many_depths_are_called_by_all_of_them():
+    header = {"training_depths": "2:1,4:3", "trained_num_steps": 3, "trained_solver": "euler"}
+    assert report.as_trained(header) == "trained in 2, 4 steps of euler"
+    assert report.as_trained({**header, "training_depths": ""}) == "trained in 3 steps of euler"
 
 
 def test_repeated_numbers_count_once():

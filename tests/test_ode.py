@@ -13,6 +13,8 @@ from diffeqformer import ode as command_module
 from diffeqformer.analysis import ode
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
+from diffeqformer.inference.scoring import Scorer, Stretch
+from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import weights_at
 from helpers import lively_model, toy_config
@@ -58,7 +60,8 @@ def test_curves_pass_through_the_trained_weights():
     kernel = model.depth(model.grid())["qkv"]["kernel"]
     kernel = kernel - kernel.mean(0)
     assert np.allclose(values[99::100], trained, atol=1e-5) and times[99] == pytest.approx(1 / 6)
-    np.testing.assert_allclose(trained[:, 0], kernel[:, kernel.shape[1] // 8, kernel.shape[2] // 8], atol=1e-5)
+    rows, columns = ([size * (2 * i + 1) // 8 for i in range(4)] for size in kernel.shape[1:])
+    np.testing.assert_allclose(trained, kernel[:, rows, columns], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -98,5 +101,25 @@ def test_models_without_times_are_refused(monkeypatch):
 def test_other_solvers_have_other_trained_times_and_grids():
     model = model_of(10.0, num_steps=3, solver="midpoint")
     np.testing.assert_allclose(ode.trained_times(model), np.arange(6) / 6)
-    rows = ode.grids(model)
+    rows = ode.grids(model, [3])
     assert rows["as trained: 3 steps"] == (SOLVERS["midpoint"], 3) and not any("earlier" in name for name in rows)
+    rows = ode.grids(model, [2, 6])  # as commands take a number of steps that wasn't trained
+    assert list(rows)[:3] == ["3 steps", "as trained: 2 steps", "4 steps"] and "as trained: 6 steps" in rows
+
+
+def test_a_grid_that_does_not_fit_is_left_out(monkeypatch, capsys):
+    model, windows = model_of(10.0, num_steps=2), [Stretch(list(range(8)), 1)]
+    needed = set()
+
+    class SmallScorer(Scorer):
+        def __init__(self, model, num_steps, batch_size):
+            needed.add(len(model.grid(num_steps).times))
+            if len(model.grid(num_steps).times) > 4:
+                raise NoRoom("8 steps of depth would take 9 GB, but 1 GB are free; take fewer")
+            super().__init__(model, num_steps, batch_size)
+
+    monkeypatch.setattr(ode, "Scorer", SmallScorer)
+    found = ode.perplexities(model, [2], windows, 1)
+    assert max(needed) == 12 and "8 steps" not in found and not any("rk4" in name for name in found)
+    assert {"as trained: 2 steps", "4 steps"} <= set(found)
+    assert "  8 steps: left out, as 8 steps of depth would take 9 GB, but 1 GB are free" in capsys.readouterr().out

@@ -186,6 +186,20 @@ def test_each_sample_ends_by_itself():
     assert samples.finished() and [samples.text(0), samples.text(1)] == ["a", "bc"]
 
 
+def test_a_text_is_decoded_token_by_token_as_at_once(sentencepiece_file):
+    """Whole characters, broken ones and words, after prompts shorter and longer than needed."""
+    pieces = SentencePieceTokenizer.open(str(sentencepiece_file))
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, 256, 300).tolist() + list("süß, 漢字 \U0001f642".encode()) + [0xE6, 0xBC]
+    for tokenizer, ids in ((BYTES, drawn), (pieces, random.integers(3, pieces.vocab_size, 200).tolist())):
+        for prompt in (ids[:1], ids[:20]):
+            samples = Samples(tokenizer, prompt, 1)
+            for number, token in enumerate(ids, 1):
+                samples.add(np.array([token]))
+                whole = tokenizer.decode(prompt + ids[:number])
+                assert samples.text(0) == whole[len(tokenizer.decode(prompt)) :]
+
+
 @pytest.mark.parametrize(
     "prompt, options, sentence",
     [

@@ -16,7 +16,7 @@ from diffeqformer.inference import batches, sampling
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
-from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
+from diffeqformer.inference.sampling import check_room, continue_prompts, generate, write_tokens
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS
@@ -158,6 +158,19 @@ def test_options_of_prompts_must_agree(tmp_path):
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             prompts(**options)
+
+
+def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
+    counted = []
+    monkeypatch.setattr(sampling, "check_free", lambda what, one, times: counted.append(one.size * times))
+    gpt = lively_model("gpt", max_length=LENGTH, num_steps=2)
+    for model, depths, texts in ((gpt, [2], 3), (small_model(), [2], 3), (small_model(), [3, 1], 7)):
+        check_room(model, depths, texts, "samples")
+    of_step = (
+        2 * LENGTH * gpt.field.width
+    )  # keys and values; a text that is read has its own before it joins the others
+    whole = [4 * 2 * of_step, 4 * 2 * of_step, 8 * 4 * of_step]
+    assert counted == [whole[0], whole[1] / jax.device_count(), whole[2] / jax.device_count()]
 
 
 def test_texts_that_do_not_fit_into_memory_are_said_before_they_are_made(monkeypatch):

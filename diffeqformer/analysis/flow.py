@@ -118,8 +118,11 @@ def section(opened: Checkpoint, ids: list[int], *, num_steps: int | None = None,
         raise UserError(f"flow: must be at least 1, but it is {flow}")
     largest, change = flow_exponents(model, tokens, flow, num_steps)
     dimension = kaplan_yorke(largest)
-    fewer = "; more of them may define it" if len(largest) < tokens.size * model.token_embedding.shape[-1] else ""
-    said = f"{dimension:.3f}" if dimension is not None else f"not defined by these, whose sum is positive{fewer}"
+    said = f"{dimension:.3f}" if dimension is not None else "not defined by these"
+    if dimension is None and np.isfinite(largest).all():
+        said += ", whose sum isn't negative"
+        if len(largest) < tokens.size * model.token_embedding.shape[-1]:
+            said += "; more of them may define it"
     shown = [
         paragraph(
             f"The {len(largest)} largest exponents (equation 8, at the end of the depth) of all {tokens.size} tokens "

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ from jaxtyping import Array, Float, Int
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
+from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context, Linear
+from diffeqformer.inference.report import as_trained
 from diffeqformer.inference.scoring import Scorer, Stretch
+from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import on_every_device
 from diffeqformer.solvers import SOLVERS, Solver, walk
 from diffeqformer.transformer import Transformer, split_model
@@ -90,28 +94,45 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
 
 @functools.partial(jax.jit, static_argnames=("graph", "name", "rows", "columns"))
 def _entries(graph, params, features, name, rows, columns):
-    """Entries of one kernel at several times. The kernel is generated for one time after another."""
-    depth, chosen = nnx.merge(graph, params).depth, (0, jnp.array(rows), jnp.array(columns))
-    return jax.lax.map(lambda row: depth.from_features(row[None])[name]["kernel"][chosen], features)
+    """Entries of one kernel at several times. The rest of the kernel isn't generated."""
+    layers, chosen = params["depth"]["layers"], (jnp.array(rows), jnp.array(columns))
+    projection, constant = layers[name]["projection"][chosen[0], :, chosen[1]], layers[name]["constant"][chosen]
+    alone = {**layers[name], "projection": projection[:, :, None], "constant": constant[:, None]}  # one output
+    depth = nnx.merge(graph, {**params, "depth": {**params["depth"], "layers": {**layers, name: alone}}}).depth
+    return depth.from_features(features)[name]["kernel"][:, :, 0]
 
 
-def grids(model: Transformer) -> dict[str, tuple[Solver, int]]:
-    """The grids to score, by name: a solver and a number of steps. The first is the trained grid."""
-    solver, trained = model.solver, model.num_steps
-    numbers = [math.ceil(trained / 2), math.ceil(trained * 3 / 4), trained * 3 // 2, 2 * trained, 4 * trained]
-    rows = {f"as trained: {trained} steps": (solver, trained)}
-    rows |= {f"{number} steps": (solver, number) for number in dict.fromkeys(numbers) if number != trained}
+def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver, int]]:
+    """The grids to score, by name: a solver and a number of steps. The first has the model's own number.
+
+    Args:
+        depths: the numbers of steps that were trained.
+    """
+    solver, own = model.solver, model.num_steps
+    numbers = [own, math.ceil(own / 2), math.ceil(own * 3 / 4), own * 3 // 2, 2 * own, 4 * own]
+    rows = {
+        f"{'as trained: ' if number in depths else ''}{number} steps": (solver, number)
+        for number in dict.fromkeys(numbers)
+    }
     if solver.nodes == (1.0,):
         for share in (0.25, 0.5, 0.75, 1.0):
-            rows[f"weights {share:g} of a step earlier"] = dataclasses.replace(solver, nodes=(1 - share,)), trained
-    return rows | {f"rk4, {number} steps": (SOLVERS["rk4"], number) for number in (trained, 2 * trained)}
+            rows[f"weights {share:g} of a step earlier"] = dataclasses.replace(solver, nodes=(1 - share,)), own
+    return rows | {f"rk4, {number} steps": (SOLVERS["rk4"], number) for number in (own, 2 * own)}
 
 
-def perplexities(model: Transformer, windows: list[Stretch], batch_size: int) -> dict[str, float]:
-    """The paper's perplexity of some windows on each of `grids`."""
+def perplexities(
+    model: Transformer, depths: Collection[int], windows: list[Stretch], batch_size: int
+) -> dict[str, float]:
+    """The paper's perplexity of some windows on each of `grids` whose weights fit into memory."""
     found = {}
-    for name, (solver, num_steps) in grids(model).items():
-        scores = Scorer(model.replace(solver=solver), num_steps, batch_size)(windows)
+    for name, (solver, num_steps) in grids(model, depths).items():
+        try:
+            with hosts.all_succeed(name):
+                scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
+        except UserError as error:
+            print(f"  {name}: left out, as {error}", flush=True)
+            continue
+        scores = scorer(windows)
         log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
         found[name] = math.exp(min(-log_probs.mean(), 700.0))
         print(f"  {name}: perplexity {found[name]:,.2f}", flush=True)
@@ -170,8 +191,8 @@ def table(results: dict) -> str:
     """The findings in Markdown."""
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, trained in {results['trained_num_steps']} steps "
-        f"of {results['trained_solver']}, time frequency {results['time_frequency']:g}{times}",
+        f"{results['config']} at step {results['checkpoint_step']:,}, {as_trained(results)}, "
+        f"time frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
         "|---|---|---|---|",
@@ -219,7 +240,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     grids.plot(list(rows.values())[::-1], list(rows)[::-1], "o")
     for number, value in enumerate(list(rows.values())[::-1]):
         grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
-    wide = max(rows.values()) > 10 * min(rows.values())
+    wide = max(rows.values(), default=0) > 10 * min(rows.values(), default=0)
     grids.set(title="on other grids", xlabel="perplexity", xscale="log" if wide else "linear")
     grids.xaxis.set_minor_formatter(ticker.NullFormatter())
     grids.margins(x=0.15)

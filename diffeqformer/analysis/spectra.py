@@ -27,6 +27,7 @@ from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.weights import in_type
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, split_model
 
@@ -119,7 +120,7 @@ def _generated_pairs(graph, params, features, feed_forward):
 @functools.partial(jax.jit, static_argnames=("field", "count", "feed_forward"))
 def _stored_pairs(field, layers, start, count, feed_forward):
     part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count), layers)
-    return matrix_pairs(field, merge(part), feed_forward)
+    return matrix_pairs(field, in_type(merge(part), jnp.float32), feed_forward)
 
 
 def pairs_over_time(

@@ -72,6 +72,7 @@ def header(workdir: os.PathLike | str, opened) -> dict:
         "checkpoint_step": opened.step,
         "trained_solver": config.model.solver,
         "trained_num_steps": config.model.num_steps,
+        "training_depths": config.model.training_depths,
     }
 
 

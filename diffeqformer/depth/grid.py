@@ -30,11 +30,11 @@ class Grid:
         steps occurs twice, which costs less than removing the duplicate.
     """
 
-    ends: Float[np.ndarray | Array, "T"]
-    times: Float[np.ndarray | Array, "stages"]
+    ends: Float[np.ndarray | Array, "L"]
+    times: Float[np.ndarray | Array, "T"]
 
     @classmethod
-    def of(cls, ends: Float[np.ndarray | Array, "T"], nodes: tuple[float, ...] = (1.0,)) -> "Grid":
+    def of(cls, ends: Float[np.ndarray | Array, "L"], nodes: tuple[float, ...] = (1.0,)) -> "Grid":
         """The grid of steps that end at `ends`, for a solver with these nodes (0: the start of a step, 1: its end)."""
         xp, ends = _library(ends)
         starts = xp.concatenate([xp.zeros(1, ends.dtype), ends[:-1]])
@@ -42,11 +42,11 @@ class Grid:
         return cls(ends, xp.stack(times, axis=1).ravel())
 
     @property
-    def step_sizes(self) -> Float[Array, "T"]:
+    def step_sizes(self) -> Float[Array, "L"]:
         """The length of each step in fp32. Differences are taken in float64, unless the ends are on the device."""
         return jnp.asarray(self._differences(), jnp.float32)
 
-    def step_sizes_at_times(self) -> Float[np.ndarray | Array, "stages"]:
+    def step_sizes_at_times(self) -> Float[np.ndarray | Array, "T"]:
         """For each of `times`, the length of its step."""
         xp, _ = _library(self.ends)
         return xp.repeat(self._differences(), len(self.times) // len(self.ends))

@@ -61,7 +61,7 @@ def write_texts(
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
-    check_room(model, num_steps, size, "batch_size")
+    check_room(model, [num_steps], size, "batch_size")
     reader = *split_reader(model, num_steps), model.max_length
     return _write(reader, tokenizer, texts, keys, choice, size)
 

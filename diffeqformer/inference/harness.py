@@ -236,7 +236,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             count=count, keys=keys, vocab_size=tokenizer.vocab_size, choice=choice,
         ):  # fmt: skip
             samples.add(token)
-            if samples.finished() or any(stop and stop in samples.text(0) for stop in until):
+            text = samples.text(0)
+            if samples.finished() or any(stop and stop in text for stop in until):
                 break
         return postprocess_generated_text(samples.text(0), until, None)
 

@@ -5,6 +5,7 @@ import pathlib
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.console.results import write_json, write_text
+from diffeqformer.depth.depths import shares_of_depths
 
 COLUMNS = {
     "solver": "solver",
@@ -27,12 +28,21 @@ def series_of(row: dict) -> str:
     return row["solver"] + (" by tolerance" if "tolerance" in row else "")
 
 
+def depths_of(results: dict) -> list[int]:
+    """The numbers of steps in which a model was trained, by the header of its results."""
+    return list(shares_of_depths(results["training_depths"])) or [results["trained_num_steps"]]
+
+
+def as_trained(results: dict) -> str:
+    """How a model was trained, by the header of its results."""
+    return f"trained in {', '.join(map(str, depths_of(results)))} steps of {results['trained_solver']}"
+
+
 def heading(results: dict) -> str:
     """Which model is scored, and on what."""
     return (
         f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
-        f"{results['checkpoint_step']:,}, trained in {results['trained_num_steps']} "
-        f"steps of {results['trained_solver']}\n{text_name(results)}; windows of "
+        f"{results['checkpoint_step']:,}, {as_trained(results)}\n{text_name(results)}; windows of "
         f"{results['window']}, stride {results['stride']}"
     )
 
@@ -116,9 +126,8 @@ def plot(results: dict, path: pathlib.Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     steps = sorted({row["num_steps"] for row in results["rows"]})
-    trained = results["trained_num_steps"]
-    if trained in steps:
-        axes[0].axvline(trained, color="grey", linestyle=":", label="as trained")
+    for number, trained in enumerate(sorted({*steps} & {*depths_of(results)})):
+        axes[0].axvline(trained, color="grey", linestyle=":", label=None if number else "as trained")
     axes[0].set(xlabel="steps of depth", ylabel=COLUMNS[last], xticks=steps)
     log_if_wide(axes[0])
     axes[0].margins(y=0.1)

@@ -4,6 +4,7 @@ Depth weights are generated once, and keys and values are cached for every step 
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -22,6 +23,7 @@ from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
 MOST = 256  # tokens that are written if no number is given
+CONTEXT = 8  # ids before those that are decoded, as some tokenizers decode the first ones of a text differently
 CHUNK = 64  # positions of the prompt that are processed at once; the cache's length is a multiple of this
 
 
@@ -150,7 +152,6 @@ def write_tokens(
     if samples < 1:
         raise UserError(f"samples: must be at least 1, but it is {samples}")
     count = tokens_after(prompt, count, model.max_length, sliding_window)
-    check_room(model, num_steps, samples, "samples")
     keys = sample_keys(key, samples)
     if draft_steps is not None:
         from diffeqformer.inference.speculation import continue_by_drafts
@@ -160,22 +161,28 @@ def write_tokens(
         return continue_by_drafts(
             model, num_steps, draft_steps, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
         )
+    check_room(model, [num_steps], samples, "samples")
     return continue_prompts(
         *split_reader(model, num_steps), model.max_length, [prompt] * samples,
         count=count, keys=keys, vocab_size=vocab_size, choice=choice,
     )  # fmt: skip
 
 
-def check_room(model: Transformer, num_steps: int | None, texts: int, option: str) -> None:
-    """Check that the keys and values of some texts at once fit into memory.
+def check_room(model: Transformer, depths: Sequence[int | None], texts: int, option: str) -> None:
+    """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
+
+    They are divided over devices as a hypernetwork's weights are, at most.
+
+    Args:
+        depths: the numbers of steps in which each text is read (None: as trained).
 
     Raises:
         UserError: if they don't; it names the option.
     """
-    grid = model.grid(num_steps)
-    shape = len(grid.ends) * model.solver.evaluations, 1, model.max_length, model.field.width
-    one = jax.ShapeDtypeStruct(shape, model.dtype)
-    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * texts / jax.device_count())
+    steps = sum(len(model.grid(depth).ends) for depth in depths)
+    shape = steps * model.solver.evaluations, 1, model.max_length, model.field.width
+    one, parts = jax.ShapeDtypeStruct(shape, model.dtype), jax.device_count() if model.depth.generated else 1
+    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * (texts + 1) / parts)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
@@ -232,10 +239,16 @@ def _read(graph, params, weights, max_length: int, ids: list[int]) -> tuple[Floa
 
 
 def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:
-    """The logits and the cache of all texts. Those that are the same are read once."""
-    results = {ids: read(list(ids)) for ids in dict.fromkeys(map(tuple, texts))}
-    logits, caches = zip(*(results[tuple(ids)] for ids in texts))
-    return jnp.concatenate(logits), jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *caches)
+    """The logits and the cache of all texts, which are read one by one; equal ones beside each other, once."""
+    logits, cache = of_text = read(texts[0])
+    if len(texts) > 1:
+        logits = jnp.repeat(logits, len(texts), axis=0)
+        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(texts), axis=1), cache)
+    for text, (before, ids) in enumerate(itertools.pairwise(texts), 1):
+        of_text = of_text if ids == before else read(ids)
+        if ids != texts[0]:
+            logits, cache = replace_text(logits, cache, text, *of_text)
+    return logits, cache
 
 
 class Samples:
@@ -247,8 +260,8 @@ class Samples:
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int):
         self.tokenizer, self.prompt = tokenizer, prompt
-        self.before = len(tokenizer.decode(prompt))
         self.ids = [[] for _ in range(count)]
+        self.decoded = [("", 0)] * count  # of each sample: text in whole characters, and how many ids it has
         self.ended = [False] * count
 
     def add(self, tokens: np.ndarray) -> None:
@@ -263,8 +276,14 @@ class Samples:
         return all(self.ended)
 
     def text(self, sample: int) -> str:
-        """The text of a sample so far."""
-        return self.tokenizer.decode(self.prompt + self.ids[sample])[self.before :]
+        """The text of a sample so far. Only what is new is decoded, after the ids before it."""
+        ids, (text, known) = self.ids[sample], self.decoded[sample]
+        begin = known - CONTEXT
+        before = ids[begin:known] if begin >= 0 else self.prompt[begin:] + ids[:known]
+        text += self.tokenizer.decode(before + ids[known:])[len(self.tokenizer.decode(before)) :]
+        if not text.endswith("\ufffd"):  # which may be the beginning of a character
+            self.decoded[sample] = text, len(ids)
+        return text
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:

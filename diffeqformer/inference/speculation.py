@@ -23,7 +23,7 @@ from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice, chances, choose_next, draw
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import padded_prompt, read_prompt
+from diffeqformer.inference.sampling import check_room, padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 
@@ -143,6 +143,7 @@ def continue_by_drafts(
         raise UserError(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
         )
+    check_room(model, [num_steps, draft_steps], len(keys), "samples")
     graph, params, many = split_reader(model, num_steps)
     *_, few = split_reader(model, draft_steps)
     weights = Depths(few, many)

@@ -1,5 +1,6 @@
 """The report on a checkpoint: all of its parts, and invalid options."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -198,6 +199,20 @@ def test_options_reach_what_they_are_for(monkeypatch, tmp_path):
     model = opened.model.replace(dtype=jnp.dtype(jnp.float32))
     expected = lyapunov.exponents(model, jnp.asarray(ByteTokenizer().encode("some text")), 3, published=True)
     np.testing.assert_allclose(sensitive.arrays["exponents"], expected, atol=1e-5)
+
+
+def test_sections_are_of_the_depth_that_is_asked_for():
+    """Those of a model that was made for it."""
+    for part in ("sensitivity", "flow", "clustering"):
+        options = {"flow": 2} if part == "flow" else {}
+        section = ANALYSES[part].section
+        opened = opened_model("diffeqformer")
+        found = section(opened, list(b"text"), num_steps=3, **options)
+        made_for_it = dataclasses.replace(opened, model=opened.model.replace(num_steps=3))
+        expected = section(made_for_it, list(b"text"), **options)
+        assert set(found.arrays) == set(expected.arrays)
+        for name, array in expected.arrays.items():
+            np.testing.assert_allclose(found.arrays[name], array, atol=1e-4, err_msg=f"{part}: {name}")
 
 
 def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatch):

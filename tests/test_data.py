@@ -18,7 +18,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.remote import stage, upload
 from diffeqformer.data.seals import sealed
-from diffeqformer.data.store import open_store, read_about, token_type, verify
+from diffeqformer.data.store import Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from helpers import TEXTS, make_store, toy_config
@@ -43,6 +43,13 @@ def test_batches_are_a_function_of_seed_and_step(small_store):
     for step in (0, 3, 1000):
         np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
     assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
+
+
+def test_the_order_of_windows_stays_what_it_was_for_every_seed():
+    """Runs that are resumed with a later version go on with it."""
+    eight = Split((np.arange(8 * 4, dtype=np.uint16),), 1, "")
+    found = [eight.batch(step, 4, 4, seed=5)[:, 0] // 4 for step in (4, 5)]
+    np.testing.assert_array_equal(np.concatenate(found), np.random.RandomState([5, 2]).permutation(8))
 
 
 @pytest.mark.long

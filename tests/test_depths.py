@@ -20,7 +20,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
-from diffeqformer.training.step import Program, training_grid
+from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import new_model
 from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
 from runs import curves
@@ -56,6 +56,16 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
         expected, scalars = alone.train_step(first_state(alone), tokens, depth)
         found, found_scalars = program.train_step(first_state(program), tokens, depth)
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
+
+
+def test_random_times_and_dropout_depend_on_the_seed():
+    """As they always did, for runs that are resumed with a later version."""
+    model = lively_model("diffeqformer")
+    times = [np.asarray(training_grid(model, "jittered", seed, jnp.int32(3)).times) for seed in (0, 7)]
+    assert np.abs(times[0] - times[1]).max() > 1e-3
+    np.testing.assert_allclose(times[1][:2], [0.0508169, 0.2458200], atol=1e-6)
+    of_dropout = jax.random.key_data(dropout_keys(7, jnp.int32(3), 2)).tolist()
+    assert of_dropout == [[3347091520, 884871849], [2703998176, 3462813572]]
 
 
 def test_features_of_a_step_are_waves_of_its_logarithm():

@@ -150,4 +150,5 @@ def test_reasons_against():
     assert against(36, 96, 20, 5120) == "inputs = 20 isn't a multiple of 8"
     assert against(36, 96, 1280, 500) == "outputs = 500 isn't a multiple of 128"
     assert against(303, 144, 1280, 3840) == "T = 303 is more than 256"
+    assert against(256, 256, 1280, 5120) == "blocks of E = 256 and T = 256 don't fit in VMEM"  # beside strip and stack
     assert against(36, 4096, 8, 128) == "blocks of E = 4096 and T = 36 don't fit in VMEM"

@@ -12,10 +12,11 @@ from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, memory, validation
+from diffeqformer.training import loop, memory, run, validation
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program
-from helpers import ONE_DEVICE, first_state, tokens_of, toy_config
+from diffeqformer.transformer import weights_at
+from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
 
 
 @pytest.mark.parametrize("size", [{"model__vocab_size": 2 * 10**9}, {"model__width": 2**18, "model__mlp": 2**20}])
@@ -67,6 +68,31 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "bytes_of_program", refuse)
     with pytest.raises(UserError, match="^config.batch_size: a train step needs more memory on each device, but"):
         memory.check_memory(config, program, state, True)
+
+
+def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
+    asked = []
+    monkeypatch.setattr(run, "check_memory", lambda config, program, state, will_train: asked.append(will_train))
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    for on_damage in ("stop", "stop", "older"):  # the second has finished; the third may have to go back
+        config = toy_config("gpt", steps=2, data__dir=str(short_stores), on_damage=on_damage)
+        loop.train(config, tmp_path / "run")
+    assert asked == [True, False, True]
+
+
+def test_a_donated_state_counts_once():
+    program = Program(toy_config("gpt"), ONE_DEVICE)
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    compiled = program.train_step.lower(program.state_shapes, tokens).compile()
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_shapes))
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert state < device_memory.bytes_of_program(compiled) - temporary < 1.1 * state
+
+
+def test_weights_too_large_are_said_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: 1000)
+    with pytest.raises(UserError, match="^num_steps: the weights of 6 steps would take"):
+        weights_at(lively_model("diffeqformer"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2, "model__remat": "step"}])

@@ -10,6 +10,7 @@ import pytest
 
 from diffeqformer.config import check_config
 from diffeqformer.fields import attention
+from diffeqformer.fields.attention import plain
 from diffeqformer.inference import calibration
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.discretize import discretized_config, discretized_params
@@ -17,10 +18,13 @@ from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_tok
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.training.chunks import ChunkedLoss, Chunks
 from diffeqformer.training.dynamics import measured
+from diffeqformer.training.loss import ShardedLoss
+from diffeqformer.training.parts import by_microbatch
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of
-from helpers import ONE_DEVICE, toy_config
+from helpers import ONE_DEVICE, lively_model, toy_config
 
 E = 24  # no other axis is as long
 SHAPES = {
@@ -142,6 +146,22 @@ def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
     check_config(discretized_config(config, 3, "bfloat16"), 1)
     config.model.update(generate_chunk=2, solver="reversible_heun", remat="reversible")
     check_config(discretized_config(config, 3, "bfloat16"), 1)
+
+
+def test_sums_are_in_float32():
+    """Of losses over microbatches, and of gradients over these and chunks, in a model that computes in bfloat16."""
+    ones = jnp.ones((512, 1), jnp.bfloat16)
+    _, _, total = by_microbatch(lambda number, kept, x: (kept, x, x.sum()), 512, ones)
+    assert total.dtype == jnp.float32 and total == 512
+    model = lively_model("diffeqformer", dtype="bfloat16")
+    graph, params = split_model(model)
+    loss = ShardedLoss(graph, params, ONE_DEVICE, kernels="xla")
+    tokens = jnp.zeros((16, 16), jnp.int32)
+    _, gradient = jax.eval_shape(lambda params: loss.mean_and_gradient(params, tokens, None, 2), params)
+    assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
+    chunks = Chunks(ChunkedLoss(graph, params, ONE_DEVICE, plain, 2), model, 2)
+    features = jnp.asarray(model.depth.features(model.grid()))[:2]
+    assert chunks.layers(params["depth"], features)["qkv"]["kernel"].dtype == jnp.float32
 
 
 def test_surrounding_code_can_ask_for_more():

@@ -143,7 +143,19 @@ def test_kernels_that_do_not_fit_are_not_taken():
         UserError, match=r"^config.kernels: must be auto or xla .*\(.*qkv: E = 12 .*\), but it is 'pallas'"
     ):
         Program(toy_config(kernels="pallas"), ONE_DEVICE)
+    of_tiles = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, model__vocab_multiple=16, batch_size=16)
+    with pytest.raises(UserError, match="outputs = 64 isn't a multiple of 128"):  # of a device's part of 256
+        Program(toy_config(kernels="pallas", **of_tiles), make_mesh((1, 1, 4), jax.devices()[:4]))
     assert Program(toy_config(), ONE_DEVICE).loss.projections.said == "XLA"
     assert Program(toy_config("gpt"), ONE_DEVICE).loss.projections is None
     program = Program(toy_config(kernels="pallas", **SIZES), ONE_DEVICE)
     assert program.loss.projections.said == "Pallas, interpreted"
+
+
+def test_kernels_decay_what_optax_decays():
+    """As published, which leaves out P; by a decay that would show."""
+    found = []
+    for kernels in ("xla", "pallas"):
+        _, state, _ = run_steps(toy_config(kernels=kernels, **SIZES, optimizer__weight_decay=100.0), ONE_DEVICE, 1)
+        found.append(state["params"]["depth"]["layers"]["qkv"]["projection"])
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)

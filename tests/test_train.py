@@ -1,8 +1,10 @@
 """Training: the step, its curves, and what a run saves."""
 
 import dataclasses
+import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from diffeqformer import checkpoint
 from diffeqformer.config import check_config
 from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
+from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
@@ -35,6 +38,7 @@ from helpers import (
     drawn,
     first_state,
     load_config,
+    make_store,
     run_steps,
     some_slow,
     tokens_of,
@@ -180,6 +184,26 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 
 
 @pytest.mark.long
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["data_sha256", "validation_sha256"])
+def test_a_run_goes_on_with_its_own_text_alone(what, tmp_path, short_stores, one_device_loop, monkeypatch):
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
+    texts, stores = {name: [["x y z " * 500]] for name in ("train", "validation")}, tmp_path / "stores"
+    other = make_store(tmp_path / "other", texts)
+    if what == "data_sha256":
+        shutil.copytree(tmp_path / "other", stores / "python_stdlib-bytes")
+    else:
+        shutil.copytree(short_stores, stores)
+        file = stores / "python_stdlib-bytes" / "store.json"
+        record = unsealed(json.loads(file.read_text()))
+        record["splits"]["validation"] = other["splits"]["validation"]
+        file.write_text(json.dumps(sealed(record)))
+        shutil.copy(tmp_path / "other" / "validation-00000.bin", file.parent)
+    with pytest.raises(UserError, match=f"another {what}"):
+        loop.train(toy_config("gpt", steps=2, data__dir=str(stores)), tmp_path / "run")
+
+
 def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):

@@ -12,7 +12,7 @@ from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import batches, sampling
+from diffeqformer.inference import batches, sampling, speculation
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
@@ -171,6 +171,13 @@ def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     )  # keys and values; a text that is read has its own before it joins the others
     whole = [4 * 2 * of_step, 4 * 2 * of_step, 8 * 4 * of_step]
     assert counted == [whole[0], whole[1] / jax.device_count(), whole[2] / jax.device_count()]
+
+
+def test_drafts_need_room_of_their_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(speculation, "check_room", lambda model, depths, *_: asked.append(list(depths)))
+    write_tokens(small_model(), [1], count=2, key=jax.random.key(0), vocab_size=257, draft_steps=1)
+    assert asked == [[None, 1]]
 
 
 def test_texts_that_do_not_fit_into_memory_are_said_before_they_are_made(monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 
 from diffeqformer.config import check_overrides, check_used
 from diffeqformer.errors import UserError
-from helpers import toy_config
+from diffeqformer.transformer import split_model
+from helpers import lively_model, save_params, toy_config
 from runs import command
 
 
@@ -122,3 +123,17 @@ def test_the_command_stops_with_one_sentence(arguments, sentence, tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert sentence in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_training_knows_what_its_command_line_says(tmp_path):
+    """Values that nothing reads, and defaults that a base doesn't have."""
+    done = command("main", "--config=tiny", "--config.model.lora_alpha=4", f"--workdir={tmp_path / 'new'}")
+    assert done.returncode == 1 and "config.model.lora_alpha: must be left out, because lora_rank is 0" in done.stderr
+    config = toy_config(model__solver="lie_trotter", model__max_length=256)
+    save_params(tmp_path / "base", config, {3: split_model(lively_model(**config.model))[1]}, data_sha256="")
+    options = ["--config=finetune_openwebtext_to_wikitext103:full", f"--config.base={tmp_path / 'base'}"]
+    options += ["--config.data.tokenizer=bytes", f"--workdir={tmp_path / 'new'}", "--config.model.solver=euler"]
+    done = command("main", *options)
+    assert "config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'" in done.stderr, done.stderr
+    assert not (tmp_path / "new").exists()

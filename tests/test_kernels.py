@@ -47,14 +47,19 @@ def exact(pattern: str, *arrays) -> np.ndarray:
 @pytest.fixture
 def small_chip():
     """Two cores with room for one or two of the smallest blocks of a kernel, so that small layers need many."""
-    yield lambda per_weight: blocks.Chip(-(-2 * 8 * 128 * per_weight * 8 // 7), cores=2)
+
+    def chip(times, width, per_weight):
+        smallest = 2 * 8 * 128 * per_weight
+        return blocks.Chip(max(-(-smallest * 8 // 7), smallest + blocks.bytes_beside(times, width, 8)), cores=2)
+
+    yield chip
     pltpu.reset_tpu_interpret_mode_state()  # which an error would leave behind
 
 
 @pytest.mark.parametrize("shape, dtype, interpret", cases())
 def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
-    chip = small_chip(4 * width + 4 + 4 * times)
+    chip = small_chip(times, width, 4 * width + 4 + 4 * times)
     h, projection, constant, _ = layer(shape, dtype)
     weights = jax.jit(functools.partial(project, dtype=dtype, chip=chip, interpret=interpret))(h, projection, constant)
     expected = exact("te,ieo->tio", h, projection) + np.asarray(constant)
@@ -66,7 +71,7 @@ def test_weights_are_rounded_once(shape, dtype, interpret, small_chip):
 @pytest.mark.parametrize("shape, dtype, interpret", cases())
 def test_gradients(shape, dtype, interpret, small_chip):
     times, width, *_ = shape
-    chip = small_chip(4 * width + 4 + 4 * times)
+    chip = small_chip(times, width, 4 * width + 4 + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
     d_h, d_constant, squares = jax.jit(functools.partial(gradients, chip=chip, interpret=interpret))(
         h, projection, d_weights
@@ -95,7 +100,7 @@ def test_squares_survive_cancellation():
 )
 def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, small_chip):
     times, width, *_ = shape
-    chip = small_chip(6 * 4 * width + 4 * times)
+    chip = small_chip(times, width, 6 * 4 * width + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
     settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
     optimizer = optax.adamw(1e-2, **settings, mu_dtype=moment)

@@ -122,6 +122,14 @@ def time(strip, index: int, rows: int):
     return strip.at[pl.ds(index * (rows + 1), rows), :]
 
 
+def bytes_beside(times: int, width: int, rows: int) -> int:
+    """The bytes of VMEM beside blocks with so many rows: of a strip, and of the compiler's stack.
+
+    The stack holds h, its gradient and the products of a strip. Of all kernels `gradients` in fp32 took most.
+    """
+    return 4 * times * (rows + 1) * STRIP + 80 * times * pl.cdiv(width, STRIP) * STRIP
+
+
 def choose(times: int, width: int, inputs: int, outputs: int, bytes_per_weight: int, chip: Chip) -> Blocks | None:
     """The largest blocks that fit twice, as one is computed while the next is on its way; None if none fits.
 
@@ -130,12 +138,10 @@ def choose(times: int, width: int, inputs: int, outputs: int, bytes_per_weight: 
     Args:
         bytes_per_weight: what a kernel keeps in VMEM for a pair of an input and an output.
     """
-    # For h, its gradient and the products of a strip: the most that the compiler took, for `gradients` in fp32.
-    stack = 80 * times * pl.cdiv(width, STRIP) * STRIP
 
     def fits(rows: int, columns: int) -> bool:
-        blocks, strip = 2 * bytes_per_weight * rows * columns, 4 * times * (rows + 1) * STRIP
-        return blocks <= chip.budget and blocks + strip + stack <= chip.limit
+        both = 2 * bytes_per_weight * rows * columns
+        return both <= chip.budget and both + bytes_beside(times, width, rows) <= chip.limit
 
     found = [
         (inputs * outputs // (rows * columns) % chip.cores == 0, rows * columns, columns)

@@ -224,7 +224,7 @@ def check_fields(config: ConfigDict) -> None:
 
 
 def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
-    """Check that a field has the type that it has in `base`, and a whole number 32 bits, unless it is the seed.
+    """Check that a field has the type that it has in `base`. Whole numbers but the seed must fit into 32 bits.
 
     Raises:
         UserError: if it hasn't, or is.

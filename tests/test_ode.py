@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,14 +110,16 @@ def test_other_solvers_have_other_trained_times_and_grids():
 
 def test_a_grid_that_does_not_fit_is_left_out(monkeypatch, capsys):
     model, windows = model_of(10.0, num_steps=2), [Stretch(list(range(8)), 1)]
-    needed = set()
+    needed, alive = set(), weakref.WeakSet()
 
     class SmallScorer(Scorer):
         def __init__(self, model, num_steps, batch_size):
+            assert not alive  # only one has its weights in memory
             needed.add(len(model.grid(num_steps).times))
             if len(model.grid(num_steps).times) > 4:
                 raise NoRoom("8 steps of depth would take 9 GB, but 1 GB are free; take fewer")
             super().__init__(model, num_steps, batch_size)
+            alive.add(self)
 
     monkeypatch.setattr(ode, "Scorer", SmallScorer)
     found = ode.perplexities(model, [2], windows, 1)

@@ -1,4 +1,4 @@
-"""Rules of a config without which a run would go wrong in silence."""
+"""Rules of a config that neither types nor other rules stand in for."""
 
 import pytest
 

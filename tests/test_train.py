@@ -184,7 +184,6 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["data_sha256", "validation_sha256"])
 def test_a_run_goes_on_with_its_own_text_alone(what, tmp_path, short_stores, one_device_loop, monkeypatch):
     monkeypatch.setattr(loop, "sample", lambda *_: "")
@@ -204,6 +203,7 @@ def test_a_run_goes_on_with_its_own_text_alone(what, tmp_path, short_stores, one
         loop.train(toy_config("gpt", steps=2, data__dir=str(stores)), tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):

@@ -25,8 +25,7 @@ LIMITS = {  # bytes of VMEM for a kernel, by kind of device (some have two names
     "TPU v6e": 32 * MEBIBYTE,
     "TPU7x": 32 * MEBIBYTE,  # of 64, with 4.5 times the bandwidth of v5e
 }
-MOST_TIMES = 256  # times are unrolled, too
-MOST_ROWS = 16  # rows are unrolled, so that programs of more take long to compile
+MOST_TIMES, MOST_ROWS = 256, 16  # both are unrolled, so that programs of more take long to compile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,9 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
-    flags.DEFINE_integer(
-        "batch_size", 32, "Sequences scored at once, over all devices. Texts are written one by one.", 1, 2**16
-    )
+    flags.DEFINE_integer("batch_size", 32, "Sequences scored, or texts written, at once, over all devices.", 1, 2**16)
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
     flags.DEFINE_bool("log_samples", False, "Also write each document's requests and answers, as lm-eval does.")
     flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)

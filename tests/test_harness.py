@@ -17,6 +17,7 @@ from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.sampling import generate, write_tokens
+from diffeqformer.parallel import memory
 from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config
 
 BYTES = ByteTokenizer()
@@ -212,25 +213,25 @@ def test_sentence_pieces_are_scored_and_written(sentencepiece_file):
 
 
 def constant_writer(tokens):
-    """A `continue_prompts` that yields these ids and records its arguments. Reading past end-of-text fails."""
+    """A `continue_prompts` that yields these ids in each text and records arguments. Reading past end-of-text fails."""
     calls = []
 
     def writer(*arguments, count, choice, **options):
         calls.append((*arguments[4], count, choice))
         for token in tokens[:count]:
-            yield np.array([token])
+            yield np.full(len(arguments[4]), token)
             assert token != 256
 
     return writer, calls
 
 
 def test_writing_stops_and_truncates(monkeypatch):
-    model = harness_model()
+    model = harness_model(batch_size=1)
     writer, calls = constant_writer(list(b"one\ntwo. three") + [256] + list(b"more"))
-    monkeypatch.setattr("diffeqformer.inference.harness.continue_prompts", writer)
+    monkeypatch.setattr("diffeqformer.inference.batches.continue_prompts", writer)
     assert write(
         model,
-        ("a", {"until": ["\n", "."]}),
+        ("a", {"until": ["\n", ".", ""]}),
         ("a", {"until": ". t"}),
         ("a", {"until": [], "max_gen_toks": 5}),
         ("a", {}),
@@ -268,6 +269,36 @@ def test_impossible_requests_are_refused():
             write(model, ("a", options))
     with pytest.raises(UserError, match="^continuation: '' after 'abc' has no tokens"):
         log_likelihoods(model, [("abc", "")])
+
+
+def test_texts_are_the_same_in_any_batch():
+    """Of prompts of different lengths, whose tokens are chosen in two ways, and which end at different places."""
+    model, by_chance = small_model(), {"do_sample": True, "temperature": 2.0}
+    asked = [
+        ("a cat", {"max_gen_toks": 9}),
+        ("a", {"max_gen_toks": 20, **by_chance}),
+        ("x" * 50, {"max_gen_toks": 20, **by_chance}),
+        ("one more", {"max_gen_toks": 12}),
+        ("", {"max_gen_toks": 5, **by_chance}),
+    ]
+    [stop] = {write(harness_model(model), *asked)[1][3:5]}
+    asked.append(("a cat", {"max_gen_toks": 12, "until": stop}))
+    asked[1][1]["until"] = stop
+    alone = write(harness_model(model, batch_size=1), *asked)
+    assert write(harness_model(model, batch_size=2), *asked) == write(harness_model(model), *asked) == alone
+    assert stop not in alone[1] and len(set(map(len, alone))) > 3
+
+
+def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
+    writer, calls = constant_writer(list(b"one. two") + [256])
+    monkeypatch.setattr("diffeqformer.inference.batches.continue_prompts", writer)
+    asked = ("a", {"until": "."}), ("b", {"until": " t"}), ("c", {"until": ".", "do_sample": True})
+    model = harness_model(batch_size=2)
+    assert write(model, *asked) == ["one", "one.", "one"]
+    assert [prompts for *prompts, _, _ in calls] == [[[97], [98]], [[99], [99]]]
+    monkeypatch.setattr(memory, "free_bytes", lambda devices: 50_000)
+    with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take .* take fewer"):
+        write(model, *asked)
 
 
 def test_texts_written_by_chance_differ_and_come_again():

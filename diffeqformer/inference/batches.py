@@ -1,6 +1,7 @@
 """Texts after many prompts, several at once."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Key
@@ -18,6 +19,21 @@ from diffeqformer.inference.sampling import (
     tokens_after,
 )
 from diffeqformer.transformer import Transformer
+
+
+class Text(NamedTuple):
+    """A text to be written.
+
+    prompt: its beginning, at least one id.
+    count: the most tokens.
+    key: the index of its random key.
+    until: strings at which it ends, none of them empty.
+    """
+
+    prompt: list[int]
+    count: int
+    key: int
+    until: Sequence[str] = ()
 
 
 def write_texts(
@@ -57,29 +73,40 @@ def write_texts(
             count = tokens_after(ids, tokens, model.max_length, sliding_window)
         except UserError as error:
             raise UserError(f"prompt {number}: {error}") from None
-        texts += [(ids, count, sample) for sample in range(samples)]
+        texts += [Text(ids, count, sample) for sample in range(samples)]
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
     check_room(model, [num_steps], size, "batch_size")
     reader = *split_reader(model, num_steps), model.max_length
-    return _write(reader, tokenizer, texts, keys, choice, size)
+    return write_batches(reader, tokenizer, texts, keys, choice, size)
 
 
-def _write(reader, tokenizer, texts, keys, choice, size) -> Iterator[str]:
+def write_batches(
+    reader: tuple, tokenizer: Tokenizer, texts: Sequence[Text], keys: Key[Array, "N"], choice: Choice, size: int
+) -> Iterator[str]:
+    """Yields the texts in order, `size` at a time: what follows each prompt, with the string that ended it, if any.
+
+    Args:
+        reader: the first four arguments of `continue_prompts`.
+    """
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
-        whole = batch + [batch[0]] * (size - len(batch))  # another size would be compiled again
-        prompts, counts, numbers = zip(*whole)
-        written = [Samples(tokenizer, prompt, 1) for prompt, *_ in batch]
+        whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
+        written = [Samples(tokenizer, text.prompt, 1) for text in batch]
         steps = continue_prompts(
-            *reader, prompts, count=max(counts), keys=keys[np.array(numbers)],
-            vocab_size=tokenizer.vocab_size, choice=choice,
+            *reader, [text.prompt for text in whole], count=max(text.count for text in batch),
+            keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size, choice=choice,
         )  # fmt: skip
-        for done, tokens in enumerate(steps):
-            going_on = [i for i, text in enumerate(written) if done < counts[i] and not text.finished()]
-            if not going_on:
-                break
+        going_on = range(len(batch))
+        for done, tokens in enumerate(steps, 1):
             for i in going_on:
                 written[i].add(tokens[i : i + 1])
-        yield from (text.text(0) for text in written)
+            going_on = [i for i in going_on if done < batch[i].count and not _ended(written[i], batch[i].until)]
+            if not going_on:
+                break
+        yield from (samples.text(0) for samples in written)
+
+
+def _ended(written: Samples, until: Sequence[str]) -> bool:
+    return written.finished() or any(stop in written.text(0) for stop in until)

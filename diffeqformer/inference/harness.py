@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 
-import jax
 import lm_eval.api.model
 import numpy as np
 from jax.sharding import Mesh
@@ -17,9 +16,10 @@ from tqdm import tqdm
 
 from diffeqformer import checkpoint
 from diffeqformer.errors import UserError
+from diffeqformer.inference.batches import Text, write_batches
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt
+from diffeqformer.inference.sampling import check_cache, encode_prompt, sample_keys
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh
@@ -38,7 +38,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     Args:
         opened: from `checkpoint.load`.
         num_steps: steps of depth; None: as trained.
-        batch_size: sequences scored at once, over all devices; affects only the speed.
+        batch_size: sequences scored, or texts written, at once, over all devices; affects only the speed.
         window: ids that the model sees at once, at most its positions; None: the sequence length of training.
         mesh: the devices to use; None: all.
 
@@ -192,24 +192,35 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to its first stop string, which is not included.
 
-        Texts are generated one after another, so that none depends on the others. Everything is compiled once. Decoding
+        A batch has texts whose tokens are chosen in the same way. Up to rounding, none depends on the others. Decoding
         is greedy unless the request sets `do_sample` or a temperature. A context that is too long loses its start.
 
         Raises:
-            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; or on
-                several hosts, as only one of them has the requests.
+            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; if a batch
+                has no room in memory; or on several hosts, as only one of them has the requests.
         """
         hosts.check_one("generate_until: generation")
-        prepared = [self._generation(*request.args) for request in requests]
-        self._count(requests, [len(prompt) > self.max_length - count for prompt, _, count, _ in prepared])
-        results = []
-        for number, (prompt, until, count, choice) in enumerate(_bar(prepared, "Writing", " texts", disable_tqdm)):
-            results.append(self._write(number, prompt, until, count, choice))
-            self.cache_hook.add_partial("generate_until", requests[number].args, results[-1])
-        return results
+        texts, choices, scorer = [], collections.defaultdict(list), self.scorer
+        for number, request in enumerate(requests):
+            text, choice = self._generation(number, *request.args)
+            texts.append(text._replace(prompt=text.prompt[-(self.max_length - text.count) :]))
+            choices[choice].append(texts[-1])
+            self._count([request], [len(texts[-1].prompt) < len(text.prompt)])
+        size = min(scorer.batch_size, len(texts))
+        check_cache(self.opened.model, len(scorer.weights.step_sizes), size, "batch_size")
+        reader = scorer.graph, scorer.params, scorer.weights, scorer.max_length
+        keys, results = sample_keys(random_key(0, "sample"), len(texts)), {}
+        with _bar(len(texts), "Writing", " texts", disable_tqdm) as bar:
+            for choice, alike in choices.items():
+                written = write_batches(reader, self.opened.tokenizer, alike, keys, choice, size)
+                for text, result in zip(alike, written, strict=True):
+                    results[text.key] = postprocess_generated_text(result, list(text.until), None)
+                    self.cache_hook.add_partial("generate_until", requests[text.key].args, results[text.key])
+                    bar.update(1)
+        return [results[number] for number in range(len(texts))]
 
-    def _generation(self, context: str, options: dict) -> tuple[list[int], list[str], int, Choice]:
-        """The ids of the whole context, the stop strings, the maximum number of tokens, and how to choose them."""
+    def _generation(self, number: int, context: str, options: dict) -> tuple[Text, Choice]:
+        """The text to be written for a request, with its whole context, and how its tokens are chosen."""
         options = normalize_gen_kwargs(options, min(256, self.max_length // 2))
         unknown = sorted(set(options) - GENERATION_FIELDS)
         if unknown:
@@ -225,21 +236,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
         choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
         choice.check()
-        return encode_prompt(self.opened.tokenizer, context), options["until"], count, choice
-
-    def _write(self, number: int, context: list[int], until: list[str], count: int, choice: Choice) -> str:
-        tokenizer, scorer, prompt = self.opened.tokenizer, self.scorer, context[-(self.max_length - count) :]
-        keys = jax.random.fold_in(random_key(0, "sample"), number)[None]
-        samples = Samples(tokenizer, prompt, 1)
-        for token in continue_prompts(
-            scorer.graph, scorer.params, scorer.weights, scorer.max_length, [prompt],
-            count=count, keys=keys, vocab_size=tokenizer.vocab_size, choice=choice,
-        ):  # fmt: skip
-            samples.add(token)
-            text = samples.text(0)
-            if samples.finished() or any(stop and stop in text for stop in until):
-                break
-        return postprocess_generated_text(samples.text(0), until, None)
+        until = [stop for stop in options["until"] if stop]
+        return Text(encode_prompt(self.opened.tokenizer, context), count, number, until), choice
 
 
 def _nothing_to_score(context: str, continuation: str) -> UserError:

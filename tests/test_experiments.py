@@ -163,6 +163,27 @@ def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(
 
 
 @pytest.mark.slow
+def test_grids_by_tolerance_are_compared_with_even_ones_of_the_same_run(run, tmp_path):
+    text, results = tmp_path / "text.txt", tmp_path / "results.json"
+    text.write_text("Some text to choose grids on, and to score. " * 20)
+    done = subprocess.run(
+        [
+            sys.executable, "experiments/tolerances.py", f"--workdir={run}*", f"--calibration_files={text}",
+            "--tolerance=0.3,0.02", f"--results={results}", "--at_once=1", "--", f"--files={text}",
+        ],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())[str(run)]
+    coarse, fine = (found["tolerances"][tolerance] for tolerance in ("0.3", "0.02"))
+    assert found["solver"] == "euler" and coarse["num_steps"] < fine["num_steps"]
+    uneven, even, _, twice = fine["bits_per_byte"].values()
+    assert len({uneven, even, twice, *coarse["bits_per_byte"].values()}) == 7
+    assert f"| 0.02 | {fine['num_steps']} | {uneven:.3f} | {even:.3f} |" in done.stdout
+    assert f" {twice:.3f} | {uneven - even:.3f} |" in done.stdout
+
+
+@pytest.mark.slow
 def test_fine_tuning_at_other_depths_runs_no_base_twice(tmp_path):
     wikitext = tmp_path / "wiki.valid.tokens"
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))

@@ -1,5 +1,6 @@
 """Perplexities equal plain sums and training's own; the command reports what is wrong."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -282,6 +283,9 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
         found = evaluation.paper(scorer, lambda *_: None) | evaluation.full(scorer, lambda *_: None)
         expected = results[1]["rows"][0]
         assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-6) and len(found) == 11
+    normalized = dataclasses.replace(stored, text_bytes=2 * stored.text_bytes)  # than what its ids decode to
+    evaluation = PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=normalized)
+    assert evaluation.full(scorer, lambda *_: None)["bits_per_byte"] == pytest.approx(expected["bits_per_byte"] / 2)
     assert len(plain.first_windows(3)) == 3
     with pytest.raises(UserError, match="^the corpus openwebtext needs seqio, which the light installation leaves"):
         text_options.open_text(options, opened, "openwebtext", None, 8, 3)
@@ -305,6 +309,9 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     assert capsys.readouterr().out == "--remote=nowhere://bucket would take the text from the training's store\n"
     with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: "):
         found(remote="nowhere://bucket")  # asked before the local one
+    [shard] = (tmp_path / "python_stdlib-bytes").glob("validation-*.bin")
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])  # another id of the same vocabulary
+    assert found() is None and capsys.readouterr().out.startswith("Not used: ")
 
 
 @pytest.mark.long

@@ -253,7 +253,7 @@ def open_to_read(
     with reachable(option, workdir):
         there = folder_of(workdir).is_dir()
     if not there:
-        raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the --workdir of a run")
+        raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the folder of a run")
     with open_read_only(folder_of(workdir)) as manager:
         step = chosen_step(manager, step, workdir)
         about = read_about(manager, step)
@@ -346,7 +346,7 @@ def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Shard
     return jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=sharding)
 
 
-def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -> Checkpoint:
+def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, of: str = "--workdir") -> Checkpoint:
     """Open a checkpoint of a run, or a materialized model. Nothing is written, so the run may still be training.
 
     Parameters have the type in which they were saved. The optimizer's state isn't read.
@@ -355,11 +355,12 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None) -
         mesh: devices over which the parameters are sharded, a generator over its copies (`data`), too; by default all
             are on the first device.
         step: see `Step`.
+        of: the option that gave the folder.
 
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir, step=step) as (manager, step, about, config):
+    with open_to_read(workdir, of, step) as (manager, step, about, config):
         model = abstract_model(config)
         graph, params = split_model(model)
         if mesh is None:

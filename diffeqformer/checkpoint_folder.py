@@ -26,6 +26,14 @@ class NoCheckpoint(UserError):
     """There is no complete checkpoint in a folder."""
 
 
+class NoSuchStep(UserError):
+    """The folder of a run has checkpoints, but not the one of that training step."""
+
+    def __init__(self, sentence: str, step: int):
+        super().__init__(sentence)
+        self.step = step
+
+
 class Damaged(UserError):
     """A checkpoint can't be read, or isn't what was saved.
 
@@ -125,7 +133,8 @@ def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathL
 
     Raises:
         NoCheckpoint: if there is none.
-        UserError: if there is none for `step`, or its validation can't be read.
+        NoSuchStep: if there is none for `step`.
+        UserError: if no checkpoint has a validation, or one can't be read.
     """
     steps = sorted(manager.all_steps())
     if not steps:
@@ -137,7 +146,9 @@ def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathL
             raise UserError(f"--step: no checkpoint in {workdir} was saved with a validation; give {there}")
         return best
     if step is not None and step not in steps:
-        raise UserError(f"--step: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}")
+        raise NoSuchStep(
+            f"--step: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}", step
+        )
     return steps[-1] if step is None else step
 
 

@@ -29,7 +29,7 @@ from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.bars import plot
 from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
-from diffeqformer.inference.published import TASKS, describe
+from diffeqformer.inference.published import PERCENT, TASKS, describe
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
@@ -46,7 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
-    flags.DEFINE_integer("batch_size", 32, "Sequences scored, or texts written, at once, over all devices.", 1, 2**16)
+    flags.DEFINE_integer(
+        "batch_size", 32, "Sequences scored at once over all devices, or texts written by each.", 1, 2**16
+    )
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
     flags.DEFINE_bool("log_samples", False, "Also write each document's requests and answers, as lm-eval does.")
     flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
@@ -238,6 +240,9 @@ def write_curves(folder: pathlib.Path, run: dict) -> None:
 
 def run_all(options) -> None:
     """Check everything, then evaluate every checkpoint at every number of steps and shots, and print the table."""
+    for name in ("workdir", "shots"):
+        if not getattr(options, name):
+            raise UserError(f"--{name}: must name at least one, but it is empty")
     shots = whole_numbers("--shots", options.shots, 0)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
     for workdir in options.workdir:
@@ -317,7 +322,7 @@ class Study:
     def say(self) -> None:
         """Print the tables."""
         runs = self.report["runs"]
-        print(f"\n{describe(runs)}\nValues in per cent (standard error).")
+        print(f"\n{describe(runs)}\n{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
         if differences := describe_differences(runs):
             print(
                 f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "
@@ -333,7 +338,6 @@ def prepare_lm_eval() -> None:
     Raises:
         UserError: if it isn't installed.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise it forks, which JAX's threads don't survive
     if not sys.stderr.isatty():  # in a log file: one line every 15 s, and none for shorter work
         os.environ.setdefault("TQDM_DELAY", "15")
         os.environ.setdefault("TQDM_MININTERVAL", "15")

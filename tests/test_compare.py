@@ -42,7 +42,7 @@ def test_seeds_of_equal_configs_are_one_row_and_others_say_what_sets_them_apart(
     rate = toy_config().optimizer.learning_rate
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("left out")] == [
-        f"left out: {runs}/empty: there is no checkpoint here; give the --workdir of a run"
+        f"left out: {runs}/empty: there is no checkpoint here; give the folder of a run"
     ]
     assert (runs / "out" / "results.md").read_text().splitlines()[2:] == [
         f"| toy: diffeqformer, learning_rate {rate} | 2 | 1, 3 | 12 | 20 | 2.1000 ± 0.1414 | 2.1000 ± 0.1414 | 20 |  |",

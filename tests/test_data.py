@@ -73,9 +73,10 @@ def test_hosts_read_the_parts_of_one_global_batch(small_store, hosts):
 
 def test_evaluation_covers_every_whole_window_once_in_order(small_store):
     split = open_store(small_store, "bytes", 8)["validation"]
-    batches = [split.evaluation_batch(number, 4, 8) for number in range(-(-(split.size // 8) // 4))]
-    part = split.evaluation_batch(1, 4, 8, rows=slice(2, 3))
-    np.testing.assert_array_equal(part[0], batches[1][0][2:3])
+    numbers = range(-(-(split.size // 8) // 4))
+    batches = [(split.evaluation_batch(number, 4, 8), split.evaluated(number, 4, 8)) for number in numbers]
+    np.testing.assert_array_equal(split.evaluation_batch(1, 4, 8, rows=slice(2, 3)), batches[1][0][2:3])
+    np.testing.assert_array_equal(split.evaluated(numbers[-1], 4, 8, rows=slice(2, 4)), batches[-1][1][2:4])
     assert all(tokens.shape == (4, 8) and valid.shape == (4, 1) for tokens, valid in batches)
     windows = np.concatenate([tokens[valid[:, 0]] for tokens, valid in batches])
     np.testing.assert_array_equal(windows.ravel(), split.ids(0, split.size // 8 * 8))

@@ -31,7 +31,7 @@ def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_st
     found = spectra(model, model.grid().ends, feed_forward=False)
     assert records[0]["qk_radius"] == pytest.approx(found["QK"].radius().max(), rel=1e-3)
     assert records[0]["ov_radius"] == pytest.approx(found["OV"].radius().max(), rel=1e-3)
-    tokens = jnp.asarray(text.evaluation_batch(0, 4, 16)[0])
+    tokens = jnp.asarray(text.evaluation_batch(0, 4, 16))
     states = np.asarray(model.trajectory(tokens, model.weights()))[[0, -1]]
     quantiles, _ = relative_distances(states[1] / np.linalg.norm(states[1], axis=-1, keepdims=True))
     assert records[0]["closest"] == pytest.approx(quantiles[:, 0].mean(), rel=1e-3)

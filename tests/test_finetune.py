@@ -12,10 +12,11 @@ from flax.traverse_util import flatten_dict
 
 from diffeqformer import checkpoint, prepare
 from diffeqformer.config import base_config, check_config
+from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import finetune, loop
+from diffeqformer.training import finetune, loop, run
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, save_params, toy_config
@@ -84,6 +85,43 @@ def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
     assert finetune.inherit(config, tmp_path / "new", {"model.num_steps", "steps"}).model.solver == "lie_trotter"
     with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'"):
         finetune.inherit(config, tmp_path / "new", {"model.solver"})
+
+
+def test_the_default_of_the_kind_is_not_taken_for_a_wish(tmp_path):
+    save_base(tmp_path / "base", toy_config("gpt", model__solver="strang"))
+    config = base_config("new", "gpt")  # whose default is lie_trotter
+    config.update(base=str(tmp_path / "base"))
+    config.model.num_steps, config.data.tokenizer = 6, "bytes"
+    assert finetune.inherit(config, tmp_path / "new").model.solver == "strang"
+    config.model.kind = "foo"
+    with pytest.raises(UserError, match="^config.model.kind: must be one of .* but it is 'foo'"):
+        finetune.inherit(config, tmp_path / "new")
+
+
+def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
+    """Its newest one is taken when the text is ready. From then on it must stay."""
+    save_base(tmp_path / "base", toy_config(), step=5)
+    config = finetune.inherit(new_config(tmp_path / "base"), tmp_path / "new")
+    with pytest.raises(
+        UserError, match="^config.base: .*base is still being trained, and its checkpoint at step 3 has"
+    ):
+        finetune.initial_params(config, 3, ONE_DEVICE)
+
+
+@pytest.mark.long
+def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_path, short_stores, monkeypatch):
+    save_base(tmp_path / "base", toy_config(), step=5)
+    opened = run.open_prepared
+
+    def prepare_long(*arguments):
+        shutil.rmtree(tmp_path / "base")
+        save_base(tmp_path / "base", toy_config(), step=8)
+        return opened(*arguments)
+
+    monkeypatch.setattr(run, "open_prepared", prepare_long)
+    config = finetune.inherit(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
+    _, about = run.agree(config, epath.Path(tmp_path / "new"), ByteTokenizer())
+    assert about.base["step"] == 8
 
 
 def test_the_folder_of_the_base_itself_is_not_taken_for_the_new_runs(tmp_path):

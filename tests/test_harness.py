@@ -296,9 +296,15 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     model = harness_model(batch_size=2)
     assert write(model, *asked) == ["one", "one.", "one"]
     assert [prompts for *prompts, _, _ in calls] == [[[97], [98]], [[99], [99]]]
-    monkeypatch.setattr(memory, "free_bytes", lambda devices: 50_000)
-    with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take .* take fewer"):
-        write(model, *asked)
+    for free, sizes in ((50_000, [1, 1, 1]), (10, None)):  # bytes
+        monkeypatch.setattr(memory, "free_bytes", lambda devices, free=free: free)
+        calls.clear()
+        if sizes:
+            assert write(model, *asked) == ["one", "one.", "one"]
+            assert [len(prompts) for *prompts, _, _ in calls] == sizes
+        else:
+            with pytest.raises(UserError, match="^window: the keys and values of 1 texts would take "):
+                write(model, *asked)
 
 
 def test_texts_written_by_chance_differ_and_come_again():

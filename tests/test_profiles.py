@@ -45,7 +45,7 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
     tokens, width, mlp, length = 8 * 16, 32, 64, 16
 
     def block(kind="diffeqformer", **changes):
-        four, three = (toy_config(kind, model__num_steps=n, model__mlp=mlp, **changes) for n in (4, 3))
+        four, three = (toy_config(kind, model__num_steps=n, **{"model__mlp": mlp, **changes}) for n in (4, 3))
         return (utilisation.step_flops(four) - utilisation.step_flops(three)) / tokens
 
     attention, feed_forward = 4 * width**2 + width * length, 2 * width * mlp
@@ -53,8 +53,13 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
         expected = 6 * (evaluations[0] * attention + evaluations[1] * feed_forward)
         assert block(model__solver=solver) == expected
     adapters = 6 * 3 * (width + mlp)  # of one layer
-    lora = {"model__lora_rank": 3, "model__lora_layers": "mlp_up"}
-    assert block("discretized", **lora) == 4 * (4 * width**2 + feed_forward) + 6 * width * length + adapters
+    lora = {"model__lora_rank": 3, "model__lora_layers": "mlp_up", "model__mlp": mlp}
+    frozen = 4 * (4 * width**2 + feed_forward) + 6 * width * length + adapters
+    assert block("discretized", **lora) == frozen
+    config = toy_config("discretized", model__num_steps=4, **lora)
+    assert utilisation.step_flops(config) == tokens * (
+        4 * frozen + 6 * width * config.model.vocab_size
+    )  # the head trains
 
 
 @pytest.fixture

@@ -16,6 +16,15 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
     assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
+def test_a_start_without_a_checkpoint_drops_all_that_another_start_wrote(tmp_path):
+    """Which may have had another base, whose validation at step 0 is not this one's."""
+    for value in (1.0, 2.0):
+        progress = Progress(tmp_path, 0, steps=5, tokens_per_step=1, resumes=False)
+        progress.validation(0, {"loss": value, "perplexity": value, "bits_per_byte": value})
+        progress.close()
+    assert read_curves(tmp_path)["validation/loss"] == curves(tmp_path)["validation/loss"] == {0: 2.0}
+
+
 def test_curves_hold_each_step_once_whatever_the_clock_does(tmp_path, monkeypatch):
     """Clocks are set back. A validation left over at step 2 is made twice, because the process ends before it saves."""
     result = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}

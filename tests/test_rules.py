@@ -1,9 +1,12 @@
 """Rules of a config that neither types nor other rules stand in for."""
 
+import functools
+
 import pytest
 
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
+from diffeqformer.parallel.fit import check_tiles
 from helpers import toy_config
 
 TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
@@ -31,3 +34,20 @@ TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
 def test_a_config_is_refused(kind, changes, sentence):
     with pytest.raises(UserError, match=f"^config.{sentence}"):
         check_config(toy_config(kind, **changes), num_devices=8)
+
+
+def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
+    model = toy_config(model__width=64, model__heads=4, model__mlp=128).model
+    check = functools.partial(check_tiles, model, 8, vocabulary=512, positions=100, tiled=True)
+    check(fsdp=1, tensor=4)  # which doesn't cut positions
+    with pytest.raises(UserError, match=r"^config.mesh.fsdp: must cut config.model.max_length \(100\) .* as 1 would"):
+        check(fsdp=2, tensor=2)
+    with pytest.raises(
+        UserError, match="^config.mesh.tensor: must cut the heads' width of a device .* as 1, 2, 4 would"
+    ):
+        check(fsdp=1, tensor=8)
+    model.width, model.heads = 24, 2
+    with pytest.raises(
+        UserError, match=r"tensor: is 2, but no size cuts the heads' width .* make it a multiple of 32$"
+    ):
+        check(fsdp=2, tensor=2)

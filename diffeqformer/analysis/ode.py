@@ -123,16 +123,16 @@ def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver
 def perplexities(
     model: Transformer, depths: Collection[int], windows: list[Stretch], batch_size: int
 ) -> dict[str, float]:
-    """The paper's perplexity of some windows on each of `grids` whose weights fit into memory."""
+    """The paper's perplexity of some windows on each of `grids` that fits into memory."""
     found = {}
     for name, (solver, num_steps) in grids(model, depths).items():
         try:
             with hosts.all_succeed(name):
                 scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
+            scores = scorer(windows)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
             continue
-        scores = scorer(windows)
         del scorer  # its weights make room for the next ones
         log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
         found[name] = math.exp(min(-log_probs.mean(), 700.0))

@@ -16,8 +16,8 @@ from diffeqformer.errors import reachable
 FLUSH_SECONDS = 30  # maximum delay before curves appear in TensorBoard
 
 
-def open_writer(folder: str, first_step: int) -> EventsWriter:
-    """A new file of curves. TensorBoard ignores what earlier files have after `first_step`.
+def open_writer(folder: str, first_step: int, resumes: bool = True) -> EventsWriter:
+    """A new file of curves. TensorBoard ignores what earlier files have after `first_step`; with `resumes` False, all.
 
     Files are read in the order of their names, so a number goes before the time in them: clocks can be set back.
     tensorboardX's usual writer isn't used: it writes in a thread, and its `flush` doesn't wait for that thread.
@@ -26,7 +26,7 @@ def open_writer(folder: str, first_step: int) -> EventsWriter:
     number = len(list(epath.Path(folder).glob("*.tfevents.*")))
     writer = EventsWriter(f"{folder}/events{number:05d}", f".{first_step}")
     purge = SessionLog(status=SessionLog.START)
-    writer.write_event(Event(wall_time=time.time(), step=first_step + 1, session_log=purge))
+    writer.write_event(Event(wall_time=time.time(), step=(first_step + 1) * resumes, session_log=purge))
     return writer
 
 
@@ -85,6 +85,7 @@ class Progress:
         tokens_per_step: tokens of one global batch.
         writes: whether this process writes the curves. Only one process of a run does.
         depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
+        resumes: whether there is a checkpoint; if not, what earlier processes wrote is of another start, and dropped.
     """
 
     def __init__(
@@ -95,13 +96,15 @@ class Progress:
         tokens_per_step: int,
         writes: bool = True,
         depths: tuple[int, ...] = (),
+        resumes: bool = True,
     ):
         self.writer, self.flushed, self.failed = None, time.monotonic(), False
         self.written: set[str] = set()  # what earlier processes wrote at the first step
         if writes:
-            self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
+            if resumes:
+                self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
             with reachable("--workdir", workdir):
-                self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step)
+                self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step, resumes)
         self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
         self.start = self.last_time = time.monotonic()
         self.last_step = self.timed_from = first_step

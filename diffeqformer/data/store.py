@@ -87,14 +87,17 @@ class Split:
 
     def evaluation_batch(
         self, number: int, batch_size: int, sequence_length: int, rows: slice = slice(None)
-    ) -> tuple[Int[np.ndarray, "B S"], Bool[np.ndarray, "B 1"]]:
-        """The `number`-th batch of all complete windows in order, or some rows of it, and whether each window counts.
-
-        Windows that pad the last batch don't count.
-        """
-        count = self.size // sequence_length
+    ) -> Int[np.ndarray, "B S"]:
+        """The `number`-th batch of all whole windows in order, or some of its rows. Copies of the last fill it up."""
         indices = (number * batch_size + np.arange(batch_size))[rows]
-        return self.windows(np.minimum(indices, count - 1), sequence_length), (indices < count)[:, None]
+        return self.windows(np.minimum(indices, self.size // sequence_length - 1), sequence_length)
+
+    def evaluated(
+        self, number: int, batch_size: int, sequence_length: int, rows: slice = slice(None)
+    ) -> Bool[np.ndarray, "B 1"]:
+        """Whether each window of an `evaluation_batch` counts. Those that pad the last batch don't."""
+        indices = (number * batch_size + np.arange(batch_size))[rows]
+        return (indices < self.size // sequence_length)[:, None]
 
 
 @functools.lru_cache(maxsize=2)
@@ -247,7 +250,7 @@ def verify(
             if errors:
                 return
 
-    others = min(MOST_THREADS, (os.cpu_count() or 1) // 2) - 1
+    others = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2) - 1
     threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
     for thread in threads:
         thread.start()

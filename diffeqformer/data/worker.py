@@ -151,14 +151,15 @@ def write_shard(
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for the answers terminates this one
+    line = sys.stdin.readline()  # before the imports: all workers get their tasks at once, and import side by side
+    if not line.endswith("\n"):
+        return  # the process that waits for the answers was killed before it asked
     kind, errors, say = PlainTexts, UserError, str
     if not not_installed():
         tf = import_tensorflow()
         from diffeqformer.data.tasks import one_sentence
 
         kind, errors, say = TaskTexts, (UserError, tf.errors.OpError), one_sentence
-    if not (line := sys.stdin.readline()):
-        return  # the process that waits for the answers was killed before it asked
     first = json.loads(line)
     try:
         tokenizer = restore_tokenizer(*first["tokenizer"])

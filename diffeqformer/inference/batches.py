@@ -109,4 +109,7 @@ def write_batches(
 
 
 def _ended(written: Samples, until: Sequence[str]) -> bool:
-    return written.finished() or any(stop in written.text(0) for stop in until)
+    if written.finished() or not until:
+        return written.finished()
+    text = written.text(0)
+    return any(stop in text for stop in until)

@@ -66,6 +66,7 @@ def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype, precision: 
 def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: str) -> Transformer:
     """The model of `discretized_config` that computes the same as `model` in `num_steps` steps, in `dtype`.
 
+    If the model's solver needs weights at several times of a step, it computes the same as `model` by Euler's method.
     Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import check_cache, encode_prompt, sample_keys
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.transformer import random_key
 
+os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -38,7 +41,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     Args:
         opened: from `checkpoint.load`.
         num_steps: steps of depth; None: as trained.
-        batch_size: sequences scored, or texts written, at once, over all devices; affects only the speed.
+        batch_size: sequences scored at once, over all devices, or texts written, by each; affects only the speed.
         window: ids that the model sees at once, at most its positions; None: the sequence length of training.
         mesh: the devices to use; None: all.
 
@@ -192,12 +195,13 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to its first stop string, which is not included.
 
-        A batch has texts whose tokens are chosen in the same way. Up to rounding, none depends on the others. Decoding
-        is greedy unless the request sets `do_sample` or a temperature. A context that is too long loses its start.
+        A batch has texts whose tokens are chosen in the same way. If there isn't room for `batch_size` texts, it has
+        half as many, or a quarter, and so on. Up to rounding, no text depends on the others. Decoding is greedy unless
+        the request sets `do_sample` or a temperature. A context that is too long loses its start.
 
         Raises:
-            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; if a batch
-                has no room in memory; or on several hosts, as only one of them has the requests.
+            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; if there
+                isn't room for a single text; or on several hosts, as only one of them has the requests.
         """
         hosts.check_one("generate_until: generation")
         texts, choices, scorer = [], collections.defaultdict(list), self.scorer
@@ -206,9 +210,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             texts.append(text._replace(prompt=text.prompt[-(self.max_length - text.count) :]))
             choices[choice].append(texts[-1])
             self._count([request], [len(texts[-1].prompt) < len(text.prompt)])
-        size = min(scorer.batch_size, len(texts))
-        check_cache(self.opened.model, len(scorer.weights.step_sizes), size, "batch_size")
-        reader = scorer.graph, scorer.params, scorer.weights, scorer.max_length
+        size, reader = self._room(len(texts)), (scorer.graph, scorer.params, scorer.weights, self.max_length)
         keys, results = sample_keys(random_key(0, "sample"), len(texts)), {}
         with _bar(len(texts), "Writing", " texts", disable_tqdm) as bar:
             for choice, alike in choices.items():
@@ -218,6 +220,18 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[text.key].args, results[text.key])
                     bar.update(1)
         return [results[number] for number in range(len(texts))]
+
+    def _room(self, texts: int) -> int:
+        """How many texts are written at once: as many as fit into memory, at most `batch_size`."""
+        size = min(self.scorer.batch_size, texts)
+        while True:
+            try:
+                check_cache(self.opened.model, len(self.scorer.weights.step_sizes), self.max_length, size, "window")
+                return size
+            except NoRoom:
+                if size <= 1:
+                    raise
+                size //= 2
 
     def _generation(self, number: int, context: str, options: dict) -> tuple[Text, Choice]:
         """The text to be written for a request, with its whole context, and how its tokens are chosen."""
@@ -247,10 +261,8 @@ def _nothing_to_score(context: str, continuation: str) -> UserError:
     )
 
 
-def _bar(iterable_or_total, what: str, unit: str, disabled: bool) -> tqdm:
+def _bar(total: int, what: str, unit: str, disabled: bool) -> tqdm:
     """A progress bar, which is redrawn often on a terminal and every 15 s elsewhere."""
     often = 0.2 if sys.stderr.isatty() else 15.0
     options = dict(desc=what, unit=unit, unit_scale=True, mininterval=often, maxinterval=often, disable=disabled)
-    if isinstance(iterable_or_total, int):
-        return tqdm(total=iterable_or_total, **options)
-    return tqdm(iterable_or_total, **options)
+    return tqdm(total=total, **options)

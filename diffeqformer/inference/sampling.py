@@ -180,12 +180,13 @@ def check_room(model: Transformer, depths: Sequence[int | None], texts: int, opt
         UserError: if they don't; it names the option.
     """
     steps = sum(len(model.grid(depth).ends) for depth in depths)
-    check_cache(model, steps, texts, option, jax.device_count() if model.depth.generated else 1)
+    parts = jax.device_count() if model.depth.generated else 1
+    check_cache(model, steps, model.max_length, texts, option, parts)
 
 
-def check_cache(model: Transformer, steps: int, texts: int, option: str, parts: int = 1) -> None:
-    """`check_room` for a number of steps, with keys and values that are divided over so many devices."""
-    shape = steps * model.solver.evaluations, 1, model.max_length, model.field.width
+def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:
+    """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
+    shape = steps * model.solver.evaluations, 1, length, model.field.width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
     check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * (texts + 1) / parts)
 

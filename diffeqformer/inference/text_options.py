@@ -35,7 +35,7 @@ def define_text_flags(folder: str) -> None:
     flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
     flags.DEFINE_string("tfds_dir", None, "Download folder for corpora; by default as in training.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
-    flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.", upper_bound=2**16)
+    flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.", 1, 2**16)
     flags.DEFINE_string(
         "output",
         None,

@@ -51,16 +51,15 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
     """
 
     def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
-        """Yield the name of each array that is not split well, its rows, and the rows of a tile."""
+        """The name of each array that is not split well, its rows, and the rows of a tile."""
         rows = [
-            ("config.model.width", model.width, 16),
             ("the heads' width of a device", model.width // tensor, 16),
             ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
             ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
-            ("config.model.max_length", positions, 8),
-        ]
+        ] * (fsdp * tensor > 1)
+        rows += [("config.model.width", model.width, 16), ("config.model.max_length", positions, 8)] * (fsdp > 1)
         rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
-        return [(what, size, tile) for what, size, tile in rows if fsdp * tensor > 1 and size % (fsdp * tile)]
+        return [(what, size, tile) for what, size, tile in rows if size % (fsdp * tile)]
 
     if wrong := misfits(fsdp, tensor):
         what, size, tile = wrong[0]
@@ -69,9 +68,13 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
         if fsdp == 1 or not sizes:
             axis, found = "tensor", tensor
             sizes = [n for n in divisors if model.heads % n == 0 and model.mlp % n == 0 and not misfits(fsdp, n)]
+        parts = f"{what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}"
+        if not sizes:
+            raise UserError(
+                f"config.mesh.{axis}: is {found}, but no size cuts {parts}; make it a multiple of {fsdp * tile}"
+            )
         raise UserError(
-            f"config.mesh.{axis}: must cut {what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}, "
-            f"as {', '.join(map(str, sizes))} would, but it is {found}"
+            f"config.mesh.{axis}: must cut {parts}, as {', '.join(map(str, sizes))} would, but it is {found}"
         )
 
 

@@ -30,7 +30,7 @@ def product(a: Float[Array, "... M K"], b: Float[Array, "... K N"]) -> Float[Arr
 
 def first_windows(split: Split, sequence_length: int) -> Int[np.ndarray, "W S"]:
     """The first `WINDOWS` windows of a split, or as many as it has."""
-    return split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)[0]
+    return split.evaluation_batch(0, min(WINDOWS, split.size // sequence_length), sequence_length)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "everywhere"))
@@ -64,7 +64,8 @@ class Recorder:
         """Measure the dynamics. Every process must call this. The first gets results, the others an empty dictionary:
 
         qk_radius, ov_radius: the largest modulus of an eigenvalue of any head at any time
-        closest, median_distance: the lowest and the middle quantile of the clustering measure, for tokens' last states
+        closest, median_distance: the lowest and the middle quantile of the clustering measure, for the directions
+            of tokens' last states
         spread: the root mean square distance between last states, divided by that between first states
         """
         graph, everywhere = self.program.graph, self.program.everywhere

@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.config import base_config
+from diffeqformer.checkpoint_folder import NoSuchStep
+from diffeqformer.config import base_config, check_rule
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
+from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, split_model
 
 OWN = tuple(
@@ -36,14 +38,16 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
     """
     if not config.base:
         return config
+    for rule in (rule for rule in RULES if rule.field == "model.kind"):
+        check_rule(rule, config)
     try:
         ours = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
     except checkpoint.NoCheckpoint:
         ours = None
     model = ours.model if ours and ours.base == config.base else _model_of_base(config)
-    config, default = config.copy_and_resolve_references(), base_config("", "diffeqformer").model
+    config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
     sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
-    if config.model.kind not in (model.kind, default.kind) and not sampled:
+    if config.model.kind not in (model.kind, "diffeqformer") and not sampled:
         kind = MODELS[config.model.kind]
         discretized = kind.weights.fixed_depth and not kind.vanilla
         needed = "a model with generated weights" if discretized else f"a model of the kind {config.model.kind}"
@@ -65,9 +69,14 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
 
 @contextlib.contextmanager
 def _reading_base(config: ConfigDict) -> Iterator[None]:
-    """Another remedy if the base's checkpoint is damaged: a run takes its base's newest one."""
+    """Another remedy if the base's checkpoint is damaged, or gone: a run takes its base's newest one."""
     try:
         yield
+    except NoSuchStep as error:
+        raise UserError(
+            f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
+            "replaced meanwhile; start again, with its newest one"
+        ) from error
     except checkpoint.Damaged as error:
         found = str(error).partition("; restore its files")[0]
         raise UserError(f"config.base: {found}; restore its files, or begin with another run") from error
@@ -123,5 +132,5 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
         mesh: the devices over which the parameters are sharded.
     """
     with _reading_base(config):
-        opened = checkpoint.load(config.base, mesh, step)
+        opened = checkpoint.load(config.base, mesh, step, "config.base")
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

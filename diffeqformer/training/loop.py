@@ -52,7 +52,7 @@ def train(
         config: see `diffeqformer.config`; checked before anything else is done.
         workdir: folder of checkpoints and curves, on this machine or on gs://; created if it is missing.
         started: `time.monotonic()` when the process began, for the time to the first step; by default now.
-        verify: whether to check the token store's hashes, in the background. Nothing is saved before it has passed,
+        verify: whether to check the token store's hashes, in the background. No checkpoint is saved before,
             unless the run is told to stop.
         given: see `diffeqformer.training.finetune.inherit`.
 
@@ -185,7 +185,8 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     """
     config, clock, first = run.config, run.clock, int(state["step"])
     traced, tokens = traced_steps(config.profile_steps), config.batch_size * config.sequence_length
-    progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths())
+    resumes = run.checkpoints.latest_step() is not None
+    progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths(), resumes)
     progress.config({name: get_field(config, name) for name in field_names(config)})
     dynamics = (
         Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))

@@ -106,13 +106,15 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         hosts.check_shared(folder)
     with hosts.all_succeed("the newest checkpoint"):
         saved = read_saved(config, folder, about)  # fail before a corpus is prepared for hours
-        if config.base:
-            about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
-    if config.base:
-        digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
-        hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
+        if config.base and not saved:
+            finetune.base_of(config, about)
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
+    if config.base:  # its newest checkpoint now, as one of before the preparation may be gone
+        with hosts.all_succeed("the base"):
+            about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
+        digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
+        hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
     about = dataclasses.replace(
         about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
     )

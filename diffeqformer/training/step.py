@@ -69,7 +69,7 @@ class Program:
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
         by default as in the config; each number is compiled when it is first needed
-    weights(params, num_steps) -> the stacked weights for a number of steps; None: as many as in training
+    weights(params, num_steps) -> the stacked weights for a number of steps; None: the config's
     for_evaluation(params, num_steps) -> what `evaluate` takes as weights: these; or only the steps, by which each batch
         generates weights chunk by chunk (`model.generate_chunk`)
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows

@@ -19,8 +19,8 @@ def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
     """The FLOPs of a train step with `num_steps` steps of depth (None: the config's), over all devices.
 
     They are six for each weight of a matrix product, each token and each evaluation of it by the solver (four if the
-    weight is frozen), plus the causal half of attention. Recomputation and the generator aren't counted. Layers whose
-    names begin with mlp belong to the feed-forward, all others to the attention.
+    weight is frozen, as adapted models' are but for the head), plus the causal half of attention. Recomputation and the
+    generator aren't counted. Layers whose names begin with mlp belong to the feed-forward, all others to the attention.
     """
     model = config.model
     layers = {name: layer for name, layer in vector_field(model).layers().items() if isinstance(layer, Linear)}
@@ -32,7 +32,7 @@ def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
         if name in adapted:
             flops += 6 * model.lora_rank * (layer.inputs + layer.outputs)
         one_step += flops * (feed_forwards if name.startswith("mlp") else attentions)
-    by_token = (num_steps or model.num_steps) * one_step + by_weight * model.vocab_size * model.width
+    by_token = (num_steps or model.num_steps) * one_step + 6 * model.vocab_size * model.width
     return float(by_token * config.batch_size * config.sequence_length)
 
 

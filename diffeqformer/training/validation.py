@@ -18,7 +18,7 @@ from diffeqformer.training.step import Program
 def validate(
     program: Program, params: dict, split: Split, config: ConfigDict, num_steps: int | None = None
 ) -> dict[str, float]:
-    """Loss (nats per token), perplexity and bits per byte over a whole split, in `num_steps` steps (None: as trained).
+    """Loss (nats per token), perplexity and bits per byte of a whole split, in `num_steps` steps (None: the config's).
 
     Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
     which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
@@ -32,9 +32,9 @@ def validate(
             jax.make_array_from_callback(
                 (config.batch_size, width),
                 program.batch_sharding,
-                lambda index, what=what: split.evaluation_batch(number, *shape, rows=index[0])[what],
+                lambda index, read=read: read(number, *shape, rows=index[0]),
             )
-            for what, width in enumerate((config.sequence_length, 1))
+            for read, width in ((split.evaluation_batch, config.sequence_length), (split.evaluated, 1))
         )
         total = total.merge(program.evaluate(params, weights, tokens, valid))
         pending.append(total)

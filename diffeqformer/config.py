@@ -76,14 +76,15 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     # Type of matrix products; parameters and times are float32. float32 means fp32 on every device.
     config.model.dtype = "bfloat16"
     config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
-    # The type in which gradients of all steps' weights are summed over microbatches and copies, and those of shared
-    # weights over steps: float32 or bfloat16. Shared weights have this type; others, and their sums over fsdp, have the
-    # shorter of this and dtype.
+    # The type in which gradients of all steps' weights are summed over copies, and those of shared weights over steps:
+    # float32 or bfloat16. (Over microbatches: float32.) Shared weights have this type; others, and their sums over
+    # fsdp, have the shorter of this and dtype.
     config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored;
-    # products: every step except for its products with weights and its attention; binomial: every step, some of them
-    # several times, so that only `snapshots` of the states between steps are stored; reversible: every step, from the
-    # state after it, so that none is stored; it needs a reversible solver, such as reversible_euler.
+    # products: every step except for its products with weights and, if splash or cuDNN computes it, its attention;
+    # binomial: every step, some of them several times, so that only `snapshots` of the states between steps are stored;
+    # reversible: every step, from the state after it, so that none is stored; it needs a reversible solver, such as
+    # reversible_euler.
     config.model.remat = "step"
     # States between steps that are stored with the remat binomial, the first among them; with chunks, between these.
     config.model.snapshots = 8

@@ -90,9 +90,16 @@ def planned_on_tpus(config: ConfigDict) -> dict:
     chip = tpu_of(TOPOLOGY.value)
     if SEARCH.value and DUMP.value:
         raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
-    for option, value in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
-        if PROGRAMS.value == "score" and value is not None:
+    scoring, least = PROGRAMS.value == "score", len(trained_depths(config.model))
+    of_training = {"search": SEARCH.value, "dump": DUMP.value, "price_per_chip_hour": PRICE.value}
+    for option, value in {**of_training, "plain_attention": PLAIN.value or None}.items():
+        if scoring and value is not None:
             raise UserError(f"--{option}: is for train steps, which --programs=score leaves out; leave one of them out")
+    if SEARCH.value and SEARCH.value < least:
+        raise UserError(
+            f"--search: must be at least {least}, a compilation for each of the depths in training, but it is "
+            f"{SEARCH.value}"
+        )
     devices = tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
@@ -134,8 +141,9 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
 
 
 def program_of(config: ConfigDict, devices: list) -> Program:
-    """What a run compiles."""
-    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
+    """What a run compiles; of a model that scores, which all devices copy, the mesh alone is of interest."""
+    score = PROGRAMS.value == "score"
+    mesh = make_mesh(devices=devices) if score else make_mesh(mesh_shape(config.mesh, len(devices)), devices)
     return Program(config, mesh, (attention.plain, "plain") if PLAIN.value else None)
 
 
@@ -156,7 +164,7 @@ def searched(config: ConfigDict, devices: list, chip: Tpu) -> dict:
     """Plans of the train step with several settings, the fastest of the front first, with a line for each try."""
     start, tried = time.monotonic(), []
     own, settings = search.own_setting(config, len(devices)), search.settings_of(config, len(devices))
-    most = min(max(1, SEARCH.value // len(trained_depths(config.model))), len(settings))
+    most = min(SEARCH.value // len(trained_depths(config.model)), len(settings))
     while len(tried) < most and (setting := search.next_setting(own, settings, tried)):
         changed = search.with_setting(config, setting)
         try:

@@ -272,6 +272,10 @@ def test_a_search_prints_commands_with_all_that_was_given():
     assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
         begin + "--config.model.remat=step --config.mesh.fsdp=8"
     )
+    arguments = ["--noconfig.model.norm_of_norm", "--config=llama_1b", "--nocheck", "--search=9"]
+    config = load_config("llama_1b")
+    own = search.own_setting(config, 8)
+    assert search.command_of(arguments, config, own).endswith("main --noconfig.model.norm_of_norm --config=llama_1b")
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -358,3 +362,17 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["fits"], plan["from_shapes"]) == (2, True, True)
     assert "times aren't modelled" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--config=tiny", "--programs=score", "--search=3"], "--search: is for train steps, which --programs=score"),
+        (["--config=tiny", "--programs=score", "--plain_attention"], "--plain_attention: is for train steps, which"),
+        (["--config=tiny:elastic", "--search=3"], "--search: must be at least 5, a compilation for each of the depths"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):
+    done = command("diffeqformer.plan", "--topology=v5e:2x2", *options)
+    assert done.returncode == 1 and done.stderr.startswith(f"diffeqformer: {sentence}")

@@ -156,7 +156,8 @@ class GeneratedWeights(DepthWeights):
 
     def __init__(self, config, layers: dict[str, Linear | Norm], rngs: nnx.Rngs):
         self.sinusoidal_dim, self.time_frequency = config.sinusoidal_dim, config.time_frequency
-        width, start = config.time_embed_dim, GENERATOR_STARTS[config.generator_start]
+        width = config.time_embed_dim
+        start = GENERATOR_STARTS[config.generator_start if self.generates_kernels else "published"]
         self.step_features = config.step_features
         self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
         number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)

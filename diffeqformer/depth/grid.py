@@ -11,7 +11,7 @@ TRAINING_TIMES = ("fixed", "jittered", "shifted", "mixed")
 """The times at which the weights of a hypernetwork are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
-jittered: each time is moved back at random within its step. The steps don't change.
+jittered: each time is drawn at random from its step. The steps don't change.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
 mixed: shifted if there are more than two steps, fixed otherwise. A shifted grid has one more step, so shifted grids of
@@ -68,8 +68,9 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
     if how in ("shifted", "mixed"):
         ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key)
         return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
-    moved = np.repeat(np.diff(grid.ends, prepend=0.0), len(nodes)) * jax.random.uniform(key, grid.times.shape)
-    return Grid(jnp.asarray(grid.ends, jnp.float32), jnp.maximum(grid.times - moved, 0.0).astype(jnp.float32))
+    ends, sizes = (np.repeat(each, len(nodes)) for each in (grid.ends, np.diff(grid.ends, prepend=0.0)))
+    times = jnp.maximum(ends - sizes * jax.random.uniform(key, grid.times.shape), 0.0)
+    return Grid(jnp.asarray(grid.ends, jnp.float32), times.astype(jnp.float32))
 
 
 def _library(times):

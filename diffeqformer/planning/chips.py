@@ -10,7 +10,7 @@ class Tpu(NamedTuple):
 
     clock: cycles in a second. They make the largest matrix products that the compiler expects reach `peak`.
     peak: dense bfloat16 FLOP/s.
-    memory_rate: bytes of memory in a second.
+    memory_rate: bytes of memory in a second; that of v5p as JAX states it (`jax.experimental.pallas.tpu`).
     memory: bytes that the compiler gives a program.
     link_rate: bytes in a second to one neighbour.
     network_rate: bytes in a second to other slices.

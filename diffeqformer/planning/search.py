@@ -146,7 +146,8 @@ def command_of(arguments: list[str], config: ConfigDict, setting: Setting) -> st
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
         name, equals, _ = argument.lstrip("-").partition("=")
         option, _, field = name.partition(".")
-        if argument.startswith("-") and option == "config" and field not in changed:
-            kept += [argument] if equals or following.startswith("--") else [argument, following]
+        if argument.startswith("-") and option.removeprefix("no") == "config" and field not in changed:
+            alone = equals or option == "noconfig" or following.startswith("--")
+            kept += [argument] if alone else [argument, following]
     kept += [f"--config.{name}={value}" for name, value in changed.items()]
     return shlex.join(["python", "-m", "diffeqformer.main", *kept])

@@ -110,16 +110,19 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
     model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
-    gradient = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    after = gradient = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    number = jnp.dtype(model.weights_dtype).itemsize  # bytes, of the weights' gradient after the loops
     if config.microbatches > 1:  # what is added up, in fp32
-        gradient["sums over microbatches"] = 4 * loops.gradient // compute + gradient["embeddings' gradient"]
+        number = 4
+        sums = number * loops.gradient // compute + gradient["embeddings' gradient"]
+        gradient = gradient | {"sums over microbatches": sums}
     examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
     forward = {"weights": loops.weights, "states": loops.stored, **gradient}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
         forward | {"weights' gradient": loops.gradient, "a step computed again": again // steps},
-        {"weights' gradient": 4 * loops.gradient // compute, **gradient, "a P's gradient": largest_gradient(program)},
+        {"weights' gradient": number * loops.gradient // compute, **after, "a P's gradient": largest_gradient(program)},
     ]
     state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
     return state | max(moments, key=lambda parts: sum(parts.values()))

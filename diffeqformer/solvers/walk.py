@@ -48,8 +48,8 @@ REMAT = {
     "reversible": None,
 }
 """What is stored for the backward pass: everything; the state between steps; the state between steps, products with
-weights, and attention; some of the states between steps, by an optimal schedule (`checkpointing`); or the last one
-alone (`reversible`). Gathered weights, and kernels in another type, are never stored.
+weights, and attention by splash or cuDNN; some of the states between steps, by an optimal schedule (`checkpointing`);
+or the last one alone (`reversible`). Gathered weights, and kernels in another type, are never stored.
 """
 
 

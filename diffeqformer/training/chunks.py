@@ -5,8 +5,8 @@ need more memory in more steps L. With the remat step, the state before every st
 `model.snapshots` of those before chunks, and that before the last one, so that a chunk is walked once more, at least,
 before its way back. With reversible it is the last state.
 
-P is read three times for each chunk, instead of twice for all steps. dP is added to once for each chunk, instead of
-keeping the gradients of all weights.
+P is read three times for each chunk, and once more when it is walked again, instead of twice for all steps. dP is
+added to once for each chunk, instead of keeping the gradients of all weights.
 """
 
 import functools

@@ -141,9 +141,9 @@ class ShardedLoss:
         """The type in which weights are made, and that of their gradients as they are summed and pulled back.
 
         The depth loop would round weights to the compute type, and its gradients have it. Over `fsdp` they are summed
-        in it, within the loop. Over microbatches and copies they are summed in `weights_dtype`. On one device and with
-        one microbatch nothing is summed, and a longer type would hold the same numbers. Weights that all steps share
-        have a gradient that is summed over steps, so the loop takes them, and gathers them, in `weights_dtype`.
+        in it, within the loop; over microbatches in fp32; over copies in `weights_dtype`. On one device and with one
+        microbatch nothing is summed, and a longer type would hold the same numbers. Weights that all steps share have a
+        gradient that is summed over steps, so the loop takes them, and gathers them, in `weights_dtype`.
         """
         if model.depth.constant:
             return model.weights_dtype, model.weights_dtype

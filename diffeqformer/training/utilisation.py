@@ -3,6 +3,7 @@
 import jax
 from ml_collections import ConfigDict
 
+from diffeqformer.depth.depths import longest_grid
 from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.fields.layers import Linear
 from diffeqformer.solvers import SOLVERS
@@ -32,7 +33,7 @@ def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
         if name in adapted:
             flops += 6 * model.lora_rank * (layer.inputs + layer.outputs)
         one_step += flops * (feed_forwards if name.startswith("mlp") else attentions)
-    by_token = (num_steps or model.num_steps) * one_step + 6 * model.vocab_size * model.width
+    by_token = longest_grid(model, num_steps or model.num_steps) * one_step + 6 * model.vocab_size * model.width
     return float(by_token * config.batch_size * config.sequence_length)
 
 

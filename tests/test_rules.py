@@ -48,6 +48,6 @@ def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
         check(fsdp=1, tensor=8)
     model.width, model.heads = 24, 2
     with pytest.raises(
-        UserError, match=r"tensor: is 2, but no size cuts the heads' width .* make it a multiple of 32$"
+        UserError, match=r"tensor: is 2, but no size cuts config.model.width .* make it a multiple of 32$"
     ):
         check(fsdp=2, tensor=2)

@@ -52,12 +52,13 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
 
     def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
         """The name of each array that is not split well, its rows, and the rows of a tile."""
-        rows = [
+        rows = [("config.model.width", model.width, 16)] * (fsdp > 1)
+        rows += [
             ("the heads' width of a device", model.width // tensor, 16),
             ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
             ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
         ] * (fsdp * tensor > 1)
-        rows += [("config.model.width", model.width, 16), ("config.model.max_length", positions, 8)] * (fsdp > 1)
+        rows += [("config.model.max_length", positions, 8)] * (fsdp > 1)
         rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
         return [(what, size, tile) for what, size, tile in rows if size % (fsdp * tile)]
 

@@ -106,7 +106,7 @@ def table(results: dict[str, dict]) -> str:
         add(f"perplexity, {grid}", lambda row, grid=grid: row["perplexities"][grid], 2)
     for method in ("euler", "rk4"):
         add(f"observed order of {method}", lambda row, method=method: row["orders"][method], 2)
-    add("distance of Euler's last state from the solution's, on the trained grid", lambda row: row["errors"]["euler"][0], 2)
+    add("distance of Euler's last state, on the trained grid", lambda row: row["errors"]["euler"][0], 2)
     return "\n".join(lines) + "\n"
 
 

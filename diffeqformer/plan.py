@@ -104,7 +104,8 @@ def planned_on_tpus(config: ConfigDict) -> dict:
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
-    print(f"{title(config)} on {where}, {len(devices)} x {devices[0].device_kind}\n{program.said()}", flush=True)
+    said = f"mesh: data {len(devices)}, fsdp 1, tensor 1" if scoring else program.said()
+    print(f"{title(config)} on {where}, {len(devices)} x {devices[0].device_kind}\n{said}", flush=True)
     if SEARCH.value:
         plan = searched(config, devices, chip)
         print(front_summary([row for row in plan["tried"] if row["on_front"]]))
@@ -141,9 +142,9 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
 
 
 def program_of(config: ConfigDict, devices: list) -> Program:
-    """What a run compiles; of a model that scores, which all devices copy, the mesh alone is of interest."""
-    score = PROGRAMS.value == "score"
-    mesh = make_mesh(devices=devices) if score else make_mesh(mesh_shape(config.mesh, len(devices)), devices)
+    """What a run compiles; with --programs=score, on the mesh that scores, whose devices all have copies."""
+    shape = None if PROGRAMS.value == "score" else mesh_shape(config.mesh, len(devices))
+    mesh = make_mesh(shape, devices)
     return Program(config, mesh, (attention.plain, "plain") if PLAIN.value else None)
 
 

@@ -84,7 +84,7 @@ def curves(workdir) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(workdir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert all(len({event.step for event in series}) == len(series) for series in scalars.values())
-    return {tag: {event.step: event.value for event in series} for tag, series in scalars.items()}
+    return {tag: {event.step: event.value for event in series} for tag, series in scalars.items() if series}
 
 
 @functools.cache

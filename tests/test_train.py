@@ -20,6 +20,7 @@ from scipy.special import log_softmax
 
 from diffeqformer import checkpoint
 from diffeqformer.config import check_config
+from diffeqformer.console.progress import Progress
 from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.seals import sealed, unsealed
@@ -170,7 +171,9 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
     config = toy_config("gpt", steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
-    seen = []
+    seen, of_another_start = [], Progress(tmp_path, 0, 9, 1)  # which saved nothing
+    of_another_start.validation(0, {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
+    of_another_start.close()
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):

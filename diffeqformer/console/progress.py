@@ -52,7 +52,7 @@ def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 curves.setdefault(value.tag, {})[event.step] = value.simple_value
-    return {tag: dict(sorted(series.items())) for tag, series in curves.items()}
+    return {tag: dict(sorted(series.items())) for tag, series in curves.items() if series}
 
 
 def _events(content: bytes) -> Iterator[Event]:

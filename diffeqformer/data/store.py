@@ -250,7 +250,8 @@ def verify(
             if errors:
                 return
 
-    others = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2) - 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    others = min(MOST_THREADS, cores // 2) - 1
     threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
     for thread in threads:
         thread.start()

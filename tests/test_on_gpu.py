@@ -1,8 +1,11 @@
-"""benchmarks/on_gpu.sh, with a fake interpreter and driver: what it writes, and how it ends."""
+"""benchmarks/on_gpu.sh, with a fake interpreter and driver: what it writes, and how it ends. What its tests name."""
 
+import ast
+import importlib
 import os
 import shutil
 import subprocess
+import types
 
 import pytest
 
@@ -101,3 +104,13 @@ def test_what_is_missing_is_one_sentence(on_gpu, settings, sentence):
     done, text = on_gpu(**settings)
     assert done.returncode == 1 and text is None and done.stdout == ""
     assert done.stderr.startswith(f"benchmarks/on_gpu.sh: {sentence}") and done.stderr.count("\n") == 1
+
+
+def test_what_the_tests_for_gpus_take_from_modules_is_there():
+    """They run nowhere else, so nobody notices when a function moves."""
+    names = vars(importlib.import_module("test_gpu"))
+    tree = ast.parse((ROOT / "tests" / "test_gpu.py").read_text())
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    taken = [node for node in taken if isinstance(names.get(node.value.id), types.ModuleType)]
+    assert len(taken) > 20
+    assert not [ast.unparse(node) for node in taken if not hasattr(names[node.value.id], node.attr)]

@@ -90,13 +90,13 @@ part() { # NAME SECONDS COMMAND...: run a command for at most so long
 }
 
 pair=--models=gpt:diffeqformer,gpt:gpt
-part Tests 300 env TEST_PLATFORMS=cuda,cpu "$python" -m pytest -m gpu -v tests/test_gpu.py
+part Tests 360 env TEST_PLATFORMS=cuda,cpu "$python" -m pytest -m gpu -v tests/test_gpu.py
 part "Train step, GPT-medium" 150 "$python" benchmarks/train_step.py "$pair" --shape=medium --batch_size=32
 part "Train step, GPT-large" 200 \
   "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=16 --remat=products
 [[ $count -lt 8 ]] || part "Train step, GPT-large, 8 GPUs" 200 env CUDA_VISIBLE_DEVICES="$all" \
   "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=128 --fsdp=8
-part "Rematerialisation, GPT-small" 150 "$python" benchmarks/train_step.py --shape=small --batch_size=16 \
+part "Rematerialisation, GPT-medium" 150 "$python" benchmarks/train_step.py --shape=medium --batch_size=16 \
   --models=gpt:diffeqformer:step,gpt:diffeqformer:products,gpt:diffeqformer:none,gpt:gpt
 part "Generation, GPT-small" 100 "$python" benchmarks/generation.py "$pair" --width=768 --heads=12 \
   --time_embed_dim=20 --sinusoidal_dim=128 --sequence_length=1024 --dtype=bfloat16

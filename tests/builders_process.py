@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import seqio
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import shuffle
 
 from diffeqformer.data import builders
 from diffeqformer.errors import UserError
@@ -107,6 +108,17 @@ def test_manual_files_in_their_order_and_without_network(manual):
     prose = texts(tfds.builder("wikitext103/detokenized", data_dir=folder), "train")
     assert prose[2] == "= Kettle 2 =\n\nThe kettle no. 2 whistled-twice.\n\n"
     assert "apache_beam" not in sys.modules
+
+
+def test_text_beyond_the_memory_is_sorted_part_by_part(tmp_path, monkeypatch):
+    """OpenWebText has 40 GB. TFDS reads one bucket at a time, so they must be of one size."""
+    sizes, read = [], shuffle._Bucket.read_values
+    monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 10_000)
+    monkeypatch.setattr(shuffle._Bucket, "read_values", lambda bucket: sizes.append(len(bucket)) or read(bucket))
+    validation = builders.validation_rows(5000).tolist()
+    builder = prepare("openwebtext", tmp_path, DUMMY)
+    assert texts(builder, "train") == [page for row, page in enumerate(PAGES) if row not in validation]
+    assert sum(sizes) == 4997 and max(sizes) == 5  # of 1,000 buckets; those of validation are in memory
 
 
 def test_seqio_finds_the_builders(manual):

@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import open_stored, prepare, store_folder
-from diffeqformer.data.remote import upload
+from diffeqformer.data.remote import check_writable, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
 from diffeqformer.rules import RULES
@@ -28,6 +28,8 @@ def run(config: ConfigDict) -> None:
         check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
+    if config.data.remote:
+        check_writable(config.data.remote)
     if not was_there:
         prepare(config.data, tokenizer)
     open_stored(config.data, tokenizer, config.sequence_length)

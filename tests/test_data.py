@@ -1,6 +1,7 @@
 """Token store: batches are a pure function of seed and step, and anything broken is rejected."""
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -16,7 +17,7 @@ from diffeqformer.data import lock, store
 from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
-from diffeqformer.data.remote import stage, upload
+from diffeqformer.data.remote import check_writable, stage, upload
 from diffeqformer.data.seals import sealed
 from diffeqformer.data.store import Split, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
@@ -227,17 +228,22 @@ def upload_interrupted(store, remote, after=1):
     return len(calls)
 
 
-def test_another_store_of_the_same_size_takes_the_place_of_the_old_one(small_store, tmp_path):
+def test_another_store_of_the_same_size_takes_the_place_of_an_unfinished_one_alone(small_store, tmp_path):
     """At the URL, and in an unfinished copy."""
-    remote, here = "memory://other/stores", tmp_path / "here" / "task"
+    remote, here, memory = "memory://other/stores", tmp_path / "here" / "task", fsspec.filesystem("memory")
+    changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
+    make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
     upload(small_store, remote)
+    with pytest.raises(UserError, match="config.data.remote: memory://other/stores/task is a token store with other"):
+        upload(tmp_path / "new" / "task", remote)
+    assert memory.cat_file("/other/stores/task/store.json") == (small_store / "store.json").read_bytes()
+    memory.rm("/other/stores/task", recursive=True)
+    upload_interrupted(small_store, remote, after=3)
+    upload_interrupted(tmp_path / "new" / "task", remote)
+    upload(tmp_path / "new" / "task", remote)
     older = here.with_name("task.copying")
     older.mkdir(parents=True)
     (older / "train-00000.bin").write_bytes((small_store / "train-00000.bin").read_bytes())
-    changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
-    make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
-    upload_interrupted(tmp_path / "new" / "task", remote)
-    upload(tmp_path / "new" / "task", remote)
     stage(remote, here)
     verify(here, read_about(here))
     assert read_about(here) == read_about(tmp_path / "new" / "task")
@@ -270,27 +276,21 @@ def test_a_host_without_the_raw_files_takes_the_store_from_the_url(small_store, 
 
 @pytest.mark.parametrize("remote", ["nowhere://bucket", "file:///proc/stores"])
 def test_a_url_that_cannot_be_used_is_one_sentence(small_store, remote):
-    with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
-        upload(small_store, remote)
-    assert "\n" not in str(error.value)
+    for work in (functools.partial(upload, small_store), check_writable):
+        with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
+            work(remote)
+        assert "\n" not in str(error.value)
+
+
+def test_a_url_that_can_be_written_is_as_before():
+    check_writable("memory://eighth/stores")
+    assert fsspec.filesystem("memory").ls("/eighth/stores") == []
 
 
 def test_a_store_of_the_corpus_itself_comes_from_the_url(small_store, tmp_path):
     upload(small_store.rename(small_store.with_name("python_stdlib-bytes")), "memory://fifth/stores")
     config = toy_config(data__remote="memory://fifth/stores", data__dir=str(tmp_path / "b"))
     assert open_prepared(config.data, TOKENIZER, 8)["train"].size > 0
-
-
-def test_an_interrupted_replacement_is_no_store(small_store, tmp_path, monkeypatch):
-    remote = "memory://sixth/stores"
-    upload(small_store, remote)
-    make_store(tmp_path / "new" / "task", {"train": [TEXTS[40:]], "validation": [TEXTS[:5]]})
-    monkeypatch.setattr(remote_module, "each_shard", lambda *_: (_ for _ in ()).throw(OSError("gone")))
-    with pytest.raises(UserError, match="can't be written: gone"):
-        upload(tmp_path / "new" / "task", remote)
-    monkeypatch.undo()
-    with pytest.raises(UserError, match="there is no token store"):
-        stage(remote, tmp_path / "here" / "task")
 
 
 def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch):

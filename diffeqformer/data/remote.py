@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import time
+import uuid
 from collections.abc import Callable
 
 import fsspec
@@ -42,7 +43,7 @@ def upload(folder: pathlib.Path, remote: str) -> None:
     `uploading.json` identifies the store that is being copied, so that an interrupted copy can be resumed.
 
     Raises:
-        UserError: if the URL can't be written.
+        UserError: if the URL can't be written, or has another store of the same name, which runs may need.
     """
     about, ours = read_about(folder), (folder / "store.json").read_text()
     system, there = open_remote(remote, folder.name)
@@ -60,18 +61,41 @@ def upload(folder: pathlib.Path, remote: str) -> None:
 
     try:
         system.makedirs(there, exist_ok=True)
-        if read("store.json") == ours:
+        if (theirs := read("store.json")) == ours:
             print(f"{remote}/{folder.name}: this token store is there already", flush=True)
             return
-        goes_on, shards = read("uploading.json") == ours, shards_of(about, folder / "store.json")
+        if theirs is not None:
+            raise UserError(
+                f"config.data.remote: {remote}/{folder.name} is a token store with other content, which runs may need; "
+                "name another URL, or delete it there"
+            )
+        unfinished, shards = read("uploading.json"), shards_of(about, folder / "store.json")
+        goes_on = unfinished == ours
         if not goes_on:
-            for name in ("store.json", *(shard["file"] for shard in shards)):  # of an older store
-                if system.exists(f"{there}/{name}"):
-                    system.rm(f"{there}/{name}")
+            if unfinished is not None:  # a part of another store
+                system.rm(there, recursive=True)
+                system.makedirs(there, exist_ok=True)
             system.pipe_file(f"{there}/uploading.json", ours.encode())
         each_shard(put, shards, f"Copying {folder} to {remote}")
         system.pipe_file(f"{there}/store.json", ours.encode())
         system.rm(f"{there}/uploading.json")
+    except UserError:
+        raise
+    except Exception as error:  # each file system has exceptions of its own
+        raise UserError(f"config.data.remote: {remote} can't be written: {_reason(error)}") from error
+
+
+def check_writable(remote: str) -> None:
+    """Write an empty file at a URL and remove it, before the hours that preparing a store takes.
+
+    Raises:
+        UserError: if the URL can't be written.
+    """
+    system, there = open_remote(remote, f".writable-{uuid.uuid4().hex}")
+    try:
+        system.makedirs(there.rpartition("/")[0], exist_ok=True)
+        system.pipe_file(there, b"")
+        system.rm(there)
     except Exception as error:  # each file system has exceptions of its own
         raise UserError(f"config.data.remote: {remote} can't be written: {_reason(error)}") from error
 

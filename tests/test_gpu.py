@@ -63,8 +63,9 @@ def test_attention_by_cudnn_is_plain_attention(width, length):
 
 @functools.cache
 def program_on(device, kind: str, dtype: str = "float32") -> Program:
-    """The functions of a small run on one device."""
-    config = toy_config(kind, batch_size=8, sequence_length=128, model__dtype=dtype)
+    """The functions of a small run on one device, with the same masks of dropout on each."""
+    config = toy_config(kind, batch_size=8, sequence_length=128, model__dtype=dtype, model__dropout=0.1)
+    config.model.remat = "products" if kind == "gpt" else "step"
     config.model.update(width=128, heads=2, mlp=512, num_steps=4, time_embed_dim=16, max_length=128)
     return Program(config, make_mesh(devices=[device]))
 

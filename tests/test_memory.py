@@ -10,6 +10,7 @@ import pytest
 
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
+from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop, memory, run, validation
@@ -126,13 +127,30 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
             "config.microbatches=4, config.model.remat=binomial, or more",
         ),
         ({"model__remat": "binomial", "microbatches": 4}, 2, math.inf, "a smaller batch, or more"),
-        ({"model__remat": "step", "microbatches": 4, "mesh__tensor": 2}, 2, 1.1, "config.microbatches=8, config.model"),
+        (
+            {"model__remat": "step", "microbatches": 4, "mesh__tensor": -1},
+            1,
+            1.1,
+            "config.microbatches=8, config.model",
+        ),
         ({"model__remat": "binomial"}, 1, 3.0, "config.microbatches=4, or more"),
         ({"model__remat": "binomial"}, 1, 1e6, "a smaller batch, or more"),
     ],
 )
 def test_what_would_save_memory(changes, devices, excess, said):
     assert memory.remedies(toy_config(**changes), devices, excess).startswith(said)
+
+
+def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
+    assert hosts.least(12345) == 12345
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda size: np.array([size, 9]))
+    assert hosts.least(10**12) == 9 * 1024
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=.92" in memory.remedies(toy_config(), 1, 1.5)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
+    assert "XLA_PYTHON" not in memory.remedies(toy_config(), 1, 1.5)
 
 
 def free_with(root, groups: str, files: dict[str, str]) -> int:

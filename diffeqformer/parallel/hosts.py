@@ -26,7 +26,9 @@ from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, 
 def define_flags() -> None:
     """The options of a command that runs on several hosts."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; not needed on Cloud TPU, GKE and Slurm.")
-    flags.DEFINE_integer("num_processes", None, "Processes of the run: one per host, or one per GPU.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_processes", None, "Processes of the run: one per TPU host, or one per GPU.", lower_bound=1
+    )
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_integer("join_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1)
 
@@ -196,6 +198,11 @@ def all_succeed(what: str) -> Iterator[None]:
 def anywhere(flag: bool) -> bool:
     """Whether something holds on one process at least. All must call this together."""
     return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+
+
+def least(size: int) -> int:
+    """The smallest of a number of bytes on all processes, to the KiB. All must call this together."""
+    return size if jax.process_count() == 1 else 1024 * int(multihost_utils.process_allgather(size // 1024).min())
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:

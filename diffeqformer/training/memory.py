@@ -6,19 +6,21 @@ a program whose allocation failed, and Linux kills a process that uses more memo
 
 import functools
 import math
+import os
 from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError, out_of_memory
+from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
 
 
 def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
-    """Compare a run's memory needs with the free memory of each device of this process, if the device reports it.
+    """Compare a run's memory needs with the free memory of each device, if devices report it; the least of all hosts.
 
     This compiles the train step, and the programs of a validation, at the highest numbers of steps. Their first calls
     then find them compiled. For TPUs their temporaries aren't known beside other arrays (`bytes_of_program`), so there
@@ -34,6 +36,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     free = free_bytes(program.batch_sharding.mesh.local_devices)
     if free is None:
         return
+    free = hosts.least(free)  # on all hosts or on none: the others would wait for one that has given up
     needed = sum(map(bytes_on_device, jax.tree.leaves(state)))
     if needed > free:
         raise UserError(
@@ -43,7 +46,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     if not will_train:
         return
     tokens, _ = program.batch_to_evaluate()
-    deepest, devices = max(program.depths), program.mesh.size
+    deepest, devices = max(program.depths), program.mesh.size // program.mesh.shape["tensor"]
     lowered = program.train_step.lower(state, tokens, deepest)
     remedy = functools.partial(remedies, config, devices)
     check_program("config.batch_size: a train step needs {}", lowered, free, remedy)
@@ -80,10 +83,11 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Cal
         raise UserError(f"{said} on each device, but {gigabytes(free)} are free; take {remedy(needed / max(1, free))}")
 
 
-def remedies(config: ConfigDict, num_devices: int, excess: float, what: str = "train step") -> str:
+def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str = "train step") -> str:
     """The options that would save most memory, at most three, of those that this config can take.
 
     Args:
+        parts_of_batch: over how many devices the examples of a batch are divided.
         excess: what is needed divided by what is free; infinite: not known.
         what: train step, or the weights, evaluation or dynamics of a validation.
     """
@@ -91,13 +95,19 @@ def remedies(config: ConfigDict, num_devices: int, excess: float, what: str = "t
         return "fewer steps, or more devices with config.mesh.fsdp"
     halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
     parts = config.microbatches * 2**halvings
-    divides = config.batch_size % (parts * num_devices // max(1, config.mesh.tensor)) == 0
+    divides = config.batch_size % (parts * parts_of_batch) == 0
     remat = {"none": "step", "products": "step", "step": "binomial"}.get(config.model.remat)
     remat = remat if what == "train step" else None  # an evaluation stores nothing
     return ", ".join(
         [
             f"config.microbatches={parts}" if divides else "a smaller batch",
             *([f"config.model.remat={remat}"] if remat else []),
+            *(["XLA_PYTHON_CLIENT_MEM_FRACTION=.92 for more of the GPU"] if only_a_part_of_the_gpu() else []),
             "or more devices with config.mesh.fsdp",
         ]
     )
+
+
+def only_a_part_of_the_gpu() -> bool:
+    """Whether JAX takes three quarters of a GPU's memory, as it does if nobody tells it otherwise."""
+    return jax.default_backend() == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ

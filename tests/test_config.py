@@ -115,6 +115,8 @@ WRONG = {
     "data.validation_files": "validation.txt",
     "data.tokenizer": "words",
     "data.tokenizer_file": "spm.model",
+    "data.dir": "gs://bucket/stores",
+    "data.tfds_dir": "gs://bucket/tfds",
     "data.remote": "bucket/stores",
     "data.processes": -1,
     "log_every": 0,
@@ -348,9 +350,7 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "name",
         "base",
         "model.norm_of_norm",
-        "data.dir",
         "data.module",
-        "data.tfds_dir",
     }  # any value will do for a diffeqformer
     free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert (

@@ -1,10 +1,12 @@
 """A wheel in an empty environment: it trains from an empty folder, and its light installation does what it says."""
 
+import contextlib
 import re
 import subprocess
 
 import pytest
 
+import diffeqformer
 from diffeqformer.__main__ import COMMANDS
 from environments import (
     LIGHT,
@@ -23,6 +25,20 @@ SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1", "--config.
 def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
     assert not closure(LIGHT) & LEFT_OUT
     assert not any("#" in line or not line.strip() for line in LIGHT)
+
+
+@pytest.mark.parametrize(
+    "jax, flax, fits",
+    [
+        ("0.10.2", "0.12.8", True),
+        ("0.11.2", "0.12.12", True),
+        ("0.11.0.dev1", "0.12.9", False),
+        ("0.10.2", "0.12.12", True),
+    ],
+)
+def test_a_jax_that_flax_cannot_be_imported_with_is_said(jax, flax, fits):
+    with contextlib.nullcontext() if fits else pytest.raises(ImportError, match=f"flax {flax} can't be .* jax {jax}; "):
+        diffeqformer.check_versions(jax, flax)
 
 
 @pytest.fixture(scope="module")

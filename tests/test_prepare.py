@@ -288,7 +288,10 @@ def test_a_worker_that_is_killed_is_said(tmp_path):
     with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock, str(tmp_path)) as worker:
         worker.process.kill()
         assert list(worker.answers()) == []
-        assert worker.failure == "a process that prepares the store ended with status -9"
+        assert (
+            worker.failure
+            == "a process that prepares the store ended with status -9 (killed, perhaps because memory ran out)"
+        )
 
 
 def test_a_worker_holds_the_lock(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from diffeqformer.data.files import check_first, kind
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed, write_lasting
-from diffeqformer.data.store import FORMAT, SPLITS, Split, open_store, read_about, token_type, verify
+from diffeqformer.data.store import FORMAT, SPLITS, Split, number_of_cores, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 
@@ -172,7 +173,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
     print(f"  from {plan['origin']}", flush=True)
     todo = [(split, i, splits[split]["shards"]) for split in SPLITS for i in range(splits[split]["shards"])]
     todo = [shard for shard in todo if finished(partial, *shard[:2]) is None]
-    workers += [start(task) for _ in range(min(data.processes or len(os.sched_getaffinity(0)), len(todo)) - 1)]
+    workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
     write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
     about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}
     finish(partial, folder, about)
@@ -231,7 +232,8 @@ class Worker:
             else:
                 yield answer
         if self.process.wait() and not self.failure:
-            self.failure = f"a process that prepares the store ended with status {self.process.returncode}"
+            killed = " (killed, perhaps because memory ran out)" * (self.process.returncode == -signal.SIGKILL)
+            self.failure = f"a process that prepares the store ended with status {self.process.returncode}{killed}"
 
     def plan(self) -> dict:
         """Let it fetch the corpus and return the plan of the work.

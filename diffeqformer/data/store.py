@@ -28,6 +28,11 @@ SPLITS = ("train", "validation")
 MOST_THREADS = 8  # that read a store at once
 
 
+def number_of_cores() -> int:
+    """The processor cores that this process may use; on macOS, which can't say, all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """The ids of one split, and their windows: window i of length S holds the ids [i S, (i + 1) S) of the whole text.
@@ -250,8 +255,7 @@ def verify(
             if errors:
                 return
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    others = min(MOST_THREADS, cores // 2) - 1
+    others = min(MOST_THREADS, number_of_cores() // 2) - 1
     threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
     for thread in threads:
         thread.start()

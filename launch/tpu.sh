@@ -7,7 +7,8 @@
 #   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3; Ctrl-C stops watching only
 #   launch/tpu.sh do evaluate --workdir=gs://my-bucket/runs/large      run another command on all hosts, and show it
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
-#   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint
+#   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint,
+#                                             with the settings of create and the commit of setup
 #   launch/tpu.sh delete                      give the slice back
 #
 # The options of a run, for example:
@@ -28,11 +29,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${NAME:-diffeqformer}
+# options: those of the last run, quoted; settings: of the slice, where none are given; commit: which its hosts have;
+# ready: exists once they are set up
+here=.launch/$name
+# shellcheck source=/dev/null
+[[ ${1-} == create || ! -f $here/settings ]] || source "$here/settings"
 type=${TYPE:-v5litepod-64}
 runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 pause=${PAUSE:-30}
 uv=0.13.9 # installs the package on the hosts
-here=.launch/$name # options: those of the last run, quoted; ready: exists once the slice's hosts are set up
 lost='FAILED|SUSPENDING|SUSPENDED' # final states of a slice
 
 fail() {
@@ -108,26 +113,44 @@ wait_for() { # STATE ENDS: wait for STATE, and fail in one of the states ENDS, f
   done
 }
 
+remember() { # settings in the file of settings, for commands that aren't given them
+  local setting
+  for setting in "$@"; do
+    [[ -v $setting ]] || continue
+    touch "$here/settings"
+    sed -i "/^\[\[ -v $setting /d" "$here/settings"
+    printf '[[ -v %s ]] || %s=%q\n' "$setting" "$setting" "${!setting}" >>"$here/settings"
+  done
+}
+
 create() {
   look_or_fail
   [[ ! $state =~ ^($lost)$ ]] || fail "$name: the slice is $state; delete it first"
   [[ $state != DELETING ]] || wait_for NONE "ACTIVE|$lost"
   if [[ $state == NONE ]]; then
-    [[ -n $dry ]] || rm -f "$here/ready"
+    [[ -n $dry ]] || {
+      rm -f "$here/ready"
+      [[ $command == resume ]] || rm -f "$here/settings"
+      remember ZONE PROJECT TYPE RUNTIME SPOT NFS EXTRAS
+    }
     queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${spot:+"$spot"}
   else
     say "the slice was requested already and is $state"
   fi
   [[ -z $dry ]] || return 0
+  local tries=0
   while wait_for ACTIVE "$lost|DELETING|NONE" && ! on all true; do
+    tries=$((tries + 1))
+    [[ $tries -lt 40 ]] || fail "$name: ssh failed 40 times in a row; see what gcloud said, and whether the firewall of \
+the network lets port 22 in; the slice is there, and costs money until 'delete'"
     say "waiting for ssh"
     sleep "$pause"
   done
 }
 
-setup() {
-  local archive=$here/source.tar.gz
-  do_it git archive --output="$archive" HEAD
+setup() { # [COMMIT]
+  local archive=$here/source.tar.gz commit=${1:-HEAD}
+  do_it git archive --output="$archive" "$commit"
   do_it gcloud compute tpus tpu-vm scp "$archive" "$name:diffeqformer.tar.gz" --worker=all "${where[@]}"
   # the updates of a new host hold apt's lock for a while
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
@@ -139,18 +162,25 @@ sudo mkdir -p /mnt/runs
 grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /etc/fstab
 mountpoint -q /mnt/runs || sudo mount /mnt/runs
 [ -w /mnt/runs ] || sudo chown \$(id -u):\$(id -g) /mnt/runs}"
-  [[ -n $dry ]] || touch "$here/ready"
+  [[ -n $dry ]] || {
+    git rev-parse "$commit" >"$here/commit"
+    remember NFS EXTRAS
+    touch "$here/ready"
+  }
 }
 
 # for a host: is the process of run.pid a run, or another process that got the same number after a reboot?
 alive="alive() { grep -qzxF diffeqformer.main /proc/\$(cat run.pid)/cmdline; } 2>/dev/null"
 
+# for a host: go to the folder of the package
+enter="cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || {
+echo \"\$HOSTNAME: not set up; use 'setup' first\" >&2; exit 1; }
+$alive"
+
 start() { # OPTIONS, quoted; does nothing on a host where this run is in progress
   local asked
   asked=$(printf %q "$1")
-  on all "cd diffeqformer 2>/dev/null && [ -x .venv/bin/python ] || {
-echo \"\$HOSTNAME: not set up; use 'setup' first\" >&2; exit 1; }
-$alive
+  on all "$enter
 if alive && [ \"\$(cat run.options)\" = $asked ]; then echo \"\$HOSTNAME: this run is already in progress\"; exit 0; fi
 if alive; then
 echo \"\$HOSTNAME: another run is in progress, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
@@ -172,7 +202,7 @@ resume() {
   [[ -z $dry && ! $state =~ ^($lost)$ ]] || delete
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then
     create
-    setup
+    if [[ -f $here/commit ]]; then setup "$(<"$here/commit")"; else setup; fi
   fi
   start "$(<"$here/options")"
 }
@@ -184,7 +214,8 @@ do_command() {
   [[ ${1-} =~ ^[a-z]+$ ]] || fail "do: name a command, for example evaluate --workdir=gs://my-bucket/runs/large"
   local options
   options=$([[ $# == 1 ]] || printf ' %q' "${@:2}")
-  on all "cd diffeqformer && $alive && if alive; then
+  on all "$enter
+if alive; then
 echo \"\$HOSTNAME: a run is in progress, as process \$(cat run.pid); 'stop' ends it\" >&2; exit 1; fi
 .venv/bin/python -m diffeqformer.$1$options"
 }

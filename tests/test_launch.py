@@ -150,7 +150,35 @@ def test_all_hosts_are_set_up(cloud):
     assert done.returncode == 0 and " scp .launch/slice/source.tar.gz " in calls[0]
     assert calls[0].endswith("--worker=all --zone=z")
     assert "10.0.0.2:/share /mnt/runs nfs" in "\n".join(calls) and "-e '.[tpu,gcs]'" in "\n".join(calls)
-    assert not any("mount" in call for call in cloud(TPU, "setup", ZONE="z")[1])
+    again = "\n".join(cloud(TPU, "setup", ZONE="z", EXTRAS="eval")[1])
+    assert "10.0.0.2:/share /mnt/runs nfs" in again and "-e '.[tpu,gcs,eval]'" in again
+    assert not any("mount" in call for call in cloud(TPU, "setup", ZONE="z", NFS="")[1])
+
+
+def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):
+    """Also from another shell, after other commits."""
+    asked = {"ZONE": "z", "TYPE": "v5p-8", "RUNTIME": "v2 alpha", "SPOT": "1", "PROJECT": "p", "NFS": "10.0.0.2:/share"}
+    cloud(TPU, "create", states=["NONE", "ACTIVE"], **asked)
+    cloud(TPU, "setup")
+    cloud(TPU, "run", "--config=configs/large.py")
+    commit = ROOT / ".launch" / f"test-{os.getpid()}" / "commit"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert commit.read_text() == head
+    tree = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    commit.write_text(tree.stdout)  # as if there were another commit now
+    done, calls = cloud(TPU, "resume", states=["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"])
+    assert done.returncode == 0, done.stderr
+    [create] = [call for call in calls if " create " in call]
+    assert "=v5p-8 --runtime-version=v2 alpha --spot --zone=z --project=p" in create
+    assert any("10.0.0.2:/share" in call for call in calls)
+    assert f"git archive --output=.launch/test-{os.getpid()}/source.tar.gz {tree.stdout.strip()}" in done.stderr
+    done, calls = cloud(TPU, "create", states=["NONE"])  # a slice of its own
+    assert done.returncode == 1 and "ZONE: name the zone" in done.stderr and not calls
+
+
+def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
+    done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
+    assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
 
 
 def test_hosts_run_what_was_asked_once(cloud, host):
@@ -193,8 +221,9 @@ def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
         assert all(line.startswith("+ ") for line in done.stderr.splitlines())
     (host / ".venv" / "bin" / "python").unlink()
     for folder in (host.parent, tmp_path):  # set up in part, or not at all
-        done, _ = cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(folder))
-        assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
+        for command in (["run", "--config=configs/large.py"], ["do", "evaluate"]):
+            done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(folder))
+            assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
 
 
 def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):

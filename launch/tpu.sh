@@ -7,8 +7,8 @@
 #   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3; Ctrl-C stops watching only
 #   launch/tpu.sh do evaluate --workdir=gs://my-bucket/runs/large      run another command on all hosts, and show it
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
-#   launch/tpu.sh resume                      after a preemption: a new slice, and the same run from its last checkpoint,
-#                                             with the settings of create and the commit of setup
+#   launch/tpu.sh resume                      after a preemption: a new slice with the settings of create and the commit
+#                                             of setup, and the same run from its last checkpoint
 #   launch/tpu.sh delete                      give the slice back
 #
 # The options of a run, for example:
@@ -141,8 +141,8 @@ create() {
   local tries=0
   while wait_for ACTIVE "$lost|DELETING|NONE" && ! on all true; do
     tries=$((tries + 1))
-    [[ $tries -lt 40 ]] || fail "$name: ssh failed 40 times in a row; see what gcloud said, and whether the firewall of \
-the network lets port 22 in; the slice is there, and costs money until 'delete'"
+    [[ $tries -lt 40 ]] || fail "$name: ssh failed 40 times in a row; see what gcloud said, and whether the \
+network's firewall lets port 22 in; the slice is there, and costs money until 'delete'"
     say "waiting for ssh"
     sleep "$pause"
   done

@@ -33,7 +33,7 @@ SINUSOIDAL_DIM = flags.DEFINE_integer("sinusoidal_dim", 64, "K of the time featu
 VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 512, "Vocabulary.")
 SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 256, "Tokens per sequence; positions of the model.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences per step (training).")
-DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate (training).")
+DROPOUT = flags.DEFINE_float("dropout", None, "Dropout rate (training); by default 0, or with --shape the config's.")
 DTYPE = flags.DEFINE_string("dtype", "float32", "Compute type.")
 FSDP = flags.DEFINE_integer("fsdp", 1, "Devices over which the parameters are sharded (training).")
 SHAPE = flags.DEFINE_string(
@@ -58,27 +58,29 @@ def make_config(name: str):
             f"--models: {name!r} is not a model; join a field and a kind that fit, for example gpt:diffeqformer"
         )
     if SHAPE.value:
-        return shape_of_a_run(SHAPE.value, kind, remat)
+        return shape_of_a_run(SHAPE.value, kind, field, remat)
     config = base_config("benchmark", kind, field)
     config.update(steps=1000, batch_size=BATCH_SIZE.value, sequence_length=SEQUENCE_LENGTH.value)
     config.mesh.fsdp = FSDP.value
     config.model.update(
         width=WIDTH.value, heads=HEADS.value, mlp=4 * WIDTH.value, num_steps=NUM_STEPS.value,
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
-        sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value, dtype=DTYPE.value, remat=remat,
+        sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value or 0.0, dtype=DTYPE.value, remat=remat,
     )  # fmt: skip
     config.sample.length = min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())
     return config
 
 
-def shape_of_a_run(name: str, kind: str, remat: str):
-    """The config of `configs/<name>.py`, except for batch, mesh and rematerialisation, which the flags set."""
+def shape_of_a_run(name: str, kind: str, field: str, remat: str):
+    """The config of `configs/<name>.py`, except for field, batch, mesh, dropout and rematerialisation, set by flags."""
     path = pathlib.Path(__file__).parent.parent / "configs" / f"{name}.py"
     if not path.is_file():
         raise UserError(f"--shape: there is no file {path}")
     config = runpy.run_path(str(path))["get_config"](kind)
-    config.batch_size, config.model.remat = BATCH_SIZE.value, remat
+    config.batch_size, config.model.remat, config.model.field = BATCH_SIZE.value, remat, field
+    if DROPOUT.value is not None:
+        config.model.dropout = DROPOUT.value
     config.mesh.update(data=-1, fsdp=FSDP.value, tensor=1)
     check_config(config, jax.device_count(), jax.default_backend())
     return config

@@ -128,7 +128,7 @@ def on_tpus(config) -> dict:
 
 def measure(rows: dict) -> None:
     """Make the rows that are missing."""
-    where = f"{pathlib.Path(CONFIG.value).stem} on {TOPOLOGY.value}" if TOPOLOGY.value else "small on this CPU"
+    where = f"{pathlib.Path(CONFIG.value or 'small').stem} on {TOPOLOGY.value or 'this CPU'}"
     for num_steps in map(int, NUM_STEPS.value):
         for way in ONLY.value or WAYS:
             name = f"{where}, {way}, {num_steps} steps"

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 from absl import flags
-from common import MODEL_NAMES, SEQUENCE_LENGTH, VOCAB_SIZE, alternate, make_config, print_table, ratio, seconds
+from common import MODEL_NAMES, alternate, make_config, print_table, ratio, seconds
 from flax import nnx
 
 from diffeqformer.console import command_line
@@ -28,11 +28,11 @@ TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens to generate.", lower_bound=
 
 def write(model) -> tuple[float, float]:
     """Seconds to the first token, and seconds for each later one."""
-    prompt = np.arange(PROMPT.value) % VOCAB_SIZE.value
+    prompt = np.arange(PROMPT.value) % model.vocab_size
     start = time.perf_counter()
     steps = write_tokens(
         model, prompt.tolist(), count=TOKENS.value, samples=SAMPLES.value, key=jax.random.key(0),
-        vocab_size=VOCAB_SIZE.value, choice=Choice(),
+        vocab_size=model.vocab_size, choice=Choice(),
     )  # fmt: skip
     next(steps)
     first = time.perf_counter()
@@ -44,7 +44,7 @@ def write(model) -> tuple[float, float]:
 def uncached(model):
     """One forward pass over the whole window, compiled."""
     graph, params = split_model(model)
-    tokens, weights = np.zeros((SAMPLES.value, SEQUENCE_LENGTH.value), np.int32), weights_at(model)
+    tokens, weights = np.zeros((SAMPLES.value, model.max_length), np.int32), weights_at(model)
     forward = jax.jit(lambda params, weights, tokens: nnx.merge(graph, params)(tokens, weights)[:, -1])
     return lambda: forward(params, weights, tokens)
 

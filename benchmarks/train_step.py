@@ -17,21 +17,22 @@ import time
 import jax
 import numpy as np
 from absl import flags
-from common import MODEL_NAMES, alternate, make_config, mebibytes, print_table, random_tokens, ratio, seconds
+from common import MODEL_NAMES, SHAPE, alternate, make_config, mebibytes, print_table, random_tokens, ratio, seconds
 
 from diffeqformer.config import check_config
 from diffeqformer.console import command_line
 from diffeqformer.training.run import make_program
 from diffeqformer.training.utilisation import utilisation
 
-CLIP_NORM = flags.DEFINE_float("clip_norm", 0.0, "Gradient clipping; 0 is off.")
+CLIP_NORM = flags.DEFINE_float("clip_norm", None, "Gradient clipping; 0 is off, as by default without --shape.")
 
 
 class Run:
     """One model's state and compiled functions."""
 
     def __init__(self, config):
-        config.optimizer.clip_norm = CLIP_NORM.value
+        if CLIP_NORM.value is not None or not SHAPE.value:
+            config.optimizer.clip_norm = CLIP_NORM.value or 0.0
         check_config(config, jax.device_count(), jax.default_backend())
         program = make_program(config)
         self.config, self.tokens, self.state = config, random_tokens(config), program.init()

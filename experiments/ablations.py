@@ -272,8 +272,9 @@ def main(_) -> None:
 
     def show(results):
         if found := collected(results):
-            write_text(folder / f"{STUDY.value}.md", table(found))
-            (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{STUDY.value}.png")
+            name = f"{pathlib.Path(CONFIG.value).stem}-{STUDY.value}"
+            write_text(folder / f"{name}.md", table(found))
+            (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{name}.png")
 
     def finish(runs):
         work = functools.partial(measure, texts, memory)

@@ -140,6 +140,8 @@ def run_rows(
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(row, result):
+        if path.exists():  # another study may have added rows
+            results.update(json.loads(path.read_text()))
         results[name(row)] = result
         write_json(path, results)
         then(results)

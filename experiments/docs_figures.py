@@ -68,10 +68,10 @@ OF_RUNS = {
     "dial": Drawn("low_shifted", "evaluate", DIAL, "perplexity.png"),
 }
 OF_STUDIES = {
-    "ablation_embedding": "runs/ablations/embedding.png",
-    "ablation_beta2": "runs/ablations/beta2.png",
-    "ablation_llama": "runs/ablations/llama.png",
-    "ablation_overfitting": "runs/ablations/overfitting.png",
+    "ablation_embedding": "runs/ablations/tiny-embedding.png",
+    "ablation_beta2": "runs/ablations/tiny-beta2.png",
+    "ablation_llama": "runs/ablations/tiny-llama.png",
+    "ablation_overfitting": "runs/ablations/tiny-overfitting.png",
     "finetune_depths": "runs/finetune_depths/figure.png",
     "full_scale": "experiments/full_scale.png",
 }

@@ -157,9 +157,9 @@ def run(row: Row, cores: list[int] | None) -> dict:
 
 
 def time_tokens() -> dict[str, dict[str, float]]:
-    """Seconds to write one token, by model of the config and by depth: medians over rounds that take turns.
+    """Seconds to write one token, by kind of model and by depth: medians over rounds that take turns.
 
-    They depend on shapes and the config's solver alone, so nothing is trained.
+    They depend on shapes and the solver alone, so nothing is trained.
     """
     import jax
 
@@ -169,8 +169,11 @@ def time_tokens() -> dict[str, dict[str, float]]:
 
     get_config = runpy.run_path("configs/tiny.py")["get_config"]
     models, times = {}, collections.defaultdict(list)
-    for name, depth in itertools.product(dict.fromkeys(kind.model for kind in KINDS.values()), SCORED):
-        config = get_config(name)
+    for (name, kind), depth in itertools.product(KINDS.items(), SCORED):
+        config = get_config(kind.model)
+        for option in kind.options:
+            field, _, value = option.removeprefix("--config.model.").partition("=")
+            config.model[field] = type(config.model[field])(value)
         config.model.num_steps = depth
         models[name, depth] = new_model(config)
     for _ in range(50):
@@ -243,8 +246,7 @@ def plot(found: dict[Row, dict], times: dict[str, dict[str, float]], path: pathl
         depths, style = sorted(points), {"color": COLOURS[list(KINDS).index(model)], "marker": "o", "markersize": 4}
         style["linestyle"] = "--" if steps == STEPS.value else "-"
         for panel in panels:
-            of_model = times.get(KINDS[model].model, {})
-            at = depths if panel is panels[0] else [1e3 * of_model[str(depth)] for depth in depths]
+            at = depths if panel is panels[0] else [1e3 * times[model][str(depth)] for depth in depths]
             panel.plot(at, [points[depth] for depth in depths], label=f"{model}, {steps:,} steps", **style)
     panels[0].set(xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED)
     panels[0].set_xticklabels(SCORED)

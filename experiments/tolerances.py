@@ -6,8 +6,8 @@
 
 Every run is scored by diffeqformer.evaluate on its validation text: with Heun's method on the grid of each tolerance;
 with Heun's method in as many even steps; and with the solver of the training in as many even steps, and in twice as
-many, which evaluate the field as often as Heun's method. Runs that --results holds aren't scored again. What follows --
-is told to `evaluate`.
+many, which evaluate the field as often as Heun's method. Runs that --results holds with the same tolerances and options
+aren't scored again; give another calibration text another file. What follows -- is told to `evaluate`.
 """
 
 import functools
@@ -79,8 +79,12 @@ def main(arguments: list[str]) -> None:
     runs = sorted(path for pattern in WORKDIR.value for path in glob.glob(pattern) if os.path.isdir(path))
     if not runs:
         sys.exit(f"--workdir: there is no folder {', '.join(WORKDIR.value)}")
-    results = run_rows(runs, str, functools.partial(score, arguments[1:]), pathlib.Path(RESULTS.value), AT_ONCE.value)
-    print(table([results[run] for run in runs]))
+    options = arguments[1:]
+    how = ", ".join([f"tolerances {', '.join(TOLERANCE.value)}", *options])
+    results = run_rows(
+        runs, f"{{}}, {how}".format, functools.partial(score, options), pathlib.Path(RESULTS.value), AT_ONCE.value
+    )
+    print(table([results[f"{run}, {how}"] for run in runs]))
 
 
 if __name__ == "__main__":

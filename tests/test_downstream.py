@@ -127,6 +127,7 @@ def test_a_group_has_the_documents_of_its_tasks_in_their_order():
     results["samples"]["a"].append({"doc_id": 0, "filter": "other", "acc": 1})
     rows = {"all": {"examples": 3, "shots": 0, "acc,none": 1 / 3}}
     assert paired.scores_of_documents(results, rows) == {"all": [0, 1, 0]}
+    assert paired.scores_of_documents(results, {"all": {"acc,none": 1 / 4}}) == {}  # the mean of the tasks' means
     results["samples"]["pages"] = [{"doc_id": 0, "filter": "none", "perplexity": -3.25}]  # a log-likelihood
     assert paired.scores_of_documents(results, {"pages": {"perplexity,none": 25.8}}) == {}
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx, traverse_util
 
 from diffeqformer import checkpoint, stored_arrays
+from diffeqformer.console.results import header
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
@@ -31,6 +32,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     original, opened = checkpoint.load(run), checkpoint.load(tmp_path / "out")
     assert opened.step == 12 and opened.config.model.kind == "discretized" and opened.config.model.num_steps == 9
     assert opened.about.materialized_from["model"]["kind"] == "diffeqformer"
+    assert header(run, opened)["trained_num_steps"] == original.config.model.num_steps != 9
     sizes = {path: value.dtype for path, value in nnx.state(opened.model, nnx.Param).flat_state()}
     norms = {path for path in sizes if path[-1] in ("scale", "shift")}
     assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6

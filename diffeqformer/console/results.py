@@ -57,22 +57,23 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
 
 
 def header(workdir: os.PathLike | str, opened) -> dict:
-    """The beginning of every results file: the checkpoint, and how it was trained.
+    """The beginning of every results file: the checkpoint, and how it was trained, before it was materialized.
 
     Args:
         workdir: folder of the run.
         opened: the `diffeqformer.checkpoint.Checkpoint`.
     """
     config = opened.config
+    model = config.model if opened.about.materialized_from is None else opened.about.materialized_from["model"]
     return {
         "workdir": str(workdir),
         "config": config.name,
         "kind": config.model.kind,
         "field": config.model.field,
         "checkpoint_step": opened.step,
-        "trained_solver": config.model.solver,
-        "trained_num_steps": config.model.num_steps,
-        "training_depths": config.model.training_depths,
+        "trained_solver": model["solver"],
+        "trained_num_steps": model["num_steps"],
+        "training_depths": model.get("training_depths", ""),  # which models of older versions don't have
     }
 
 

@@ -52,9 +52,10 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[float]]:
-    """The shown metric of every document of each task, in the order of the documents, where it is a number for each.
+    """The shown metric of every document of each task, in the order of the documents, where the task's is their mean.
 
-    Perplexities are left out: for a document, lm-eval has its log-likelihood under that name.
+    It isn't for perplexities, where a document has its log-likelihood, nor for groups in which tasks of different sizes
+    count the same.
 
     Args:
         results: lm-eval's, with `samples`.
@@ -62,7 +63,7 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
     """
     scores = {}
     for name, row in rows.items():
-        metric, _, chosen = shown_metric(row).partition(",")
+        metric, _, chosen = (key := shown_metric(row)).partition(",")
         samples = [
             sample
             for task in leaves(name, results["group_subtasks"])
@@ -70,7 +71,8 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
             if sample["filter"] == chosen
         ]
         values = [sample.get(metric) for sample in samples]
-        if metric != "perplexity" and values and all(isinstance(value, (int, float)) for value in values):
+        numbers = values and all(isinstance(value, (int, float)) for value in values)
+        if numbers and math.isclose(np.mean(values), row[key], rel_tol=0, abs_tol=1e-6):
             scores[name] = [float(value) for value in values]
     return scores
 

@@ -128,7 +128,8 @@ def on_tpus(config) -> dict:
 
 def measure(rows: dict) -> None:
     """Make the rows that are missing."""
-    where = f"{pathlib.Path(CONFIG.value or 'small').stem} on {TOPOLOGY.value or 'this CPU'}"
+    of_config = pathlib.Path(CONFIG.value).stem if CONFIG.value else "small"  # the shape of `SMALL`
+    where = f"{of_config} on {TOPOLOGY.value}" if TOPOLOGY.value else f"{CONFIG.value or 'small'} on this CPU"
     for num_steps in map(int, NUM_STEPS.value):
         for way in ONLY.value or WAYS:
             name = f"{where}, {way}, {num_steps} steps"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that waits for an NVIDIA GPU, in about ten minutes at most: the tests of `make test-gpu`, then the benchmarks.
+# All that needs an NVIDIA GPU, in about ten minutes at most: the tests of `make test-gpu`, then the benchmarks.
 #
 #   benchmarks/on_gpu.sh                      write runs/gpu-<device>-<time>.md
 #   benchmarks/on_gpu.sh FOLDER               write it there
@@ -33,7 +33,8 @@ minutes=$((10#$minutes))
 [[ $python != */* ]] || python=$(realpath -s "$python")
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92} # JAX's default is 0.75
+[[ -n ${XLA_PYTHON_CLIENT_MEM_FRACTION-} ]] || # the older name
+  export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.92} # JAX's default is 0.75
 
 devices='
 import jax, pytest, diffeqformer.training.loop
@@ -92,13 +93,13 @@ part() { # NAME SECONDS COMMAND...: run a command for at most so long
 pair=--models=gpt:diffeqformer,gpt:gpt
 part Tests 360 env TEST_PLATFORMS=cuda,cpu "$python" -m pytest -m gpu -v tests/test_gpu.py
 part "Train step, GPT-medium" 150 "$python" benchmarks/train_step.py "$pair" --shape=medium --batch_size=32
-part "Train step, GPT-large" 200 \
-  "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=16 --remat=products
-[[ $count -lt 8 ]] || part "Train step, GPT-large, 8 GPUs" 200 env CUDA_VISIBLE_DEVICES="$all" \
-  "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=128 --fsdp=8
 part "Rematerialisation, GPT-medium" 150 "$python" benchmarks/train_step.py --shape=medium --batch_size=16 \
   --models=gpt:diffeqformer:step,gpt:diffeqformer:products,gpt:diffeqformer:none,gpt:gpt
 part "Generation, GPT-small" 100 "$python" benchmarks/generation.py "$pair" --width=768 --heads=12 \
   --time_embed_dim=20 --sinusoidal_dim=128 --sequence_length=1024 --dtype=bfloat16
+part "Train step, GPT-large" 200 \
+  "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=16 --remat=products
+[[ $count -lt 8 ]] || part "Train step, GPT-large, 8 GPUs" 200 env CUDA_VISIBLE_DEVICES="$all" \
+  "$python" benchmarks/train_step.py "$pair" --shape=large --batch_size=128 --fsdp=8
 echo "$file"
 exit "$failed"

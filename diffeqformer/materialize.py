@@ -65,10 +65,11 @@ def materialize(
         if not output and "://" not in str(workdir):
             check_links(pathlib.Path(workdir), "--workdir")
         output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+        trained = (about.materialized_from or {}).get("model", config.model.to_dict())
         about = dataclasses.replace(
             about,
             config=discretized_config(config, num_steps, dtype).to_dict(),
-            materialized_from={"workdir": str(workdir), "step": step, "model": config.model.to_dict()},
+            materialized_from={"workdir": str(workdir), "step": step, "model": trained},
             time_spent=None,
         )
         progress = show_progress("weights", "blocks")

@@ -5,14 +5,16 @@ from ml_collections import ConfigDict
 from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
 from diffeqformer.console import command_line
 from diffeqformer.data.preparation import open_stored, prepare, store_folder
-from diffeqformer.data.remote import check_writable, upload
+from diffeqformer.data.remote import check_writable, has_store, stage, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import open_tokenizer
 from diffeqformer.rules import RULES
 
 
 def run(config: ConfigDict) -> None:
-    """Prepare the config's store, or verify it if it exists. With `config.data.remote`, also upload a copy there.
+    """Prepare the config's store, or verify it if it exists.
+
+    With `config.data.remote`, a store that is there is copied to here, and one that isn't is copied to there.
 
     Raises:
         UserError: for anything the user can fix.
@@ -28,18 +30,21 @@ def run(config: ConfigDict) -> None:
         check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
-    if config.data.remote:
-        check_writable(config.data.remote)
+    remote = config.data.remote
+    if is_elsewhere := bool(remote) and has_store(remote, folder.name):
+        print(f"{remote}/{folder.name}: a token store of this name is there already", flush=True)
+    elif remote:
+        check_writable(remote)
     if not was_there:
-        prepare(config.data, tokenizer)
+        stage(remote, folder) if is_elsewhere else prepare(config.data, tokenizer)
     open_stored(config.data, tokenizer, config.sequence_length)
     if was_there:
         verify(folder, about := read_about(folder), tokenizer.vocab_size)
         print(f"{folder}: this token store is there already, whole and as it was written")
         for name, split in about["splits"].items():
             print(f"  {name}: sha256 {split['sha256'][:12]}")
-    if config.data.remote:
-        upload(folder, config.data.remote)
+    if remote:
+        upload(folder, remote)
 
 
 if __name__ == "__main__":

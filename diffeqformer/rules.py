@@ -284,9 +284,9 @@ RULES = [
         "must be empty for the tokenizer bytes, which needs none",
     ),
     *_every(
-        "data.dir data.tfds_dir data.train_files data.validation_files data.tokenizer_file",
+        "data.dir data.train_files data.validation_files data.tokenizer_file",
         lambda v: "://" not in v,
-        "must be on a local disk, because of URLs only data.remote (token stores) and --workdir take one",
+        "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores",
     ),
     *_every("data.remote", lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
     Rule("model.heads", lambda v, c: c.model.width % v == 0, "must divide model.width ({c.model.width})"),

@@ -201,6 +201,8 @@ def main(_) -> None:
         for model, seconds in found.items():
             print(f"{model}: " + ", ".join(f"{1e3 * value:.2f} ms at {depth}" for depth, value in seconds.items()))
         return
+    if STAGE.value == "final" and times and set(times) != set(KINDS):
+        sys.exit(f"{path_of_times}: must have times of {', '.join(KINDS)}; measure them by --stage=times, or delete it")
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
     results = run_rows(rows, Row.name, run, path, AT_ONCE.value)
     found = {row: results[row.name()] for row in rows}

@@ -80,11 +80,13 @@ def main(arguments: list[str]) -> None:
     if not runs:
         sys.exit(f"--workdir: there is no folder {', '.join(WORKDIR.value)}")
     options = arguments[1:]
-    how = ", ".join([f"tolerances {', '.join(TOLERANCE.value)}", *options])
-    results = run_rows(
-        runs, f"{{}}, {how}".format, functools.partial(score, options), pathlib.Path(RESULTS.value), AT_ONCE.value
-    )
-    print(table([results[f"{run}, {how}"] for run in runs]))
+
+    def name(run):
+        return ", ".join([run, "tolerances " + ", ".join(TOLERANCE.value), *options])
+
+    work = functools.partial(score, options)
+    results = run_rows(runs, name, work, pathlib.Path(RESULTS.value), AT_ONCE.value)
+    print(table([results[name(run)] for run in runs]))
 
 
 if __name__ == "__main__":

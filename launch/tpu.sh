@@ -32,10 +32,6 @@ name=${NAME:-diffeqformer}
 # options: those of the last run, quoted; settings: of the slice, where none are given; commit: which its hosts have;
 # ready: exists once they are set up
 here=.launch/$name
-# shellcheck source=/dev/null
-[[ ${1-} == create || ! -f $here/settings ]] || source "$here/settings"
-type=${TYPE:-v5litepod-64}
-runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 pause=${PAUSE:-30}
 uv=0.13.9 # installs the package on the hosts
 lost='FAILED|SUSPENDING|SUSPENDED' # final states of a slice
@@ -53,6 +49,10 @@ command=${1-}
   exit 2
 }
 shift
+# shellcheck source=/dev/null
+[[ $command == create || ! -f $here/settings ]] || source "$here/settings"
+type=${TYPE:-v5litepod-64}
+runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
 [[ $command == run || $command == "do" || $# == 0 ]] || fail "$command: takes no options, but got $1"
 [[ ${NFS-} =~ ^([A-Za-z0-9.-]+:/[A-Za-z0-9._/-]*)?$ ]] || fail "NFS: must be like 10.0.0.2:/share, but it is $NFS"
 [[ ${EXTRAS-} =~ ^[a-z,]*$ ]] || fail "EXTRAS: must be names such as eval, separated by commas, but it is $EXTRAS"
@@ -113,13 +113,14 @@ wait_for() { # STATE ENDS: wait for STATE, and fail in one of the states ENDS, f
   done
 }
 
-remember() { # settings in the file of settings, for commands that aren't given them
+remember() { # settings in the file of settings, for commands that aren't given them; bash 3 of macOS must do
   local setting
   for setting in "$@"; do
-    [[ -v $setting ]] || continue
-    touch "$here/settings"
-    sed -i "/^\[\[ -v $setting /d" "$here/settings"
-    printf '[[ -v %s ]] || %s=%q\n' "$setting" "$setting" "${!setting}" >>"$here/settings"
+    [[ -n ${!setting+set} ]] || continue
+    { grep -v "{$setting+" "$here/settings" 2>/dev/null || true; } >"$here/settings.new"
+    # shellcheck disable=SC2016
+    printf '[[ -n ${%s+set} ]] || %s=%q\n' "$setting" "$setting" "${!setting}" >>"$here/settings.new"
+    mv "$here/settings.new" "$here/settings"
   done
 }
 
@@ -130,7 +131,7 @@ create() {
   if [[ $state == NONE ]]; then
     [[ -n $dry ]] || {
       rm -f "$here/ready"
-      [[ $command == resume ]] || rm -f "$here/settings"
+      [[ $command == resume ]] || rm -f "$here/settings" "$here/commit"
       remember ZONE PROJECT TYPE RUNTIME SPOT NFS EXTRAS
     }
     queue create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$runtime" ${spot:+"$spot"}
@@ -149,7 +150,8 @@ network's firewall lets port 22 in; the slice is there, and costs money until 'd
 }
 
 setup() { # [COMMIT]
-  local archive=$here/source.tar.gz commit=${1:-HEAD}
+  local archive=$here/source.tar.gz commit
+  commit=$(git rev-parse "${1:-HEAD}")
   do_it git archive --output="$archive" "$commit"
   do_it gcloud compute tpus tpu-vm scp "$archive" "$name:diffeqformer.tar.gz" --worker=all "${where[@]}"
   # the updates of a new host hold apt's lock for a while
@@ -163,7 +165,7 @@ grep -q /mnt/runs /etc/fstab || echo $NFS /mnt/runs nfs _netdev | sudo tee -a /e
 mountpoint -q /mnt/runs || sudo mount /mnt/runs
 [ -w /mnt/runs ] || sudo chown \$(id -u):\$(id -g) /mnt/runs}"
   [[ -n $dry ]] || {
-    git rev-parse "$commit" >"$here/commit"
+    echo "$commit" >"$here/commit"
     remember NFS EXTRAS
     touch "$here/ready"
   }
@@ -198,6 +200,8 @@ run() {
 
 resume() {
   [[ -f $here/options ]] || fail "resume: no run was started from this checkout on $name; use 'run'"
+  [[ ! -f $here/commit ]] || git cat-file -e "$(<"$here/commit")" 2>/dev/null ||
+    fail "resume: the commit $(<"$here/commit"), which the hosts had, isn't in this checkout; use 'create' and 'setup'"
   look_or_fail
   [[ -z $dry && ! $state =~ ^($lost)$ ]] || delete
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then

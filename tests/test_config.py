@@ -116,7 +116,6 @@ WRONG = {
     "data.tokenizer": "words",
     "data.tokenizer_file": "spm.model",
     "data.dir": "gs://bucket/stores",
-    "data.tfds_dir": "gs://bucket/tfds",
     "data.remote": "bucket/stores",
     "data.processes": -1,
     "log_every": 0,
@@ -351,6 +350,7 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "base",
         "model.norm_of_norm",
         "data.module",
+        "data.tfds_dir",
     }  # any value will do for a diffeqformer
     free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert (

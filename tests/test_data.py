@@ -13,6 +13,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffeqformer import prepare
+from diffeqformer.config import check_config
 from diffeqformer.data import lock, store
 from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
@@ -228,8 +230,7 @@ def upload_interrupted(store, remote, after=1):
     return len(calls)
 
 
-def test_another_store_of_the_same_size_takes_the_place_of_an_unfinished_one_alone(small_store, tmp_path):
-    """At the URL, and in an unfinished copy."""
+def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here(small_store, tmp_path):
     remote, here, memory = "memory://other/stores", tmp_path / "here" / "task", fsspec.filesystem("memory")
     changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
     make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
@@ -239,6 +240,9 @@ def test_another_store_of_the_same_size_takes_the_place_of_an_unfinished_one_alo
     assert memory.cat_file("/other/stores/task/store.json") == (small_store / "store.json").read_bytes()
     memory.rm("/other/stores/task", recursive=True)
     upload_interrupted(small_store, remote, after=3)
+    with pytest.raises(UserError, match="is an unfinished copy of a token store with other"):
+        upload(tmp_path / "new" / "task", remote)
+    memory.rm("/other/stores/task", recursive=True)
     upload_interrupted(tmp_path / "new" / "task", remote)
     upload(tmp_path / "new" / "task", remote)
     older = here.with_name("task.copying")
@@ -280,6 +284,26 @@ def test_a_url_that_cannot_be_used_is_one_sentence(small_store, remote):
         with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
             work(remote)
         assert "\n" not in str(error.value)
+
+
+def test_what_a_url_has_or_can_not_take_is_found_before_the_work_of_preparing(small_store, tmp_path, monkeypatch):
+    store = small_store.rename(small_store.with_name("python_stdlib-bytes"))
+    upload(store, "memory://ninth/stores")
+    monkeypatch.setattr(prepare, "prepare", lambda *_: pytest.fail("prepared"))
+    config = toy_config(data__remote="memory://ninth/stores", data__dir=str(tmp_path / "b"))
+    prepare.run(config)  # and not anew
+    assert read_about(tmp_path / "b" / store.name) == read_about(store)
+    config.data.update(remote="file:///proc/stores", dir=str(tmp_path / "c"))
+    with pytest.raises(UserError, match="^config.data.remote: file:///proc/stores can't be written"):
+        prepare.run(config)
+
+
+@pytest.mark.parametrize("field", ["train_files", "validation_files", "tokenizer_file"])
+def test_files_are_not_at_urls(field):
+    config = toy_config(data__train_files="a", data__validation_files="b", data__tokenizer="gpt2")
+    config.data[field] = "here.txt,gs://bucket/text.txt"
+    with pytest.raises(UserError, match=rf"^config.data.{field}: must be on this machine's disk, and not a URL"):
+        check_config(config, num_devices=8)
 
 
 def test_a_url_that_can_be_written_is_as_before():

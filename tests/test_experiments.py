@@ -119,6 +119,10 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
         done.returncode == 1 and "--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate" in done.stderr
     )
     assert len(run("rates")[1]) == 3 * 6 and run("rates")[1] == []
+    times = tmp_path / "elastic_times.json"
+    times.write_text('{"gpt": {}}')
+    done, trained = run("final")
+    assert done.returncode == 1 and not trained and f"{times}: must have times of specialist, gpt, " in done.stderr
     assert run("times")[0].returncode == 0
     done, trained = run("final")
     assert done.returncode == 0, done.stderr

@@ -172,8 +172,17 @@ def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):
     assert "=v5p-8 --runtime-version=v2 alpha --spot --zone=z --project=p" in create
     assert any("10.0.0.2:/share" in call for call in calls)
     assert f"git archive --output=.launch/test-{os.getpid()}/source.tar.gz {tree.stdout.strip()}" in done.stderr
-    done, calls = cloud(TPU, "create", states=["NONE"])  # a slice of its own
-    assert done.returncode == 1 and "ZONE: name the zone" in done.stderr and not calls
+    for dry in ([], ["--dry-run"]):
+        done, calls = cloud(TPU, *dry, "create", states=["NONE"])  # a slice of its own
+        assert done.returncode == 1 and "ZONE: name the zone" in done.stderr and not calls
+    done, _ = cloud(TPU, "--dry-run", "resume", TYPE="v5p-16", SPOT="")
+    assert "=v5p-16 --runtime-version=v2\\ alpha --zone=z" in done.stderr
+    commit.write_text("0" * 40)
+    done, calls = cloud(TPU, "resume", states=["SUSPENDED"])
+    assert done.returncode == 1 and not calls and f"the commit {'0' * 40}, which the hosts had, isn't" in done.stderr
+    cloud(TPU, "create", states=["NONE", "ACTIVE"], ZONE="y")
+    assert not commit.exists()
+    assert "--accelerator-type=v5litepod-64" in cloud(TPU, "--dry-run", "resume")[0].stderr
 
 
 def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):

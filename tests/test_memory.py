@@ -47,6 +47,11 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
             memory.check_memory(config, program, state, True)
 
+    monkeypatch.setattr(memory.hosts, "least", lambda free: free - 1)  # another host has less
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    with pytest.raises(UserError, match="^config.model: its para"):
+        memory.check_memory(config, program, state, True)
+    monkeypatch.undo()
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
     beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
     for more in (0, 1):
@@ -144,13 +149,14 @@ def test_what_would_save_memory(changes, devices, excess, said):
 def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
     assert hosts.least(12345) == 12345
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda size: np.array([size, 9]))
-    assert hosts.least(10**12) == 9 * 1024
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda size: np.array([size, 9], np.int32))
+    assert hosts.least(2**50) == 9 * 2**20
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=.92" in memory.remedies(toy_config(), 1, 1.5)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
-    assert "XLA_PYTHON" not in memory.remedies(toy_config(), 1, 1.5)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert ", XLA_CLIENT_MEM_FRACTION=.92" in memory.remedies(toy_config(), 1, 1.5)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")  # the older name
+    assert "MEM_FRACTION" not in memory.remedies(toy_config(), 1, 1.5)
 
 
 def free_with(root, groups: str, files: dict[str, str]) -> int:

@@ -64,16 +64,16 @@ def header(workdir: os.PathLike | str, opened) -> dict:
         opened: the `diffeqformer.checkpoint.Checkpoint`.
     """
     config = opened.config
-    model = config.model if opened.about.materialized_from is None else opened.about.materialized_from["model"]
+    trained = config.model.to_dict() | (opened.about.materialized_from or {}).get("model", {})
     return {
         "workdir": str(workdir),
         "config": config.name,
         "kind": config.model.kind,
         "field": config.model.field,
         "checkpoint_step": opened.step,
-        "trained_solver": model["solver"],
-        "trained_num_steps": model["num_steps"],
-        "training_depths": model.get("training_depths", ""),  # which models of older versions don't have
+        "trained_solver": trained["solver"],
+        "trained_num_steps": trained["num_steps"],
+        "training_depths": trained["training_depths"],
     }
 
 

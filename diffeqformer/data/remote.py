@@ -43,7 +43,7 @@ def upload(folder: pathlib.Path, remote: str) -> None:
     `uploading.json` identifies the store that is being copied, so that an interrupted copy can be resumed.
 
     Raises:
-        UserError: if the URL can't be written, or has another store of the same name, which runs may need.
+        UserError: if the URL can't be written, or has another store of the same name, or a part of one.
     """
     about, ours = read_about(folder), (folder / "store.json").read_text()
     system, there = open_remote(remote, folder.name)
@@ -60,22 +60,19 @@ def upload(folder: pathlib.Path, remote: str) -> None:
         return size
 
     try:
-        system.makedirs(there, exist_ok=True)
-        if (theirs := read("store.json")) == ours:
+        theirs, unfinished = read("store.json"), read("uploading.json")
+        if theirs == ours:
             print(f"{remote}/{folder.name}: this token store is there already", flush=True)
             return
-        if theirs is not None:
+        if theirs is not None or unfinished not in (None, ours):
+            what = "a token store" if theirs is not None else "an unfinished copy of a token store"
             raise UserError(
-                f"config.data.remote: {remote}/{folder.name} is a token store with other content, which runs may need; "
+                f"config.data.remote: {remote}/{folder.name} is {what} with other content, which is never replaced; "
                 "name another URL, or delete it there"
             )
-        unfinished, shards = read("uploading.json"), shards_of(about, folder / "store.json")
-        goes_on = unfinished == ours
-        if not goes_on:
-            if unfinished is not None:  # a part of another store
-                system.rm(there, recursive=True)
-                system.makedirs(there, exist_ok=True)
-            system.pipe_file(f"{there}/uploading.json", ours.encode())
+        goes_on, shards = unfinished is not None, shards_of(about, folder / "store.json")
+        system.makedirs(there, exist_ok=True)
+        system.pipe_file(f"{there}/uploading.json", ours.encode())
         each_shard(put, shards, f"Copying {folder} to {remote}")
         system.pipe_file(f"{there}/store.json", ours.encode())
         system.rm(f"{there}/uploading.json")
@@ -83,6 +80,19 @@ def upload(folder: pathlib.Path, remote: str) -> None:
         raise
     except Exception as error:  # each file system has exceptions of its own
         raise UserError(f"config.data.remote: {remote} can't be written: {_reason(error)}") from error
+
+
+def has_store(remote: str, name: str) -> bool:
+    """Whether a whole store of this name is at a URL.
+
+    Raises:
+        UserError: if the URL can't be read.
+    """
+    system, there = open_remote(remote, name)
+    try:
+        return system.exists(f"{there}/store.json")
+    except Exception as error:  # each file system has exceptions of its own
+        raise UserError(f"config.data.remote: {remote} can't be read: {_reason(error)}") from error
 
 
 def check_writable(remote: str) -> None:

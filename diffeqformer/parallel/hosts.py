@@ -201,8 +201,10 @@ def anywhere(flag: bool) -> bool:
 
 
 def least(size: int) -> int:
-    """The smallest of a number of bytes on all processes, to the KiB. All must call this together."""
-    return size if jax.process_count() == 1 else 1024 * int(multihost_utils.process_allgather(size // 1024).min())
+    """The smallest of a number of bytes on all processes, to the MiB. All must call this together."""
+    if jax.process_count() == 1:
+        return size
+    return 2**20 * int(multihost_utils.process_allgather(np.int32(size // 2**20)).min())
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:

@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """The bytes of it that JAX takes by default; XLA_PYTHON_CLIENT_MEM_FRACTION can be another share."""
+        """The bytes of it that JAX takes by default; XLA_CLIENT_MEM_FRACTION can be another share."""
         return 3 * self.memory // 4
 
 

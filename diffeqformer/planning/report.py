@@ -39,7 +39,7 @@ def summary(config: ConfigDict, plan: dict) -> str:
         lines.append(
             "This is the memory of the train step by its shapes, since nothing compiles for GPUs without one: what XLA "
             "needs for itself isn't in it, and times aren't modelled. The memory of a device is what JAX takes of it "
-            "by default, three quarters (XLA_PYTHON_CLIENT_MEM_FRACTION)."
+            "by default, three quarters (XLA_CLIENT_MEM_FRACTION)."
         )
     return "\n".join(lines)
 

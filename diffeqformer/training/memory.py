@@ -84,7 +84,7 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Cal
 
 
 def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str = "train step") -> str:
-    """The options that would save most memory, at most three, of those that this config can take.
+    """The options that would save most memory, of those that this config can take.
 
     Args:
         parts_of_batch: over how many devices the examples of a batch are divided.
@@ -102,7 +102,7 @@ def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str =
         [
             f"config.microbatches={parts}" if divides else "a smaller batch",
             *([f"config.model.remat={remat}"] if remat else []),
-            *(["XLA_PYTHON_CLIENT_MEM_FRACTION=.92 for more of the GPU"] if only_a_part_of_the_gpu() else []),
+            *(["XLA_CLIENT_MEM_FRACTION=.92 for more of the GPU"] if only_a_part_of_the_gpu() else []),
             "or more devices with config.mesh.fsdp",
         ]
     )
@@ -110,4 +110,5 @@ def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str =
 
 def only_a_part_of_the_gpu() -> bool:
     """Whether JAX takes three quarters of a GPU's memory, as it does if nobody tells it otherwise."""
-    return jax.default_backend() == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ)  # JAX takes one alone
+    return jax.default_backend() == "gpu" and not given

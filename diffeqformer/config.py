@@ -311,7 +311,7 @@ def check_overrides(arguments: list[str]) -> None:
     parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, text = argument.lstrip("-").partition("=")
-        if not name.startswith("config."):
+        if not (argument.startswith("-") and name.startswith("config.")):
             continue
         if name in ("config.model", "config.model.kind"):  # a config's name and learning rate belong to its model
             raise UserError(f"{name}: choose the model in the config's name, for example --config=tiny:gpt")
@@ -328,8 +328,15 @@ def check_overrides(arguments: list[str]) -> None:
 
 def given_fields(arguments: list[str]) -> set[str]:
     """The fields that `--config.FIELD=VALUE` among the command's arguments set."""
-    names = {argument.lstrip("-").removeprefix("no").partition("=")[0] for argument in arguments}
+    options = [argument.lstrip("-") for argument in arguments if argument.startswith("-")]
+    names = {option.removeprefix("no").partition("=")[0] for option in options}
     return {name.removeprefix("config.") for name in names if name.startswith("config.")}
+
+
+def unused_fields(config: ConfigDict) -> dict[str, str]:
+    """The fields that a run would ignore, each with the reason."""
+    unused = [(fields, why) for fields, condition, why in IGNORED if condition(config)]
+    return {field: why.format(c=config) for fields, why in unused for field in fields.split()}
 
 
 def check_used(arguments: list[str], config: ConfigDict) -> None:
@@ -346,10 +353,9 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
     given = given_fields(arguments)
-    for fields, condition, why in IGNORED:
-        for field in fields.split():
-            if field in given and condition(config):
-                raise UserError(f"config.{field}: must be left out, because {why.format(c=config)}")
+    for field, why in unused_fields(config).items():
+        if field in given:
+            raise UserError(f"config.{field}: must be left out, because {why}")
 
 
 CHANGEABLE = tuple(

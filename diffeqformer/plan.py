@@ -14,6 +14,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the compiler uses no
 
 import pathlib  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
 
 import jax  # noqa: E402
@@ -33,7 +34,7 @@ from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import write_json  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
 from diffeqformer.depth.depths import trained_depths  # noqa: E402
-from diffeqformer.errors import UserError  # noqa: E402
+from diffeqformer.errors import UserError, reachable  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.planning import search  # noqa: E402
@@ -73,6 +74,11 @@ def main() -> None:
     config, gpus = CONFIG.value, gpus_of(TOPOLOGY.value)
     check_fields(config)
     check_used(sys.argv, config)
+    for option, folder in (("--json", JSON.value and pathlib.Path(JSON.value).parent), ("--dump", DUMP.value)):
+        if folder:  # before the minutes of compilation
+            with reachable(option, folder):
+                pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
     if gpus:  # opening a base takes JAX's devices; these stand for the GPUs
         jax.config.update("jax_num_cpu_devices", gpus[1])
     config = finetune.inherit(config, f"runs/{config.name}", given_fields(sys.argv))
@@ -88,6 +94,7 @@ def planned_on_tpus(config: ConfigDict) -> dict:
         UserError: for options that don't go together, or a config that can't be run there.
     """
     chip = tpu_of(TOPOLOGY.value)
+    check_config(config, None)
     if SEARCH.value and DUMP.value:
         raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
     scoring, least = PROGRAMS.value == "score", len(trained_depths(config.model))

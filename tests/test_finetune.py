@@ -146,6 +146,17 @@ def test_a_base_may_be_named_by_its_own_kind(kind, tmp_path):
         assert finetune.inherit(config, tmp_path / "new").model.kind == "discretized"
 
 
+def test_the_file_that_trained_a_base_can_fine_tune_it(tmp_path):
+    """With a solver, times and features of the step that only generated weights have."""
+    model = {"model__solver": "rk4", "model__step_features": 8, "model__training_depths": "2,4"}
+    save_base(tmp_path / "base", toy_config(**model, model__training_times="shifted"))
+    config = finetune.inherit(new_config(tmp_path / "base", **model, model__training_times="shifted"), tmp_path / "new")
+    check_config(config, 1)
+    assert (config.model.kind, config.model.solver, config.model.step_features) == ("discretized", "euler", 0)
+    with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'euler', but it is 'rk4'"):
+        finetune.inherit(new_config(tmp_path / "base", **model), tmp_path / "new", given={"model.solver"})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch, one_device_loop):

@@ -76,6 +76,8 @@ def test_right_overrides_pass():
             "--config.steps",
             "4",
             "--config.model.norm_of_norm",
+            "--config",
+            "config.py",  # a file
         ]
     )
 

@@ -13,7 +13,7 @@ from diffeqformer.planning.chips import GPUS, TPUS
 from diffeqformer.planning.compiler import needed_bytes, tpu_devices
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
-from diffeqformer.planning.programs import computed_again
+from diffeqformer.planning.programs import Planned, computed_again
 from diffeqformer.planning.search import Setting
 from diffeqformer.planning.shapes import bytes_from_shapes, bytes_of_loops, flash, plan_on_gpus
 from diffeqformer.planning.times import seconds_by_cause
@@ -263,6 +263,14 @@ def test_a_search_finds_the_fastest_setting_that_fits(own, most, settings):
         assert not (beaten and one in front) and (one in front or beaten or one.hours == math.inf)
 
 
+def test_a_program_that_the_compiler_refuses_fits_nowhere():
+    """Its message rounds the bytes, which can make them those that there are."""
+    chip = TPUS["v5e"]
+    assert not Planned("train step", 0, chip.memory, None).fits(chip)
+    assert Planned("train step", 0, chip.memory, "compiled").fits(chip)
+    assert not Planned("train step", 0, chip.memory + 1, "compiled").fits(chip)
+
+
 def test_a_search_prints_commands_with_all_that_was_given():
     config = load_config("large", "gpt")
     arguments = "--config=configs/large.py:gpt --config.seed 3 --topology=v5e:8x8 --config.mesh.fsdp=4 --search=9"
@@ -271,6 +279,11 @@ def test_a_search_prints_commands_with_all_that_was_given():
     assert search.command_of(arguments.split(), config, Setting("products", 1, 4)) == begin + "--config.mesh.fsdp=4"
     assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
         begin + "--config.model.remat=step --config.mesh.fsdp=8"
+    )
+    arguments = ["--config=large", "--config.model.remat=binomial", "--config.model.snapshots=4"]
+    config.model.update(remat="binomial", snapshots=4)
+    assert search.command_of(arguments, config, Setting("step", 1, 4)).endswith(
+        "--config=large --config.model.remat=step"
     )
     arguments = ["--noconfig.model.norm_of_norm", "--config=llama_1b", "--nocheck", "--search=9"]
     config = load_config("llama_1b")
@@ -370,6 +383,8 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     [
         (["--config=tiny", "--programs=score", "--search=3"], "--search: is for train steps, which --programs=score"),
         (["--config=tiny", "--programs=score", "--plain_attention"], "--plain_attention: is for train steps, which"),
+        (["--config=tiny", "--json=/proc/none/plan.json"], "--json: /proc/none: "),
+        (["--config=tiny", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
         (["--config=tiny:elastic", "--search=3"], "--search: must be at least 5, a compilation for each of the depths"),
     ],
 )

@@ -85,8 +85,8 @@ def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip:
         "kind": program.mesh.devices.flat[0].device_kind,
         "mesh": dict(program.mesh.shape),
         "attention": program.attention,
-        "fits": all(planned.needed <= chip.memory for planned in programs if not planned.optional),
-        "too_large_for": [planned.name for planned in programs if planned.optional and planned.needed > chip.memory],
+        "fits": all(planned.fits(chip) for planned in programs if not planned.optional),
+        "too_large_for": [planned.name for planned in programs if planned.optional and not planned.fits(chip)],
         "memory": memory_of(programs, program, chip),
     }
     if steps and all(planned.compiled for planned in steps.values()):

@@ -19,6 +19,7 @@ from diffeqformer.inference.scoring import full_batch, target_scores
 from diffeqformer.parallel.memory import bytes_on_device, placed
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
+from diffeqformer.planning.chips import Tpu
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.solvers.checkpointing import schedule
 from diffeqformer.training.step import Program
@@ -42,6 +43,10 @@ class Planned(NamedTuple):
     compiled: Compiled | None
     num_steps: int = 0
     optional: bool = False
+
+    def fits(self, chip: Tpu) -> bool:
+        """Whether the compiler accepts it, and a device has as much memory."""
+        return self.compiled is not None and self.needed <= chip.memory
 
     def bytes(self) -> dict[str, int]:
         """What it needs; nothing but the sum is known if it doesn't fit."""

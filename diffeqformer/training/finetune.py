@@ -26,6 +26,9 @@ OWN = tuple(
 )
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
+OF_GENERATED = {"training_times": "fixed", "training_depths": ""}
+"""What stays of the fields that only generated weights have, where a run has the base's weights at its own times."""
+
 
 def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = frozenset()) -> ConfigDict:
     """The config with its base's model, taken from the run's own newest checkpoint or else from `config.base`.
@@ -55,10 +58,13 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
             f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
         )
     for name in default:
+        if sampled and name in OF_GENERATED and f"model.{name}" not in given:
+            config.model[name] = OF_GENERATED[name]
         if name in OWN or name.startswith("lora_"):
             continue
         theirs = model[name]
-        wanted = f"model.{name}" in given or config.model[name] != default[name]
+        reset = sampled and name in ("solver", "step_features", "generator_precision")  # by `discretized_config`
+        wanted = f"model.{name}" in given or config.model[name] != default[name] and not reset
         if name != "kind" and wanted and config.model[name] != theirs:
             raise UserError(
                 f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"

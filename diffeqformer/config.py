@@ -6,6 +6,7 @@ import os
 import re
 import textwrap
 import tokenize
+from collections.abc import Set
 from typing import Any
 
 from absl import flags
@@ -333,10 +334,10 @@ def given_fields(arguments: list[str]) -> set[str]:
     return {name.removeprefix("config.") for name in names if name.startswith("config.")}
 
 
-def unused_fields(config: ConfigDict) -> dict[str, str]:
-    """The fields that a run would ignore, each with the reason."""
-    unused = [(fields, why) for fields, condition, why in IGNORED if condition(config)]
-    return {field: why.format(c=config) for fields, why in unused for field in fields.split()}
+def unused_fields(config: ConfigDict, given: Set[str]) -> dict[str, str]:
+    """The given fields that a run would ignore, each with the reason."""
+    ignored = [(field, condition, why) for fields, condition, why in IGNORED for field in fields.split()]
+    return {field: why.format(c=config) for field, condition, why in ignored if field in given and condition(config)}
 
 
 def check_used(arguments: list[str], config: ConfigDict) -> None:
@@ -352,10 +353,8 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
     check_fields(config)
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
-    given = given_fields(arguments)
-    for field, why in unused_fields(config).items():
-        if field in given:
-            raise UserError(f"config.{field}: must be left out, because {why}")
+    for field, why in unused_fields(config, given_fields(arguments)).items():
+        raise UserError(f"config.{field}: must be left out, because {why}")
 
 
 CHANGEABLE = tuple(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from diffeqformer.config import check_config, get_field, unused_fields
+from diffeqformer.config import check_config, get_field, given_fields, unused_fields
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import mesh_shape
 
@@ -142,7 +142,7 @@ def command_of(arguments: list[str], config: ConfigDict, setting: Setting) -> st
         config: the config that they define. What has its value already isn't written again.
     """
     changed = {name: value for name, value in zip(VARIED, setting) if value != get_field(config, name)}
-    left_out, kept = {*changed, *unused_fields(with_setting(config, setting))}, []
+    left_out, kept = {*changed, *unused_fields(with_setting(config, setting), given_fields(arguments))}, []
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
         name, equals, _ = argument.lstrip("-").partition("=")
         option, _, field = name.partition(".")

@@ -31,9 +31,8 @@ def run(config: ConfigDict) -> None:
     folder = store_folder(config.data, tokenizer)
     was_there = folder.exists()
     remote = config.data.remote
-    if is_elsewhere := bool(remote) and has_store(remote, folder.name):
-        print(f"{remote}/{folder.name}: a token store of this name is there already", flush=True)
-    elif remote:
+    is_elsewhere = bool(remote) and has_store(remote, folder.name)
+    if remote and not is_elsewhere:
         check_writable(remote)
     if not was_there:
         stage(remote, folder) if is_elsewhere else prepare(config.data, tokenizer)

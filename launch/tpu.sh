@@ -200,9 +200,9 @@ run() {
 
 resume() {
   [[ -f $here/options ]] || fail "resume: no run was started from this checkout on $name; use 'run'"
-  [[ ! -f $here/commit ]] || git cat-file -e "$(<"$here/commit")" 2>/dev/null ||
-    fail "resume: the commit $(<"$here/commit"), which the hosts had, isn't in this checkout; use 'create' and 'setup'"
   look_or_fail
+  [[ ($state == ACTIVE && -e $here/ready) || ! -f $here/commit ]] || git cat-file -e "$(<"$here/commit")" 2>/dev/null ||
+    fail "resume: the commit $(<"$here/commit"), which the hosts had, isn't in this checkout; use 'create' and 'setup'"
   [[ -z $dry && ! $state =~ ^($lost)$ ]] || delete
   if [[ $state != ACTIVE || ! -e $here/ready ]]; then
     create

@@ -179,7 +179,10 @@ def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):
     assert "=v5p-16 --runtime-version=v2\\ alpha --zone=z" in done.stderr
     commit.write_text("0" * 40)
     done, calls = cloud(TPU, "resume", states=["SUSPENDED"])
-    assert done.returncode == 1 and not calls and f"the commit {'0' * 40}, which the hosts had, isn't" in done.stderr
+    assert done.returncode == 1 and f"the commit {'0' * 40}, which the hosts had, isn't in this" in done.stderr
+    assert verbs_of(calls) == ["describe"]  # and nothing is deleted or asked for
+    done, calls = cloud(TPU, "resume", states=["ACTIVE"])  # a slice that is there needs no commit
+    assert done.returncode == 0 and verbs_of(calls) == ["describe", "ssh"]
     cloud(TPU, "create", states=["NONE", "ACTIVE"], ZONE="y")
     assert not commit.exists()
     assert "--accelerator-type=v5litepod-64" in cloud(TPU, "--dry-run", "resume")[0].stderr

@@ -76,6 +76,16 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         memory.check_memory(config, program, state, True)
 
 
+def test_devices_that_share_examples_are_one_part_of_the_batch(monkeypatch):
+    program, asked = Program(toy_config("gpt", model__vocab_multiple=8), make_mesh((2, 2, 2))), []
+    state = program.state_shapes
+    monkeypatch.setattr(memory, "free_bytes", lambda _: sum(map(memory.bytes_on_device, jax.tree.leaves(state))))
+    monkeypatch.setattr(memory, "remedies", lambda _, parts, *others: asked.append(parts))
+    with pytest.raises(UserError, match="^config.batch_size: a train step needs"):
+        memory.check_memory(program.config, program, state, True)
+    assert asked == [4]
+
+
 def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
     asked = []
     monkeypatch.setattr(run, "check_memory", lambda config, program, state, will_train: asked.append(will_train))
@@ -132,12 +142,7 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
             "config.microbatches=4, config.model.remat=binomial, or more",
         ),
         ({"model__remat": "binomial", "microbatches": 4}, 2, math.inf, "a smaller batch, or more"),
-        (
-            {"model__remat": "step", "microbatches": 4, "mesh__tensor": -1},
-            1,
-            1.1,
-            "config.microbatches=8, config.model",
-        ),
+        ({"model__remat": "step", "microbatches": 4}, 1, 1.1, "config.microbatches=8, config.model"),
         ({"model__remat": "binomial"}, 1, 3.0, "config.microbatches=4, or more"),
         ({"model__remat": "binomial"}, 1, 1e6, "a smaller batch, or more"),
     ],

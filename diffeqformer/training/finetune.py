@@ -26,8 +26,8 @@ OWN = tuple(
 )
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
-OF_GENERATED = {"training_times": "fixed", "training_depths": ""}
-"""What stays of the fields that only generated weights have, where a run has the base's weights at its own times."""
+OF_GENERATED = ("solver", "step_features", "generator_precision", "training_times", "training_depths")
+"""Fields that `discretized_config` resets, since only generated weights can have some of their values."""
 
 
 def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = frozenset()) -> ConfigDict:
@@ -59,12 +59,11 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
         )
     for name in default:
         if sampled and name in OF_GENERATED and f"model.{name}" not in given:
-            config.model[name] = OF_GENERATED[name]
+            config.model[name] = model[name]
         if name in OWN or name.startswith("lora_"):
             continue
         theirs = model[name]
-        reset = sampled and name in ("solver", "step_features", "generator_precision")  # by `discretized_config`
-        wanted = f"model.{name}" in given or config.model[name] != default[name] and not reset
+        wanted = f"model.{name}" in given or config.model[name] != default[name]
         if name != "kind" and wanted and config.model[name] != theirs:
             raise UserError(
                 f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"

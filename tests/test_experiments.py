@@ -23,7 +23,7 @@ def study(folder, steps, name="design", *options) -> tuple[str, dict]:
     options = (f"--study={name}", f"--steps={steps}", f"--folder={folder}", f"--results={results}", *options)
     done = command("pretended_study", *options)
     assert done.returncode == 0, done.stderr
-    assert (folder / f"{name}.png").stat().st_size > 10_000
+    assert (folder / f"tiny-{name}.png").stat().st_size > 10_000
     return done.stdout, json.loads(results.read_text())
 
 

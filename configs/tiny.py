@@ -1,19 +1,17 @@
 """A small byte-level model of Python source code: nothing to download, five minutes on two CPU cores.
 
     python -m diffeqformer.main --config=configs/tiny.py             # :gpt and :shared are the baselines
-    python -m diffeqformer.main --config=configs/tiny.py:elastic     # a DiffEqFormer for 2 to 16 steps of depth
+    python -m diffeqformer.main --config=configs/tiny.py:elastic     # a DiffEqFormer for 2 to 8 steps of depth
 
-The text is Python's own standard library. The shape, the schedule and the learning rate of each model were chosen for
-the lowest validation loss in that time.
+The text is Python's own standard library. The shape, the schedule and the rates did well in single runs of that time.
 
-What to expect, measured with the command above on two cores of an AMD EPYC, Python 3.11.7, one seed: 1.98 bits/byte on
-the validation split after 5,000 steps, 4.2 minutes in all. :gpt reaches 1.99 after the same number of steps, which take
-as long. :shared reaches 2.17 after the same number of steps, which take a sixth less time, and 2.10 after 6,000.
+What to expect, with the first command on two cores of an AMD EPYC, Python 3.11.7: about 2.0 bits/byte on the validation
+split after 5,000 steps, in 4.2 minutes. docs/models.md compares :gpt and :shared with it over three seeds.
 """
 
 from diffeqformer.config import base_config
 
-LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # the best of those tried; other models use 3e-3
+LEARNING_RATES = {"diffeqformer": 3e-3, "gpt": 3e-3, "shared": 5e-3}  # of single runs; other models use 3e-3
 
 
 def get_config(model: str = "diffeqformer"):

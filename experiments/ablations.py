@@ -47,7 +47,7 @@ RESULTS = flags.DEFINE_string("results", "experiments/ablations.json", "The runs
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103, for the study of overfitting.")
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
 AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-ARTICLES = 2  # of WikiText, which are read repeatedly (with ten, 1,500 steps didn't overfit)
+ARTICLES = 2  # of WikiText, which are read repeatedly
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import collections
 import itertools
 import json
 import pathlib
+import random
 import runpy
 import shutil
 import statistics
@@ -159,7 +160,8 @@ def run(row: Row, cores: list[int] | None) -> dict:
 def time_tokens() -> dict[str, dict[str, float]]:
     """Seconds to write one token, by kind of model and by depth: medians over rounds that take turns.
 
-    They depend on shapes and the solver alone, so nothing is trained.
+    They depend on shapes and the solver alone, so nothing is trained. Each round has another order, because a model
+    that comes after a slow one is slower.
     """
     import jax
 
@@ -176,8 +178,9 @@ def time_tokens() -> dict[str, dict[str, float]]:
             config.model[field] = type(config.model[field])(value)
         config.model.num_steps = depth
         models[name, depth] = new_model(config)
+    generator = random.Random(0)
     for _ in range(50):
-        for key, model in models.items():
+        for key, model in generator.sample(list(models.items()), len(models)):
             tokens = write_tokens(
                 model, [0] * 8, count=101, key=jax.random.key(0), vocab_size=model.vocab_size, choice=Choice()
             )
@@ -233,23 +236,23 @@ def table(found: dict[Row, dict]) -> str:
 
 
 def plot(found: dict[Row, dict], times: dict[str, dict[str, float]], path: pathlib.Path) -> None:
-    """Plot mean bits/byte against depth, and against the time per token if that was measured."""
+    """Plot bits/byte against depth, and against the time per token if that was measured: means, standard deviations."""
     from diffeqformer.console.figures import COLOURS, new_figure
 
     figure, [panels] = new_figure(1, 1 + bool(times), (7 + 5 * bool(times), 4.5), sharey=True)
     lines = {}
     for (model, _, steps, _), seeds in by_model(found).items():
-        points = {
-            int(number): statistics.mean(seed["bits_per_byte"][number] for seed in seeds)
-            for number in seeds[0]["bits_per_byte"]
-        }
-        lines.setdefault((model, steps), {}).update(points)
+        for number in seeds[0]["bits_per_byte"]:
+            values = [seed["bits_per_byte"][number] for seed in seeds]
+            error = statistics.stdev(values) if len(values) > 1 else 0.0
+            lines.setdefault((model, steps), {})[int(number)] = statistics.mean(values), error
     for (model, steps), points in lines.items():
         depths, style = sorted(points), {"color": COLOURS[list(KINDS).index(model)], "marker": "o", "markersize": 4}
         style["linestyle"] = "--" if steps == STEPS.value else "-"
         for panel in panels:
             at = depths if panel is panels[0] else [1e3 * times[model][str(depth)] for depth in depths]
-            panel.plot(at, [points[depth] for depth in depths], label=f"{model}, {steps:,} steps", **style)
+            means, errors = zip(*(points[depth] for depth in depths), strict=True)
+            panel.errorbar(at, means, errors, label=f"{model}, {steps:,} steps", capsize=2, **style)
     panels[0].set(xlabel="steps of depth", ylabel="validation bits/byte", xscale="log", xticks=SCORED)
     panels[0].set_xticklabels(SCORED)
     panels[0].minorticks_off()

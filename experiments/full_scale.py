@@ -192,7 +192,8 @@ def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
         rows = [row for row in results if row.config == config and row.seed == 0]
         for number, model in enumerate(dict.fromkeys(row.model for row in rows)):
             for row in (row for row in rows if row.model == model):
-                style = {"color": COLOURS[number], "linestyle": "-" if row.dtype == "bfloat16" else ":"}
+                in_float32 = {"color": "black", "linestyle": ":", "linewidth": 1, "zorder": 3}  # on the other's curve
+                style = {"color": COLOURS[number]} if row.dtype == "bfloat16" else in_float32
                 label = f"{model}, {row.dtype}"
                 for panel, name in zip(panels, ("loss", "gradient_norm")):
                     steps, values = smoothed(results[row][name])
@@ -202,10 +203,11 @@ def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
                 if row.dtype == "bfloat16" and row._replace(dtype="float32") in results:
                     difference = differences(results, row)
                     panels[2].plot(list(difference), list(difference.values()), linewidth=0.8, label=label, **style)
-        panels[0].set(title=f"{config}: loss, nats; dots: validation")
-        panels[1].set(title="gradient norm, clipped at 1")
+        panels[0].set(title=f"{config}: loss; dots: validation", ylabel="nats per token")
+        panels[1].set(title="before clipping at 1", ylabel="norm of the gradient")
         panels[1].axhline(1, color="black", linewidth=0.8)
         panels[2].set(title="loss in bfloat16 less that in float32", visible=bool(panels[2].lines))
+        panels[2].set_ylabel("nats per token")
         panels[2].axhline(0, color="black", linewidth=0.8)
         log_if_wide(panels[1])
         for panel in panels:

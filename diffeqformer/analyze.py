@@ -11,9 +11,8 @@ from diffeqformer.analysis.lyapunov import check_published
 from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.analysis.spectra import check_heads
-from diffeqformer.config import title
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, whole_numbers
+from diffeqformer.console.results import header, results_folder, title, whole_numbers
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts

@@ -19,11 +19,11 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED
-from diffeqformer.config import CHANGEABLE, field_names, get_field, title
+from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import results_folder, spread, write_json, write_text
+from diffeqformer.console.results import results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
 
 METRIC = "validation/bits_per_byte"
@@ -132,6 +132,7 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
     figure, [[panel]] = new_figure(1, 1, (11, 5))
     sizes = {run.config.batch_size * run.config.sequence_length for runs in groups.values() for run in runs}
     for (line, colour), (label, runs) in zip(itertools.cycle(itertools.product(LINES, COLOURS)), groups.items()):
+        label += f"; seed{'s' * (len(runs) > 1)} {distinct([run.config.seed for run in runs])}"
         for run in runs:
             unit = run.config.batch_size * run.config.sequence_length if len(sizes) > 1 else 1
             steps = sorted(run.curve)
@@ -140,10 +141,7 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
         if len(runs) > 1:
             steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
             means = [statistics.mean(run.curve[n] for run in runs) for n in steps]
-            seeds = distinct([run.config.seed for run in runs])
-            panel.plot(
-                [unit * n for n in steps], means, line, color=colour, linewidth=2, label=f"{label}; seeds {seeds}"
-            )
+            panel.plot([unit * n for n in steps], means, line, color=colour, linewidth=2, label=label)
     panel.set(xlabel="training tokens" if len(sizes) > 1 else "training step", ylabel="validation, bits per byte")
     curves = [[run.curve[n] for n in sorted(run.curve)] for runs in groups.values() for run in runs]
     highest = max(max(curve[len(curve) // 4 :]) for curve in curves)  # the first values would flatten all others

@@ -180,12 +180,6 @@ def get_field(config: ConfigDict, name: str) -> Any:
     return config
 
 
-def title(config: ConfigDict) -> str:
-    """What a heading calls a run: the config's name, and whether the run began with another's weights."""
-    how = " (lora)" if config.model.lora_rank else ""
-    return f"{config.name}, fine-tuned{how}" if config.base else config.name
-
-
 def explain() -> str:
     """Every field with its default, and the comment on it in `base_config`."""
     fields, lines = base_config("", "diffeqformer"), ["The fields of a config, with their defaults:"]

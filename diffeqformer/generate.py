@@ -11,8 +11,8 @@ import time
 from absl import flags, logging
 
 from diffeqformer import checkpoint
-from diffeqformer.config import title
 from diffeqformer.console import command_line
+from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
 from diffeqformer.data.files import read_lines
 from diffeqformer.data.tokenizers import Tokenizer

@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step
-from diffeqformer.config import base_config, field_names, get_field, title
+from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
+from diffeqformer.console.results import title
 from diffeqformer.training import goodput
 
 BLOCK = 2**20  # elements whose float64 copies are in memory at a time

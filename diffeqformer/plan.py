@@ -28,10 +28,9 @@ from diffeqformer.config import (  # noqa: E402
     check_used,
     explain,
     given_fields,
-    title,
 )
 from diffeqformer.console import command_line  # noqa: E402
-from diffeqformer.console.results import write_json  # noqa: E402
+from diffeqformer.console.results import title, write_json  # noqa: E402
 from diffeqformer.console.terminal import duration  # noqa: E402
 from diffeqformer.depth.depths import trained_depths  # noqa: E402
 from diffeqformer.errors import UserError, reachable  # noqa: E402

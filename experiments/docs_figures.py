@@ -5,7 +5,8 @@
     python experiments/docs_figures.py --studies          # those of studies, where these have left results
 
 One of them needs WikiText-103's wiki.valid.tokens, given by --wikitext, and is left out otherwise. Runs are trained
-in --folder unless they have finished there. Look at every picture before you commit it.
+in --folder unless they have finished there. `python benchmarks/depth_memory.py --draw` draws depth_memory.png. Look at
+every picture before you commit it.
 """
 
 import base64
@@ -74,6 +75,7 @@ OF_STUDIES = {
     "ablation_overfitting": "runs/ablations/tiny-overfitting.png",
     "finetune_depths": "runs/finetune_depths/figure.png",
     "full_scale": "experiments/full_scale.png",
+    "elastic": "experiments/elastic.png",
 }
 """The file that a study has drawn. Its own command draws it again; docs name the commands."""
 

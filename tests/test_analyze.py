@@ -234,6 +234,8 @@ def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
 def test_names_of_tokens_below_their_dots():
     """Dollar signs don't start a formula; in a long text, not every token has a label."""
     figures.as_html(sensitivity.picture(["a", "$$", "$_$"], {"one": np.arange(3.0)}), "no error")
+    [axis] = sensitivity.picture([*"ab\\$", r"\n", "e"] * 5, {"one": np.arange(30.0)}).axes
+    assert {label.get_rotation() for label in axis.get_xticklabels()} == {0}
     [axis] = sensitivity.picture(list("abcde") * 50, {"one": np.arange(250.0)}).axes
     assert axis.get_xticks().tolist() == list(range(0, 249, 2)) and "one in 2 is named" in axis.get_xlabel()
 
@@ -245,6 +247,13 @@ def test_a_narrow_range_is_not_logarithmic():
         axis.plot(values)
         figures.log_if_wide(axis)
         assert axis.get_yscale() == scale
+
+
+@pytest.mark.parametrize("count, ticks", [(4, (1, 2, 3, 4)), (18, range(2, 19, 2)), (36, range(3, 37, 3))])
+def test_ticks_of_time_are_times_of_steps(count, ticks):
+    _, [[axis]] = figures.new_figure(1, 1, (5, 3))
+    figures.time_axis(axis, "t", np.arange(1, count + 1) / count)
+    np.testing.assert_allclose(axis.get_xticks(), np.array(ticks) / count)
 
 
 def test_columns_lie_around_their_times():

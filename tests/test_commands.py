@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 
 from diffeqformer.__main__ import COMMANDS, summary
-from diffeqformer.config import base_config, check_config, comments, field_names, title
+from diffeqformer.config import base_config, check_config, comments, field_names
 from diffeqformer.console.command_line import config_file, configs
+from diffeqformer.console.results import header, title
 from helpers import ROOT, toy_config
 from runs import command
 
@@ -78,3 +80,5 @@ def test_a_fine_tuned_run_has_a_heading_of_its_own(rank, said):
     config = toy_config("discretized", base="runs/toy", model__lora_rank=rank, name="toy")
     check_config(config, num_devices=8)
     assert title(config) == said and title(toy_config()) == "toy"
+    opened = types.SimpleNamespace(config=config, step=0, about=types.SimpleNamespace(materialized_from=None))
+    assert header("runs/toy", opened)["title"] == said

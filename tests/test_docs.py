@@ -45,6 +45,12 @@ def test_every_page_and_picture_is_linked():
 
 
 @pytest.mark.fast
+def test_every_picture_has_a_command_that_draws_it():
+    script = (ROOT / "experiments" / "docs_figures.py").read_text()
+    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= set(re.findall(r"\w+", script))
+
+
+@pytest.mark.fast
 def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
     for name in (*ADDRESSED, "Makefile"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

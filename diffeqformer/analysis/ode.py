@@ -192,7 +192,7 @@ def table(results: dict) -> str:
     """The findings in Markdown."""
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['config']} at step {results['checkpoint_step']:,}, {as_trained(results)}, "
+        f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}, "
         f"time frequency {results['time_frequency']:g}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
@@ -215,8 +215,6 @@ def table(results: dict) -> str:
 
 def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) -> None:
     """Plot entries of a kernel over time, the smoothness of every layer, perplexities, and errors against steps."""
-    from matplotlib import ticker
-
     figure, ((over_time, smooth), (grids, errors)) = new_figure(2, 2, (13, 9))
     times, values, at_trained = curves
     for entry in range(values.shape[1]):
@@ -230,9 +228,8 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
     smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
     smooth.set(
-        ylabel="share",
-        title="between trained times: distance of kernels from their neighbours' mean,\n"
-        "as a share of half the neighbours' difference",
+        ylabel="as a share of half the neighbours' difference",
+        title="between trained times: distance of kernels from their neighbours' mean",
     )
     smooth.tick_params(axis="x", rotation=20)
     smooth.legend()
@@ -241,9 +238,8 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     grids.plot(list(rows.values())[::-1], list(rows)[::-1], "o")
     for number, value in enumerate(list(rows.values())[::-1]):
         grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
-    wide = max(rows.values(), default=0) > 10 * min(rows.values(), default=0)
-    grids.set(title="on other grids", xlabel="perplexity", xscale="log" if wide else "linear")
-    grids.xaxis.set_minor_formatter(ticker.NullFormatter())
+    grids.set(title="on other grids", xlabel="perplexity")
+    log_if_wide(grids, "x")
     grids.margins(x=0.15)
 
     found = results["convergence"]

@@ -40,9 +40,10 @@ def picture(labels: list[str], measures: dict[str, np.ndarray]):
     every = -(-len(labels) // LABELS)
     axes[-1][0].set_xlabel("tokens before the last" + (f"; one in {every} is named" if every > 1 else ""))
     shown = range(0, len(labels), every)
+    longest = max(len(labels[i]) for i in shown)
     names = [labels[i].replace("$", r"\$") for i in shown]  # $ would start a formula
     size = min(9, 800 / len(names))  # points, of the 900 or so below the panels
-    rotation = 0 if max(map(len, names)) == 1 else 90 if len(names) > 20 else 45
+    rotation = 0 if longest <= 2 else 90 if len(names) > 20 else 45  # characters and escapes such as \n lie flat
     axes[-1][0].set_xticks(shown, names, rotation=rotation, fontsize=size)
     return figure
 

@@ -10,6 +10,7 @@ import numpy as np
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
 FEW = 12  # times that all get a tick
+MANY = 100  # times that are a line, with no ticks of their own
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningful middle
 
 
@@ -40,25 +41,26 @@ def as_html(figure, what: str) -> str:
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
-def log_if_wide(axis) -> None:
-    """Make the vertical axis logarithmic, with plain numbers, if the values span more than a factor of three."""
+def log_if_wide(axis, name: str = "y") -> None:
+    """Make an axis, x or y, logarithmic, with plain numbers, if the values span more than a factor of three."""
     from matplotlib import ticker
 
-    low, high = axis.dataLim.intervaly
+    low, high = getattr(axis.dataLim, f"interval{name}")
     if 0 < 3 * low < high:
-        axis.set_yscale("log")
-        axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5) if high > 30 * low else (1.5, 2, 3, 4, 5, 7)))
+        axis.set(**{f"{name}scale": "log"})
+        scale = getattr(axis, f"{name}axis")
+        scale.set_minor_locator(ticker.LogLocator(subs=(2, 5) if high > 30 * low else (1.5, 2, 3, 4, 5, 7)))
         for level in ("major", "minor"):
-            getattr(axis.yaxis, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+            getattr(scale, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
 
 
 def time_axis(axis, label: str, times: np.ndarray) -> None:
-    """Label a horizontal axis of times. A few of them are its ticks; of many layers, whole numbers are."""
+    """Label a horizontal axis of times, or of layers. Its ticks are times: all of a few, the last included."""
     axis.set_xlabel(label)
-    if len(times) <= FEW:
-        axis.set_xticks(times, [f"{time:.3g}" for time in times])
-    else:
-        axis.xaxis.get_major_locator().set_params(integer=label == "layer")
+    if len(times) <= MANY:
+        every = -(-len(times) // FEW)
+        ticks = times[::-every][::-1]
+        axis.set_xticks(ticks, [f"{time:.3g}" for time in ticks])
 
 
 def column_edges(times: np.ndarray) -> np.ndarray:

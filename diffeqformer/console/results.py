@@ -8,6 +8,8 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
+from ml_collections import ConfigDict
+
 from diffeqformer.errors import UserError
 
 MOST_DIGITS = 100  # of a number in an option: Python refuses to read thousands
@@ -56,6 +58,12 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     return folder
 
 
+def title(config: ConfigDict) -> str:
+    """What a heading calls a run: the config's name, and whether the run began with another's weights."""
+    how = " (lora)" if config.model.lora_rank else ""
+    return f"{config.name}, fine-tuned{how}" if config.base else config.name
+
+
 def header(workdir: os.PathLike | str, opened) -> dict:
     """The beginning of every results file: the checkpoint, and how it was trained, before it was materialized.
 
@@ -68,6 +76,7 @@ def header(workdir: os.PathLike | str, opened) -> dict:
     return {
         "workdir": str(workdir),
         "config": config.name,
+        "title": title(config),
         "kind": config.model.kind,
         "field": config.model.field,
         "checkpoint_step": opened.step,

@@ -41,7 +41,7 @@ def as_trained(results: dict) -> str:
 def heading(results: dict) -> str:
     """Which model is scored, and on what."""
     return (
-        f"{results['config']}: {results['kind']}, {results['parameters']:,} parameters, at step "
+        f"{results['title']}: {results['kind']}, {results['parameters']:,} parameters, at step "
         f"{results['checkpoint_step']:,}, {as_trained(results)}\n{text_name(results)}; windows of "
         f"{results['window']}, stride {results['stride']}"
     )
@@ -120,7 +120,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
         for row in rows:
             place = row["milliseconds_per_window"], row[last]
-            offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "zorder": 3}
+            offset = {"textcoords": "offset points", "xytext": (0, -12), "ha": "center", "zorder": 3}
             offset["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # above the lines
             axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:
@@ -133,5 +133,5 @@ def plot(results: dict, path: pathlib.Path) -> None:
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle(f"{results['config']} at step {results['checkpoint_step']:,} on {text_name(results)}")
+    figure.suptitle(f"{results['title']} at step {results['checkpoint_step']:,} on {text_name(results)}")
     figure.savefig(path, dpi=150)

@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import work_folder
-from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field, title
+from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field
 from diffeqformer.console.progress import BITS_AT, Progress
+from diffeqformer.console.results import title
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer

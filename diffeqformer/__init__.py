@@ -35,7 +35,22 @@ def check_versions(jax: str, flax: str) -> None:
         )
 
 
-check_versions(*map(importlib.metadata.version, ("jax", "flax")))
+def version(package: str) -> str:
+    """The version of a package.
+
+    Raises:
+        ImportError: if it isn't installed.
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"{package} isn't installed in {sys.prefix}; activate the environment that has it, or install this package "
+            "(docs/training.md)"
+        ) from None
+
+
+check_versions(version("jax"), version("flax"))
 
 # read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")

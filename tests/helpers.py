@@ -19,6 +19,7 @@ import authors
 from diffeqformer import checkpoint
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.fields import FIELDS, layers
 from diffeqformer.fields.layers import Context
 from diffeqformer.parallel.mesh import make_mesh
@@ -173,10 +174,14 @@ def first_state(program: Program) -> dict:
 
 
 def run_steps(config, mesh, steps: int):
-    """A program, its state after steps on two alternating batches, and each one's loss and gradient norm [steps, 2]."""
+    """A program, its state after steps on two alternating batches, and each one's loss and gradient norm [steps, 2].
+
+    Each step has the depth that training draws for it.
+    """
     program = Program(config, mesh)
     state, scalars = first_state(program), []
     for step in range(steps):
-        state, new = program.train_step(state, tokens_of(step % 2, config))
+        depth = drawn_depth(program.depths, config.seed, step)
+        state, new = program.train_step(state, tokens_of(step % 2, config), depth)
         scalars.append((float(new["loss"]), float(new["gradient_norm"])))
     return program, state, np.array(scalars)

@@ -46,6 +46,8 @@ HELP = {
     "analyze": ["workdir", "step", "parts"],
     "ode": ["workdir", "step", "split", "refinements", "process_id"],
     "inspect": ["workdir", "step", "[no]statistics"],
+    "prepare": ["config", "[no]help_config"],
+    "compare": ["output"],
 }
 
 

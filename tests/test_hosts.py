@@ -28,6 +28,7 @@ from runs import curves, finish, start, start_command
 def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, mesh, says, tmp_path, short_stores):
     """With the losses of one process. The notice reaches only the second of two, at the first step, or twice."""
     steps = ("--config.steps=40", "--config.eval_every=40", "--config.dynamics_every=1")
+    steps += ("--config.model.training_depths=1,2",)
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * processes, 0
     for told in stops:  # steps after the start

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +18,7 @@ from environments import (
     requirements_of,
     run,
 )
+from helpers import ROOT
 
 LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
 SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1", "--config.sample.length=8"]
@@ -39,6 +41,11 @@ def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
 def test_a_jax_that_flax_cannot_be_imported_with_is_said(jax, flax, fits):
     with contextlib.nullcontext() if fits else pytest.raises(ImportError, match=f"flax {flax} can't be .* jax {jax}; "):
         diffeqformer.check_versions(jax, flax)
+
+
+def test_another_python_is_told_what_is_missing():
+    done = subprocess.run([sys.executable, "-S", "-c", "import diffeqformer"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "\nImportError: jax isn't installed in " in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.depth.projection import sum_of_squares
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
@@ -31,10 +32,10 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     loss = ShardedLoss(program.graph, program.state_shapes["params"], program.mesh)
     optimizer = make_optimizer(config, program.trained(decay_mask(abstract_model(config), config.optimizer.decay)))
 
-    @jax.jit
-    def train_step(params, moments, tokens, step):
+    @functools.partial(jax.jit, static_argnames="depth")
+    def train_step(params, moments, tokens, step, depth):
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
-        grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step)
+        grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step, depth)
         _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
         params = merge_trees(params, optax.apply_updates(program.trained(params), updates))
@@ -43,7 +44,8 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     state = first_state(program)
     params, moments, norms = state["params"], state["optimizer"], []
     for step in range(steps):
-        params, moments, norm = train_step(params, moments, tokens_of(step % 2, config), step)
+        depth = drawn_depth(program.depths, config.seed, step)
+        params, moments, norm = train_step(params, moments, tokens_of(step % 2, config), step, depth)
         norms.append(float(norm))
     return {"params": params, "optimizer": moments}, norms
 
@@ -67,7 +69,13 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             "diffeqformer",
             "llama",
             (2, 2, 2),
-            {"model__width": 256, "model__training_times": "shifted", "optimizer__clip_norm": 0.0},
+            {
+                "model__width": 256,
+                "model__training_depths": "2,3",
+                "seed": 1,
+                "model__training_times": "shifted",
+                "optimizer__clip_norm": 0.0,
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param(

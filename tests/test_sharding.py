@@ -39,7 +39,7 @@ def run_and_score(config, mesh):
         pytest.param("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)], marks=pytest.mark.slow),
         pytest.param("looped", "gpt", {"microbatches": 2}, [(4, 2, 1), (2, 2, 2)], marks=pytest.mark.slow),
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
-        ("diffeqformer", "gpt", {"model__solver": "heun"}, [(1, 8, 1)]),
+        ("diffeqformer", "gpt", {"model__solver": "heun", "model__training_depths": "2,3", "seed": 1}, [(1, 8, 1)]),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
     ],
 )
@@ -51,7 +51,8 @@ def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, comp
         np.testing.assert_allclose(losses, expected, rtol=3e-6)
         for mine, theirs in zip(jax.tree.leaves(alone["params"]), jax.tree.leaves(together["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=3e-5)
-    assert compilations("_train_step") == 1 + len(meshes)  # the state comes back as it went in
+    depths = 2 if config.model.training_depths else 1
+    assert compilations("_train_step") == depths * (1 + len(meshes))  # the state comes back as it went in
 
 
 @pytest.mark.long

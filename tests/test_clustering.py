@@ -59,8 +59,8 @@ def test_the_report_draws_the_simulation_with_each_control(monkeypatch):
     monkeypatch.setattr(simulation, "DRAWS", 2)
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
     found = simulation.section(mock.Mock(Checkpoint))
-    assert found.html.count("<img") == 3
-    last = {kind: found.numbers[kind]["degree 3"][1] for kind in ("equal_end", "equal_total_of_v", "equal_total")}
-    assert last["equal_end"] > last["equal_total_of_v"] > last["equal_total"]
+    assert found.html.count("<img") == 4
+    last = {kind: found.numbers[kind]["degree 3"][1] for kind in found.numbers if kind.startswith("equal")}
+    assert last["equal_end"] > last["equal_total_of_v"] > last["equal_total_of_scores"] > last["equal_total"]
     assert {tuple(found.numbers[kind]["constant"]) for kind in last} == {tuple(found.numbers["equal_end"]["constant"])}
     assert found.arrays["equal_end/constant/paths"].shape == (201, 40, 3)

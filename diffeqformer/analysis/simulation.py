@@ -111,6 +111,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
         ("equal_end", (), "weights that end at the same size"),
         ("equal_total_of_v", ("V",), "the same integral of V over time, Q and K that end at the same size"),
         ("equal_total", ("V", "scores"), "the same integrals of V and of the scores over time"),
+        ("equal_total_of_scores", ("scores",), "the same integral of the scores, V that ends at the same size"),
     ):
         paths, means = simulations(equal_total)
         of = np.linspace(0, HORIZON, len(means["constant"]))

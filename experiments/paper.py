@@ -29,8 +29,9 @@ WIKITEXT = flags.DEFINE_string(
     "wikitext", None, "wiki.valid.tokens of WikiText-103, for Figures 4 and 5 at tiny scale."
 )
 TASKS = flags.DEFINE_string(
-    "tasks", "tests/data/tasks", "Folder of lm-eval task files, for Tables 4 and 5 at tiny scale."
+    "tasks", "tests/data/tasks", "Folder of lm-eval task files for Tables 4 and 5 at tiny scale; by default toy tasks."
 )
+TOKENIZER = flags.DEFINE_string("tokenizer", "tokenizer.model", "A Llama's SentencePiece model, at published scale.")
 
 AT_SCALE = "--rates=1.5e-4,3e-4,6e-4 --steps=40001"  # the published rate of these sizes, half and twice it
 LARGE, LLAMA = ("large-gpt", "large"), ("llama_1b-llama", "llama_1b")
@@ -80,6 +81,12 @@ def evaluate(name: str, split: str = "validation") -> Command:
     )
 
 
+def compare(output: str, *names: str) -> Command:
+    """The validation curves of runs of the folder in one picture, and a table."""
+    runs = " ".join(f"{{folder}}/{name}" for name in names)
+    return Command(f"-m diffeqformer.compare {runs} --output={{folder}}/{output}", f"{output}/results.json")
+
+
 def downstream(names: Iterable[str], options: str = "") -> Command:
     """The downstream tasks of two runs of the folder, the baseline first."""
     runs = ",".join(f"{{folder}}/{name}" for name in names)
@@ -99,10 +106,10 @@ def analyze(name: str, part: str) -> Command:
     )
 
 
-LLAMA_FILE = "--config.data.tokenizer_file=tokenizer.model"
+LLAMA_FILE = "--config.data.tokenizer_file={tokenizer}"
 DOWNSTREAM = Exhibit(
     "accuracies of eleven tasks without and with five examples, with standard errors, bars, and paired tests",
-    "the tables stand beside the results (docs/downstream.md)",
+    "the tables stand beside the results (docs/downstream.md), which toy tasks can't be compared with",
     (train("tiny:gpt"), train("tiny"), downstream(("tiny-gpt", "tiny"), "--include={tasks} --shots=0,1")),
     (train("large:gpt"), train("large"), downstream(LARGE)),
 )
@@ -124,21 +131,23 @@ EMBEDDING_OF_LARGE, EMBEDDING_OF_MEDIUM = (
 )
 
 
-def scored(*configs: str, options: str = "") -> tuple[Command, ...]:
-    """Runs of configs, each scored on its validation split."""
-    commands = [(train(config, options), evaluate(config.replace(":", "-"))) for config in configs]
-    return tuple(command for pair in commands for command in pair)
+def scored(output: str, *configs: str, options: str = "") -> tuple[Command, ...]:
+    """Runs of configs, each scored on its validation split, and all of them compared."""
+    names = [config.replace(":", "-") for config in configs]
+    commands = [(train(config, options), evaluate(name)) for config, name in zip(configs, names)]
+    return (*(command for pair in commands for command in pair), compare(output, *names))
 
 
 def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
-    """The published fine-tuning in one direction: two bases, each fine-tuned and scored."""
+    """The published fine-tuning in one direction: two bases, each fine-tuned and scored, and all compared."""
     config = f"finetune_{pretraining}_to_{task}"
-    commands = []
+    commands, names = [], []
     for model, depths in (("", (9, 12, 18, 24)), ("-gpt", (24,))):
         base = f"{config}-pretrain{model}"
         commands.append(train(f"{config}:pretrain{model}"))
         for mode, depth in ((mode, depth) for mode in ("lora", "full") for depth in depths):
             name = f"{config}-{mode}{model}-{depth}"
+            names.append(name)
             commands += [
                 Command(
                     f"-m diffeqformer.main --config=configs/{config}.py:{mode}{model} --config.base={{folder}}/{base} "
@@ -146,7 +155,7 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
                 ),
                 evaluate(name, split),
             ]
-    return tuple(commands)
+    return (*commands, compare(f"{config}-compared", *names))
 
 
 WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
@@ -154,20 +163,20 @@ SPECTRA = (train("tiny"), analyze("tiny", "spectra"))
 SPECTRA_AT_SCALE = (train("medium"), analyze("medium", "spectra"))
 SIMULATION = (train("tiny"), analyze("tiny", "simulation"))  # the same for every checkpoint
 SENSITIVITY = (train("tiny"), analyze("tiny", "sensitivity"))
-LLAMA_AT_SCALE = scored("llama_1b", "llama_1b:llama", options=LLAMA_FILE)
+LLAMA_AT_SCALE = scored("figure-8", "llama_1b", "llama_1b:llama", options=LLAMA_FILE)
 
 EXHIBITS = {
     "table 1": Exhibit(
         "perplexity on WikiText-103: GPT, shared weights and DiffEqFormer, small and medium",
         "DiffEqFormers are the best; the numbers aren't at hand",
         (study("perplexity"),),
-        scored(*WIKITEXT_MODELS),
+        scored("table-1", *WIKITEXT_MODELS),
     ),
     "table 2": Exhibit(
         "perplexity on OpenWebText: small, medium, large and Llama-1B",
         "DiffEqFormer with Llama's block 9.7, Llama-1B 10.2 (read off Figure 8); the other numbers aren't at hand",
         (study("perplexity"), study("llama")),
-        scored("small", "small:gpt", "medium", "medium:gpt", "large", "large:gpt") + LLAMA_AT_SCALE,
+        scored("table-2", "small", "small:gpt", "medium", "medium:gpt", "large", "large:gpt") + LLAMA_AT_SCALE,
     ),
     "table 3": Exhibit("sizes of the vanilla models", "117M, 345M, 762M, 1213M (docs/fidelity.md)", (), ()),
     "table 4": DOWNSTREAM,
@@ -186,7 +195,8 @@ EXHIBITS = {
     ),
     "figure 3": Exhibit(
         "Lyapunov sensitivity of a prediction to each token",
-        "in its sentence about BIGBANG, that word is highlighted for the next word 'its'",
+        "in its sentence about BIGBANG, that word is highlighted for the next word 'its'; the paper's text lacks the "
+        "sentence, so give one by `analyze --text`",
         SENSITIVITY,
         (train("medium"), analyze("medium", "sensitivity")),
     ),
@@ -194,7 +204,7 @@ EXHIBITS = {
         "overfitting: validation curves on a short text",
         "GPT-medium overfits WikiText-103, DiffEqFormer less",
         (study("overfitting", "--wikitext={wikitext}"),),
-        scored("wikitext103_medium", "wikitext103_medium:gpt"),
+        scored("figure-4", "wikitext103_medium", "wikitext103_medium:gpt"),
     ),
     "figure 5": Exhibit(
         "fine-tuning at other depths, with LoRA and of all weights, in both directions",
@@ -251,6 +261,7 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
     if "{wikitext}" in needed and not WIKITEXT.value and not LIST.value:
         sys.exit("--wikitext: must be WikiText-103's file wiki.valid.tokens for this figure at tiny scale")
     files = {"folder": FOLDER.value, "wikitext": WIKITEXT.value or "wiki.valid.tokens", "tasks": TASKS.value}
+    files["tokenizer"] = TOKENIZER.value
     return [command._replace(line=command.line.format(**files)) for command in commands]
 
 

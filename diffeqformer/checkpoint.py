@@ -255,7 +255,7 @@ def open_to_read(
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the folder of a run")
     with open_read_only(folder_of(workdir)) as manager:
-        step = chosen_step(manager, step, workdir)
+        step = chosen_step(manager, step, workdir, "--step" if option == "--workdir" else f"{option}_step")
         about = read_about(manager, step)
         with readable(manager, step):
             config = saved_config(about.config)

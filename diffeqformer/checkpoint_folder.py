@@ -128,8 +128,11 @@ def _opened(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.Ch
         ) from error
 
 
-def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathLike) -> int:
+def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
     """The training step of one of the checkpoints in a work folder.
+
+    Args:
+        option: the option that gave `step`.
 
     Raises:
         NoCheckpoint: if there is none.
@@ -143,11 +146,11 @@ def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathL
     if step == BEST:
         best = best_step(manager)
         if best is None:
-            raise UserError(f"--step: no checkpoint in {workdir} was saved with a validation; give {there}")
+            raise UserError(f"{option}: no checkpoint in {workdir} was saved with a validation; give {there}")
         return best
     if step is not None and step not in steps:
         raise NoSuchStep(
-            f"--step: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}", step
+            f"{option}: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}", step
         )
     return steps[-1] if step is None else step
 

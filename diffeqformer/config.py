@@ -32,6 +32,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config = ConfigDict()
     config.name = name if model == "diffeqformer" else f"{name}-{model}"  # also names the folder of its runs
     config.base = ""  # folder of a run to start from, which also sets the model's shape; empty: random weights
+    config.base_step = ""  # which of its checkpoints: a training step, best (validation), or empty for the newest
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices

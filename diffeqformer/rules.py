@@ -178,6 +178,7 @@ RULES = [
         lambda v: v >= 0,
         "must not be negative",
     ),
+    *_every("base_step", lambda v: v in ("", "best") or v.isdecimal(), "must be a training step, best, or empty"),
     *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
     Rule(
         "profile_steps",
@@ -334,6 +335,7 @@ IGNORED = [
         lambda c: c.data.train_files or c.data.task == "python_stdlib",
         "this text doesn't come from TensorFlow Datasets",
     ),
+    Ignored("base_step", lambda c: not c.base, "base is empty"),
     Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
     Ignored(
         "model.norm_of_norm",

@@ -60,6 +60,7 @@ def test_a_train_step_keeps_the_shapes_of_the_state(name, model):
 
 
 WRONG = {
+    "base_step": "newest",
     "seed": -1,
     "steps": 0,
     "batch_size": 12,  # on eight devices

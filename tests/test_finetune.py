@@ -108,6 +108,14 @@ def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
         finetune.initial_params(config, 3, ONE_DEVICE)
 
 
+def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
+    params = split_model(lively_model("diffeqformer"))[1]
+    save_params(tmp_path, toy_config(), {3: params, 5: params}, data_sha256="")
+    about = checkpoint.About({}, "bytes", "")
+    for asked, step in (("", 5), ("3", 3)):
+        assert finetune.base_of(new_config(tmp_path, base_step=asked), about)["step"] == step
+
+
 @pytest.mark.long
 def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_path, short_stores, monkeypatch):
     save_base(tmp_path / "base", toy_config(), step=5)
@@ -209,6 +217,16 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
     save_base(tmp_path / "gpt", toy_config("gpt"))
     for base, changes, sentence in (
         ("none", {}, "config.base: must be the folder of a trained run, but .*none has no checkpoint"),
+        (
+            "ours",
+            {"base_step": "2"},
+            "config.base_step: must be best or the step of a checkpoint in .*ours, 3, but it is 2",
+        ),
+        (
+            "ours",
+            {"base_step": "best"},
+            "config.base_step: no checkpoint in .*ours was saved with a validation; give 3",
+        ),
         ("ours", {"model__width": 64}, "config.model.width: must be the base's, 32, but it is 64; leave it out"),
         (
             "ours",

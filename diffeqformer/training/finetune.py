@@ -74,23 +74,31 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
 
 @contextlib.contextmanager
 def _reading_base(config: ConfigDict) -> Iterator[None]:
-    """Another remedy if the base's checkpoint is damaged, or gone: a run takes its base's newest one."""
+    """Another remedy if the base's checkpoint is damaged, or gone while a base that is being trained replaces it."""
     try:
         yield
     except NoSuchStep as error:
+        if config.base_step == str(error.step):
+            raise
         raise UserError(
             f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
-            "replaced meanwhile; start again, with its newest one"
+            "replaced meanwhile; start again, with one that is there"
         ) from error
     except checkpoint.Damaged as error:
         found = str(error).partition("; restore its files")[0]
         raise UserError(f"config.base: {found}; restore its files, or begin with another run") from error
 
 
+def _opened_base(config: ConfigDict):
+    """The base's checkpoints, opened for reading at the one that the config asks for."""
+    step = config.base_step
+    return checkpoint.open_to_read(config.base, "config.base", int(step) if step.isdecimal() else step or None)
+
+
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
     try:
-        with _reading_base(config), checkpoint.open_to_read(config.base, "config.base") as (_, _, _, base):
+        with _reading_base(config), _opened_base(config) as (_, _, _, base):
             pass
     except checkpoint.NoCheckpoint:
         raise UserError(
@@ -111,7 +119,7 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
 
 
 def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
-    """What a new run records about its base: the workdir, the step of the newest checkpoint, and the data's hash.
+    """What a new run records about its base: the workdir, the step of the checkpoint, and the data's hash.
 
     Args:
         about: what the run's checkpoints will record about the tokenizer.
@@ -119,7 +127,7 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     Raises:
         UserError: if the base was trained with another tokenizer.
     """
-    with _reading_base(config), checkpoint.open_to_read(config.base, "config.base") as (_, step, theirs, _):
+    with _reading_base(config), _opened_base(config) as (_, step, theirs, _):
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "

@@ -281,13 +281,13 @@ def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, Con
                 raise
 
 
-def load_config(workdir: epath.PathLike, step: Step = None) -> ConfigDict:
+def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir") -> ConfigDict:
     """The config of a checkpoint. Its parameters aren't read.
 
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir, step=step) as (_, _, _, config):
+    with open_to_read(workdir, of, step) as (_, _, _, config):
         return config
 
 

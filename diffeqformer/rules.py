@@ -178,7 +178,7 @@ RULES = [
         lambda v: v >= 0,
         "must not be negative",
     ),
-    *_every("base_step", lambda v: v in ("", "best") or v.isdecimal(), "must be a training step, best, or empty"),
+    *_every("base_step", re.compile("(best|[0-9]{1,18})?").fullmatch, "must be a training step, best, or empty"),
     *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
     Rule(
         "profile_steps",

@@ -154,24 +154,22 @@ def run_all(rows: list[Row], results: dict[str, dict]) -> None:
     side_by_side([row for row in rows if not is_complete(results.get(row.name()))], run, done, AT_ONCE.value)
 
 
-def last_mean(curve: dict[str, float], count: int = 10) -> float:
-    """The mean of the last values of a curve."""
-    return statistics.mean(list(curve.values())[-count:])
-
-
 def table(results: dict[Row, dict]) -> str:
-    """The rows as Markdown."""
+    """What bfloat16 changes, as Markdown: for each of its rows with a counterpart in float32."""
     lines = [
-        "| config | model | type | seed | step | training loss | validation loss | gradient norm | above 1 |",
-        "|" + " --- |" * 9,
+        "| config | model | seed | step | validation loss, bfloat16 less float32 | largest difference of training "
+        "losses | gradient norm, median | above 1 |",
+        "|" + " --- |" * 8,
     ]
     for row, result in results.items():
-        loss, norms = result["loss"], result["gradient_norm"]
-        step = max(map(int, loss))
-        validation = result["validation"].get(str(step))
-        cells = [row.config, row.model, row.dtype, str(row.seed), f"{step:,}", f"{last_mean(loss):.3f}"]
-        cells += [f"{validation:.3f}" if validation else "", f"{statistics.median(norms.values()):.2f}"]
-        cells += [f"{statistics.mean(norm > 1 for norm in norms.values()):.0%}"]
+        other = row._replace(dtype="float32")
+        if row.dtype == "float32" or other not in results:
+            continue
+        apart, norms = differences(results, row), result["gradient_norm"].values()
+        cells = [row.config, row.model, str(row.seed), f"{max(apart):,}"]
+        both = [found["validation"].get(str(max(apart))) for found in (result, results[other])]
+        cells += [f"{both[0] - both[1]:.3f}" if all(both) else "", f"{max(map(abs, apart.values())):.3f}"]
+        cells += [f"{statistics.median(norms):.2f}", f"{statistics.mean(norm > 1 for norm in norms):.0%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,6 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
+import ast
 import json
 import re
 import shutil
@@ -46,8 +47,9 @@ def test_every_page_and_picture_is_linked():
 
 @pytest.mark.fast
 def test_every_picture_has_a_command_that_draws_it():
-    script = (ROOT / "experiments" / "docs_figures.py").read_text()
-    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= set(re.findall(r"\w+", script))
+    script = ast.parse((ROOT / "experiments" / "docs_figures.py").read_text())
+    listed = {key.value for node in ast.walk(script) if isinstance(node, ast.Dict) for key in node.keys}
+    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= listed | {"depth_memory"}  # of a benchmark
 
 
 @pytest.mark.fast

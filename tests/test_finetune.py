@@ -1,6 +1,8 @@
 """Fine-tuning: a run that starts from another run's model, at any depth."""
 
+import dataclasses
 import shutil
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -109,11 +111,23 @@ def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
 
 
 def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
-    params = split_model(lively_model("diffeqformer"))[1]
-    save_params(tmp_path, toy_config(), {3: params, 5: params}, data_sha256="")
-    about = checkpoint.About({}, "bytes", "")
-    for asked, step in (("", 5), ("3", 3)):
-        assert finetune.base_of(new_config(tmp_path, base_step=asked), about)["step"] == step
+    """And has to if the newest one is damaged."""
+    config = toy_config()
+    params, about = split_model(lively_model(**config.model))[1], checkpoint.About(config.to_dict(), "bytes", "")
+    with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
+        for step in (3, 5):
+            grown = jax.tree.map(lambda leaf, step=step: step * leaf, params)
+            checkpoint.save(manager, step, {"params": grown}, about, {"loss": float(step)})
+    (tmp_path / "checkpoints" / "5" / "about" / "metadata").write_text("{}")
+    with pytest.raises(UserError, match=r"^config.base: .*/5.*; restore .* another checkpoint \(config.base_step\)"):
+        finetune.inherit(new_config(tmp_path), tmp_path / "new")
+    for asked in ("3", "best"):
+        config = finetune.inherit(new_config(tmp_path, base_step=asked), tmp_path / "new")
+        started = mock.Mock(run.Run)
+        started.config, started.program = config, Program(config, ONE_DEVICE)
+        started.about = dataclasses.replace(about, base=finetune.base_of(config, about))
+        state = run.first_state(started)
+        np.testing.assert_array_equal(state["params"]["token_embedding"], 3 * params["token_embedding"])
 
 
 @pytest.mark.long

@@ -9,8 +9,8 @@ import numpy as np
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#000000")
 """Okabe and Ito's colours."""
-FEW = 12  # times that all get a tick
-MANY = 100  # times that are a line, with no ticks of their own
+FEW = 7  # ticks that fit below a panel of a report
+MANY = 100  # times; more are a line, and have no ticks of their own
 SHARES = {"cmap": "PuOr", "vmin": 0, "vmax": 1}  # for heat maps with a meaningful middle
 
 
@@ -48,14 +48,14 @@ def log_if_wide(axis, name: str = "y") -> None:
     low, high = getattr(axis.dataLim, f"interval{name}")
     if 0 < 3 * low < high:
         axis.set(**{f"{name}scale": "log"})
-        scale = getattr(axis, f"{name}axis")
-        scale.set_minor_locator(ticker.LogLocator(subs=(2, 5) if high > 30 * low else (1.5, 2, 3, 4, 5, 7)))
+        numbers = getattr(axis, f"{name}axis")
+        numbers.set_minor_locator(ticker.LogLocator(subs=(2, 5) if high > 30 * low else (1.5, 2, 3, 4, 5, 7)))
         for level in ("major", "minor"):
-            getattr(scale, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
+            getattr(numbers, f"set_{level}_formatter")(ticker.StrMethodFormatter("{x:g}"))
 
 
 def time_axis(axis, label: str, times: np.ndarray) -> None:
-    """Label a horizontal axis of times, or of layers. Its ticks are times: all of a few, the last included."""
+    """Label a horizontal axis of times or layers. Up to `FEW` of these, the last included, are its ticks."""
     axis.set_xlabel(label)
     if len(times) <= MANY:
         every = -(-len(times) // FEW)

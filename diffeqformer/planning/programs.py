@@ -22,6 +22,7 @@ from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shard
 from diffeqformer.planning.chips import Tpu
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.solvers.checkpointing import schedule
+from diffeqformer.training import finetune
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
 from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model, weights_of
@@ -123,7 +124,7 @@ def computed_again(config: ConfigDict, num_steps: int) -> float:
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a fine-tuning run: the base's weights at the times of its grid, then its first state."""
-    base = checkpoint.load_config(config.base)
+    base = checkpoint.load_config(config.base, finetune.step_of_base(config), "config.base")
     model = abstract_model(base)
     graph, shapes = split_model(model)
     shapes = placed(shapes, shardings(divide_copies(model, program.mesh), partition_specs(model)))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import NoSuchStep
+from diffeqformer.checkpoint_folder import NoSuchStep, Step
 from diffeqformer.config import base_config, check_rule
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
@@ -41,7 +41,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = froze
     """
     if not config.base:
         return config
-    for rule in (rule for rule in RULES if rule.field == "model.kind"):
+    for rule in (rule for rule in RULES if rule.field in ("model.kind", "base_step")):
         check_rule(rule, config)
     try:
         ours = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
@@ -78,28 +78,28 @@ def _reading_base(config: ConfigDict) -> Iterator[None]:
     try:
         yield
     except NoSuchStep as error:
-        if config.base_step == str(error.step):
+        if config.base_step.isdecimal():
             raise
         raise UserError(
             f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
             "replaced meanwhile; start again, with one that is there"
         ) from error
     except checkpoint.Damaged as error:
-        found = str(error).partition("; restore its files")[0]
-        raise UserError(f"config.base: {found}; restore its files, or begin with another run") from error
+        remedy = "restore its files, or begin with another checkpoint (config.base_step) or run"
+        raise UserError(f"config.base: {error.found}; {remedy}") from error
 
 
-def _opened_base(config: ConfigDict):
-    """The base's checkpoints, opened for reading at the one that the config asks for."""
+def step_of_base(config: ConfigDict) -> Step:
+    """Which of its base's checkpoints a config asks for."""
     step = config.base_step
-    return checkpoint.open_to_read(config.base, "config.base", int(step) if step.isdecimal() else step or None)
+    return int(step) if step.isdecimal() else step or None
 
 
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
     try:
-        with _reading_base(config), _opened_base(config) as (_, _, _, base):
-            pass
+        with _reading_base(config):
+            base = checkpoint.load_config(config.base, step_of_base(config), "config.base")
     except checkpoint.NoCheckpoint:
         raise UserError(
             f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
@@ -127,7 +127,8 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     Raises:
         UserError: if the base was trained with another tokenizer.
     """
-    with _reading_base(config), _opened_base(config) as (_, step, theirs, _):
+    opened = checkpoint.open_to_read(config.base, "config.base", step_of_base(config))
+    with _reading_base(config), opened as (_, step, theirs, _):
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "

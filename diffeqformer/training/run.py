@@ -110,11 +110,11 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             finetune.base_of(config, about)
     with hosts.all_succeed("the token store"):
         splits = open_prepared(config.data, tokenizer, config.sequence_length)
-    if config.base:  # its newest checkpoint now, as one of before the preparation may be gone
+    if config.base:  # its checkpoint now, as one of before the preparation may be gone
         with hosts.all_succeed("the base"):
             about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
         digest = hashlib.sha256(json.dumps(about.base, sort_keys=True).encode()).hexdigest()
-        hosts.check_same("config.base: the newest checkpoint", digest, "give all hosts the same run, which has ended")
+        hosts.check_same("config.base: the checkpoint", digest, "give all hosts the same run, which has ended")
     about = dataclasses.replace(
         about, data_sha256=splits["train"].sha256, validation_sha256=splits["validation"].sha256
     )
@@ -344,7 +344,7 @@ def first_state(run: Run) -> dict:
     if not config.base:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
-    if config.model.solver != (theirs := checkpoint.load_config(base["workdir"]).model.solver):
+    if config.model.solver != (theirs := checkpoint.load_config(base["workdir"], base["step"]).model.solver):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):

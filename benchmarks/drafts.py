@@ -1,6 +1,6 @@
 """Speculative writing with a trained model: tokens per second with and without drafts, side by side.
 
-    python benchmarks/drafts.py --workdir=runs/elastic --num_steps=8 --draft_steps=2,3 --beside=runs/gpt
+    python benchmarks/drafts.py --workdir=runs/elastic --num_steps=8 --draft_steps=2,3 --beside=runs/tiny,runs/gpt
 
 `a round` is the number of tokens that one round of drafts adds to a text, at most one more than are drafted (tokens of
 the last round count that aren't needed). The ratio compares the time per token with plain writing at the full depth:
@@ -23,7 +23,7 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import encode_prompt, write_tokens
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run that was trained at many depths.", required=True)
-BESIDE = flags.DEFINE_string("beside", None, "Folder of another run, whose plain writing is timed as well.")
+BESIDE = flags.DEFINE_list("beside", [], "Folders of other runs, whose plain writing is timed as well.")
 DRAFT_STEPS = flags.DEFINE_list("draft_steps", ["2"], "Steps of depth that draft, one row for each.")
 PROMPT = flags.DEFINE_string("prompt", "def main(", "The text to continue.")
 TOKENS = flags.DEFINE_integer("tokens", 96, "Tokens to write.", lower_bound=2)
@@ -63,8 +63,7 @@ def benchmark() -> None:
     subjects = {"plain": (opened, steps, None)}
     subjects |= {f"drafts in {few}": (opened, steps, few) for few in drafts}
     subjects |= {f"plain, {few} steps": (opened, few, None) for few in drafts}
-    if BESIDE.value:
-        subjects[BESIDE.value] = (checkpoint.load(BESIDE.value), None, None)
+    subjects |= {workdir: (checkpoint.load(workdir), None, None) for workdir in BESIDE.value}
     found = alternate(write, subjects)
     rows = []
     for name, values in found.items():

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from diffeqformer import checkpoint, evaluate, inspect, ode
 from diffeqformer.analysis import spectra
@@ -183,6 +185,9 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     found = curves(tmp_path / "whole")
     assert {name for name in found if "_at_" in name} == {f"validation/bits_per_byte_at_{depth}" for depth in (1, 2)}
     assert found["validation/bits_per_byte_at_1"] != found["validation/bits_per_byte"]
+    [event] = EventAccumulator(str(tmp_path / "whole" / "tensorboard")).Reload().Tensors("custom_scalars__config__")
+    [chart] = Layout.FromString(event.tensor_proto.string_val[0]).category[0].chart
+    assert list(chart.multiline.tag) == [f"validation/bits_per_byte{at}" for at in ("", "_at_1", "_at_2")]
     assert " (at 1: " in capsys.readouterr().out
     rows = inspect.inspect_run(tmp_path / "whole")["validation"]
     assert [row["bits_per_byte_at_2"] for row in rows] == list(found["validation/bits_per_byte_at_2"].values())

@@ -188,10 +188,8 @@ def time_tokens() -> dict[str, dict[str, float]]:
             start = time.perf_counter()
             collections.deque(tokens, maxlen=0)
             times[key].append((time.perf_counter() - start) / 100)
-    found = {name: {} for name, _ in models}
-    for (name, depth), seconds in times.items():
-        found[name][str(depth)] = statistics.median(seconds[1:])  # the first round compiles
-    return found
+    found = {key: statistics.median(seconds[1:]) for key, seconds in times.items()}  # the first round compiles
+    return {name: {str(depth): found[name, depth] for depth in SCORED} for name in KINDS}
 
 
 def main(_) -> None:

@@ -39,7 +39,8 @@ def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     for step, value in ((6, 9.5), (12, 8.25)):
         progress.validation(step, {"loss": 2.0, "perplexity": value, "bits_per_byte": 3.0})
     progress.close()
-    notebook = opened_notebook(**{TRAIN: 'FROM = "folder"', FOLDER: f'CHECKPOINT = "{tmp_path}"'})
+    changes = {TRAIN: 'FROM = "folder"', FOLDER: f'CHECKPOINT = "{tmp_path}"', 'STEP = ""': 'STEP = "12"'}
+    notebook = opened_notebook(**changes)
     monkeypatch.setenv("XLA_FLAGS", FAST_COMPILATION)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
     shown = [str(cell.get("outputs")) for cell in notebook.cells]

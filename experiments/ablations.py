@@ -19,6 +19,7 @@ import concurrent.futures
 import functools
 import itertools
 import multiprocessing
+import os
 import pathlib
 import runpy
 import statistics
@@ -121,9 +122,10 @@ def compiled_memory(workdir: pathlib.Path) -> float:
     return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
 
 
-def step_memory(workdir: pathlib.Path) -> float:
-    """The same, computed in a separate process, since the next run needs the accelerator."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+def step_memory(workdir: pathlib.Path, cores: list[int] | None) -> float:
+    """The same, computed in a separate process on some cores, since the next run needs the accelerator."""
+    pin = {"initializer": os.sched_setaffinity, "initargs": (0, cores)} if cores else {}
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), **pin) as child:
         return child.submit(compiled_memory, workdir).result()
 
 
@@ -147,7 +149,7 @@ def measure(texts: list[str], memory: dict[Variant, float], run: Run, cores: lis
         "perplexities": {str(step): value for step, value in perplexities(workdir).items()},  # as JSON has it
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
         "tokens_per_second": max(speeds.values()),  # the interval that other load on the machine affects least
-        "step_mib": memory.get(run.variant) or memory.setdefault(run.variant, step_memory(workdir)),
+        "step_mib": memory.get(run.variant) or memory.setdefault(run.variant, step_memory(workdir, cores)),
     }
 
 

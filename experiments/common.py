@@ -1,6 +1,7 @@
 """What the experiments share: resumable runs in separate processes, some at once, and reading their results."""
 
 import concurrent.futures
+import fcntl
 import json
 import os
 import pathlib
@@ -13,7 +14,6 @@ from typing import TypeVar
 
 import jax
 
-from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_json, write_text
 from diffeqformer.inspect import inspect_run
@@ -22,22 +22,9 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def inspected(workdir: pathlib.Path) -> dict:
-    """`inspect_run` without statistics, on the CPU, since the runs need the accelerator.
-
-    Raises:
-        NoCheckpoint: if the run hasn't saved one yet.
-    """
+    """`inspect_run` without statistics, on the CPU, since the runs need the accelerator."""
     jax.config.update("jax_platforms", "cpu")
     return inspect_run(workdir, with_statistics=False)
-
-
-def finished(workdir: pathlib.Path) -> bool:
-    """Whether a run has saved its last step."""
-    try:
-        found = inspected(workdir)
-    except NoCheckpoint:
-        return False
-    return found["step"] == found["config"]["steps"]
 
 
 def on_cores(command: list[str], cores: list[int] | None) -> list[str]:
@@ -46,13 +33,13 @@ def on_cores(command: list[str], cores: list[int] | None) -> list[str]:
 
 
 def train(workdir: pathlib.Path, options: list[str], cores: list[int] | None = None) -> None:
-    """Run `diffeqformer.main` unless it has already finished. Its output is also written to `<workdir>.log`.
+    """Run `diffeqformer.main`. Its output is also written to `<workdir>.log`.
+
+    It resumes an interrupted run, trains a finished one no further, and refuses a folder with other settings or text.
 
     Args:
         cores: see `on_cores`.
     """
-    if finished(workdir):
-        return
     workdir.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "diffeqformer.main", *options, f"--workdir={workdir}"]
     print(" ".join(command), flush=True)
@@ -87,7 +74,7 @@ def side_by_side(
     """Work on some items at once. After a failure, those under way are finished and no others begun.
 
     Args:
-        work: (item, cores) -> result. It fails by SystemExit. For `cores` see `on_cores`.
+        work: (item, cores) -> result. For `cores` see `on_cores`. A SystemExit fails with its message alone.
         done: (item, result) -> None. Only one is called at a time.
         number: how many at once.
     """
@@ -101,18 +88,40 @@ def side_by_side(
                 return
             try:
                 result = work(item, cores)
+                with lock:
+                    done(item, result)
             except SystemExit as error:
                 failed.set()
                 print(error, file=sys.stderr, flush=True)
-                return
-            with lock:
-                done(item, result)
+            except BaseException:
+                failed.set()
+                raise
 
     parts = parts_of_cores(number)
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(work_on, parts))
     if failed.is_set():
         sys.exit(1)
+
+
+def add_results(
+    path: pathlib.Path, new: dict[str, dict], write: Callable[[pathlib.Path, dict], None] = write_json
+) -> dict[str, dict]:
+    """Add results to a file, or replace them, while other processes may do so, too. Returns all that it holds then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        results = read_results(path) | new
+        write(path, results)
+    finally:
+        os.close(folder)  # which unlocks it
+    return results
+
+
+def read_results(path: pathlib.Path) -> dict[str, dict]:
+    """The results in a file; none if there is no file."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def run_rows(
@@ -125,7 +134,7 @@ def run_rows(
 ) -> dict[str, dict]:
     """Work on the rows that a file of results lacks, `number` at once. Each is saved when it is done.
 
-    So a study can be run in pieces, and on several machines.
+    So a study can be run in pieces, by several processes, and on several machines.
 
     Returns:
         all results of the file, by name.
@@ -136,17 +145,16 @@ def run_rows(
         path: the file of results, which is JSON.
         then: called with all results after each row.
     """
-    results = json.loads(path.read_text()) if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    results = read_results(path)
+
+    def work_if_missing(row, cores):
+        return read_results(path).get(name(row)) or work(row, cores)  # another process may have been faster
 
     def save(row, result):
-        if path.exists():  # another study may have added rows
-            results.update(json.loads(path.read_text()))
-        results[name(row)] = result
-        write_json(path, results)
+        results.update(add_results(path, {name(row): result}))
         then(results)
 
-    side_by_side([row for row in rows if name(row) not in results], work, save, number)
+    side_by_side([row for row in rows if name(row) not in results], work_if_missing, save, number)
     return results
 
 

@@ -17,7 +17,8 @@ of one specialist, their second one the steps of depth of all specialists togeth
 given these as well. The one called step features has the first budget alone, to save time.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
-its depths for an elastic model. Longer runs take the same rates. They read the text more than once.
+its depths for an elastic model. Longer runs take the same rates. Elastic ones read the text more than twice then,
+specialists and GPTs not quite once.
 """
 
 import collections
@@ -34,7 +35,7 @@ import time
 from typing import NamedTuple
 
 from absl import app, flags
-from common import on_cores, run_rows, train
+from common import on_cores, read_results, run_rows, train
 
 from diffeqformer.console.results import spread, write_json
 
@@ -194,8 +195,9 @@ def time_tokens() -> dict[str, dict[str, float]]:
 
 def main(_) -> None:
     path = pathlib.Path(RESULTS.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path_of_times = path.with_name(f"{path.stem}_times.json")
-    results, times = (json.loads(file.read_text()) if file.exists() else {} for file in (path, path_of_times))
+    results, times = read_results(path), read_results(path_of_times)
     if STAGE.value == "times":
         found = time_tokens()
         write_json(path_of_times, found)

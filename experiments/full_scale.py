@@ -6,11 +6,10 @@
 
 A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, its DiffEqFormer or its vanilla
 baseline, in the config's bfloat16 or in float32. The text is Python's standard library, in pieces of a SentencePiece
-model that is trained on it first. An interrupted row goes on where it was. The results hold rows that aren't complete
-as far as they went, and complete rows aren't run again.
+model that is trained on it first. An interrupted row goes on where it was, and complete rows aren't run again.
+--stage=show records rows that aren't complete as far as they went.
 """
 
-import contextlib
 import io
 import itertools
 import json
@@ -18,12 +17,12 @@ import os
 import pathlib
 import runpy
 import statistics
+import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
-from common import side_by_side, train
+from common import add_results, read_results, side_by_side, train
 
-from diffeqformer.checkpoint import NoCheckpoint
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_text
 
@@ -134,10 +133,10 @@ def is_complete(result: dict | None) -> bool:
     return bool(result) and str(STEPS.value) in result["validation"]
 
 
-def save(results: dict[str, dict]) -> None:
+def write(path: pathlib.Path, results: dict[str, dict]) -> None:
     """Write the results, a row to a line."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
-    write_text(pathlib.Path(RESULTS.value), f"{{\n{lines}\n}}\n")
+    write_text(path, f"{{\n{lines}\n}}\n")
 
 
 def run_all(rows: list[Row], results: dict[str, dict]) -> None:
@@ -148,8 +147,7 @@ def run_all(rows: list[Row], results: dict[str, dict]) -> None:
         return found(row)
 
     def done(row, result):
-        results[row.name()] = result
-        save(results)
+        results.update(add_results(pathlib.Path(RESULTS.value), {row.name(): result}, write))
 
     side_by_side([row for row in rows if not is_complete(results.get(row.name()))], run, done, AT_ONCE.value)
 
@@ -281,20 +279,21 @@ def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
     path = pathlib.Path(RESULTS.value)
     pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {}
-    rows = all_rows()
+    results, rows = read_results(path), all_rows()
     if STAGE.value == "rounding":
-        for row in (row for row in rows if row.dtype == TYPES[0]):
-            with contextlib.suppress(NoCheckpoint):
-                print(rounding(row))
+        rows = [row for row in rows if row.dtype == TYPES[0] and (row.workdir() / "checkpoints").is_dir()]
+        if not rows:
+            sys.exit(f"--folder: must have runs, but {FOLDER.value} has none; --results=runs/anew.json trains them")
+        for row in rows:
+            print(rounding(row))
         return
-    if STAGE.value == "published":
+    if STAGE.value == "published" and not all(is_complete(results.get(row.name())) for row in rows):
         make_tokenizer()
         run_all(rows, results)
-    for row in rows:  # what interrupted runs have reached
-        if not is_complete(results.get(row.name())) and (curves := found(row))["loss"]:
-            results[row.name()] = curves
-    save(results)
+    reached = {row.name(): found(row) for row in rows}
+    known = {name: len(each["loss"]) for name, each in results.items()}
+    if longer := {name: new for name, new in reached.items() if len(new["loss"]) > known.get(name, 0)}:
+        results = add_results(path, longer, write)
     shown = {row: results[row.name()] for row in rows if row.name() in results}
     print(table(shown))
     if shown:

@@ -5,10 +5,11 @@
     python experiments/paper.py --table=2 --scale=published      # with the published configs, on accelerators
 
 Each is made by commands of this project, which --list shows. They are run one after the other. What is finished is not
-made again: runs resume, studies collect the runs that --folder holds, and reports that are there stay. Figures 1, 6 and
-17 show the architecture. docs/fidelity.md says where this project differs from the paper.
+made again: runs resume, studies collect the runs that --folder holds, and reports of the same command stay. Figures 1,
+6 and 17 show the architecture. docs/fidelity.md says where this project differs from the paper.
 """
 
+import itertools
 import pathlib
 import shlex
 import subprocess
@@ -38,10 +39,10 @@ LARGE, LLAMA = ("large-gpt", "large"), ("llama_1b-llama", "llama_1b")
 
 
 class Command(NamedTuple):
-    """A command line after `python`; with `result`, it is left out if that file of the folder is there."""
+    """A command line after `python`; one that writes a report into a new folder, `output`, is run only once."""
 
     line: str
-    result: str = ""
+    output: str = ""
 
 
 class Exhibit(NamedTuple):
@@ -77,14 +78,14 @@ def evaluate(name: str, split: str = "validation") -> Command:
     output = f"{name}-{split}"
     return Command(
         f"-m diffeqformer.evaluate --workdir={{folder}}/{name} --split={split} --output={{folder}}/{output}",
-        f"{output}/results.json",
+        output,
     )
 
 
 def compare(output: str, *names: str) -> Command:
     """The validation curves of runs of the folder in one picture, and a table."""
     runs = " ".join(f"{{folder}}/{name}" for name in names)
-    return Command(f"-m diffeqformer.compare {runs} --output={{folder}}/{output}", f"{output}/results.json")
+    return Command(f"-m diffeqformer.compare {runs} --output={{folder}}/{output}", output)
 
 
 def downstream(names: Iterable[str], options: str = "") -> Command:
@@ -93,7 +94,7 @@ def downstream(names: Iterable[str], options: str = "") -> Command:
     output = "-".join(["downstream", *names])
     return Command(
         f"-m diffeqformer.downstream --workdir={runs} --output={{folder}}/{output} {options}".strip(),
-        f"{output}/results.json",
+        output,
     )
 
 
@@ -102,7 +103,7 @@ def analyze(name: str, part: str) -> Command:
     output = f"{name}-{part}"
     return Command(
         f"-m diffeqformer.analyze --workdir={{folder}}/{name} --parts={part} --output={{folder}}/{output}",
-        f"{output}/results.json",
+        output,
     )
 
 
@@ -262,6 +263,7 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
         sys.exit("--wikitext: must be WikiText-103's file wiki.valid.tokens for this figure at tiny scale")
     files = {"folder": FOLDER.value, "wikitext": WIKITEXT.value or "wiki.valid.tokens", "tasks": TASKS.value}
     files["tokenizer"] = TOKENIZER.value
+    files = {name: shlex.quote(value) for name, value in files.items()}
     return [command._replace(line=command.line.format(**files)) for command in commands]
 
 
@@ -276,11 +278,18 @@ def make(name: str, exhibit: Exhibit) -> None:
     """Run an exhibit's commands, and show its Markdown."""
     show(name, exhibit)
     for command in commands_of(exhibit):
-        if command.result and (pathlib.Path(FOLDER.value) / command.result).exists():
+        output = pathlib.Path(FOLDER.value) / command.output
+        done = output / "made_by.txt"
+        if command.output and done.is_file() and done.read_text() == command.line:
             continue
+        if command.output and output.exists():  # of an interrupted command, or of other options
+            names = (output.with_name(f"{output.name}-{number}") for number in itertools.count(1))
+            output.rename(next(name for name in names if not name.exists()))
         print(f"\n$ python {command.line}", flush=True)
         if status := subprocess.run([sys.executable, *shlex.split(command.line)]).returncode:
             sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
+        if command.output:
+            done.write_text(command.line)
     if commands_of(exhibit):
         print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
 

@@ -7,7 +7,8 @@
 Every run is scored by diffeqformer.evaluate on its validation text: with Heun's method on the grid of each tolerance;
 with Heun's method in as many even steps; and with the solver of the training in as many even steps, and in twice as
 many, which evaluate the field as often as Heun's method. Runs that --results holds with the same tolerances and options
-aren't scored again; give another calibration text another file. What follows -- is told to `evaluate`.
+aren't scored again; give another calibration text another file. What follows -- is told to `evaluate`. The runs are
+those of `experiments/training_times.py --depths=many --results=runs/anew.json`.
 """
 
 import functools
@@ -76,7 +77,8 @@ def table(results: list[dict]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    runs = sorted(path for pattern in WORKDIR.value for path in glob.glob(pattern) if os.path.isdir(path))
+    found = {os.path.normpath(path) for pattern in WORKDIR.value for path in glob.glob(pattern)}
+    runs = sorted(path for path in found if os.path.isdir(path))
     if not runs:
         sys.exit(f"--workdir: there is no folder {', '.join(WORKDIR.value)}")
     options = arguments[1:]

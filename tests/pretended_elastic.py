@@ -38,7 +38,7 @@ def score(command, **_):
     rate = float(name.partition("rate_")[2].partition("-seed")[0])
     rows = []
     for depth in map(int, options["--num_steps"].split(",")):
-        best = 1.5e-3 if kind in elastic.ELASTIC and depth not in elastic.TRAINED else BEST[kind]
+        best = 1.5e-3 if kind.replace("_", " ") in elastic.ELASTIC and depth not in elastic.TRAINED else BEST[kind]
         rows.append(
             {"num_steps": depth, "bits_per_byte": 2 + 1 / depth + 10 * abs(rate - best) * (1 + 9 * (best == 1.5e-3))}
         )

@@ -1,5 +1,6 @@
 """`experiments/ablations.py` with runs that only pretend to train."""
 
+import pathlib
 import sys
 import types
 
@@ -22,6 +23,8 @@ def pretend(command, **_):
     options = dict(option.split("=", 1) for option in command if "=" in option)
     steps, workdir = int(options["--config.steps"]), options["--workdir"]
     worse = 100 * abs(float(options.get("--config.optimizer.learning_rate", "3e-3")) - 2e-3)
+    if (pathlib.Path(workdir) / "checkpoints" / str(steps)).is_dir():  # it has finished
+        return types.SimpleNamespace(stdout=[], wait=lambda: 0)
     writer = progress.Progress(workdir, 0, steps, tokens_per_step=1000)
     for step in range(1, steps + 1):
         now += 1.0 if step == 1 else 0.5
@@ -36,5 +39,5 @@ def pretend(command, **_):
 
 
 common.subprocess.Popen = pretend
-ablations.step_memory = lambda workdir: 5.0
+ablations.step_memory = lambda workdir, cores: 5.0
 ablations.app.run(ablations.main)

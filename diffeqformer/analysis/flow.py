@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from threadpoolctl import threadpool_limits
 
+from diffeqformer.analysis import lyapunov
 from diffeqformer.analysis.common import check_text, in_float32
 from diffeqformer.analysis.report import Section, paragraph
 from diffeqformer.checkpoint import Checkpoint
@@ -27,7 +28,8 @@ def _largest_exponents(solver, field, weights, x, directions, count, tolerance, 
     pull = jax.linear_transpose(push, x)
 
     def apply(linear, vectors):
-        return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=CHUNK).reshape(-1, x.size).T
+        at_once = lyapunov.rows_at_once(len(x), CHUNK)
+        return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=at_once).reshape(-1, x.size).T
 
     def there_and_back(carry):
         directions, before, _, done = carry

@@ -69,6 +69,11 @@ class LastToken(VectorField):
         return self.attention(weights, row, context) + self.feed_forward(weights, row, context)
 
 
+def rows_at_once(tokens: int, most: int = CHUNK) -> int:
+    """How many rows of a Jacobian to pull back at once through the attention of some tokens: H S^2 numbers for each."""
+    return max(1, most * 256**2 // max(256, tokens) ** 2)
+
+
 def of_tokens(state: PyTree, x: Float[Array, "... 1 S D"]) -> list[Array]:
     """What a solver's state holds of every token: x first, and the rest, which is as large as x."""
     return [x, *(leaf for leaf in jax.tree.leaves(state) if leaf is not x and leaf.shape == x.shape)]
@@ -110,7 +115,8 @@ def advance(solver, field, layers, dt, state, tangents):
 
     increment, pull = jax.vjp(increments, [leaves[n] for n in moving])
     rows = jnp.eye(increment.size, dtype=increment.dtype)
-    of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=CHUNK)
+    at_once = CHUNK if solver in OTHERS_WAIT else rows_at_once(x.shape[-2])
+    of_x, *of_rest = jax.lax.map(lambda row: [part[0] for part in pull(row)[0]], rows, batch_size=at_once)
     of_rest = [jnp.broadcast_to(part[:, None, -1], of_x.shape) for part in of_rest]  # the last token's own
     jacobian = jnp.concatenate([of_x, *of_rest], axis=-1).swapaxes(0, 1)  # [S, out, in]
     width = x.shape[-1]
@@ -200,8 +206,7 @@ def total_derivative(
     """
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    # The pull-back through the attention needs H S^2 numbers for each row.
-    rows, at_once = jnp.eye(x.shape[-1]), max(1, CHUNK * 256**2 // max(256, len(tokens)) ** 2)
+    rows, at_once = jnp.eye(x.shape[-1]), rows_at_once(len(tokens))
     parts = []
     for start in range(0, len(rows), at_once):
         parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + at_once])))

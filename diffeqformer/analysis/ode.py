@@ -5,6 +5,7 @@ docs/ode.md explains the numbers.
 
 import dataclasses
 import functools
+import gc
 import math
 import pathlib
 from collections.abc import Collection
@@ -126,17 +127,21 @@ def perplexities(
     """The paper's perplexity of some windows on each of `grids` that fits into memory."""
     found = {}
     for name, (solver, num_steps) in grids(model, depths).items():
+        scorer = None
         try:
-            with hosts.all_succeed(name):
+            with hosts.all_succeed(name):  # or else all leave it out
                 scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
+                scorer.check_room(windows)
             scores = scorer(windows)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
             continue
-        del scorer  # its weights make room for the next ones
+        finally:
+            scorer = None  # its weights make room for the next ones
+            gc.collect()  # an error's frames have them, too
         log_probs = np.concatenate([score.log_probs for score in scores]).astype(np.float64)
         found[name] = math.exp(min(-log_probs.mean(), 700.0))
-        print(f"  {name}: perplexity {found[name]:,.2f}", flush=True)
+        print(f"  {name}: perplexity {plain(found[name])}", flush=True)
     return found
 
 
@@ -155,7 +160,7 @@ def _advance(graph, params, features, sizes, x):
 def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     """x(1) from x(0), both in fp32, in a multiple of the trained number of steps.
 
-    Only the weights of the trained number of steps are in memory at a time.
+    Only the weights of that many steps are in memory at a time, at each node of the solver, in fp32.
     """
     grid, (graph, params) = model.grid(num_steps), split_model(model)
     features, chunks = model.depth.features(grid), num_steps // model.num_steps
@@ -168,24 +173,46 @@ def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements:
     """The error of each of `METHODS` at the trained number of steps, twice as many, and so on.
 
     The error is the distance of x(1) from RK4's x(1) on a grid twice as fine as the finest one, divided by the length
-    of x(1). `order` is the slope of its logarithm over the three finest grids with errors above fp32's rounding. All in
-    fp32.
+    of x(1). All in fp32. For `orders` and their grids see `observed_order`.
     """
     model = model.replace(dtype=jnp.dtype(jnp.float32))
     x = _first_state(*split_model(model), tokens)
     numbers = [model.num_steps * 2**k for k in range(refinements + 1)]
     exact = last_state(model.replace(solver=SOLVERS["rk4"]), 2 * numbers[-1], x)
-    found = {"num_steps": numbers, "errors": {}, "orders": {}}
+    found = {"num_steps": numbers, "errors": {}, "orders": {}, "grids_of_orders": {}}
     for method in METHODS:
         walker = model.replace(solver=SOLVERS[method])
         errors = [
             float(np.linalg.norm(last_state(walker, number, x) - exact) / np.linalg.norm(exact)) for number in numbers
         ]
-        usable = [(n, e) for n, e in zip(numbers, errors) if 1e-5 < e < math.inf][-3:]
-        order = -np.polyfit(*np.log(usable).T, 1)[0] if len(usable) > 1 else None
+        order, found["grids_of_orders"][method] = observed_order(numbers, errors, method == "rk4")
         found["errors"][method], found["orders"][method] = errors, order
         print(f"  {method}: observed order {'none' if order is None else f'{order:.2f}'}", flush=True)
     return found
+
+
+def observed_order(numbers: list[int], errors: list[float], of_reference: bool) -> tuple[float | None, list[int]]:
+    """The order that a solver shows, and the three grids that show it; None and no grids if fewer can.
+
+    It is the slope of the error's logarithm over the finest grids whose errors are above fp32's rounding.
+
+    Args:
+        numbers: the numbers of steps.
+        errors: of x(1), on each grid.
+        of_reference: the solver is that of the reference, which is only twice as fine as the finest grid. The error
+            there says little, so this grid is left out.
+    """
+    usable = [(n, error) for n, error in zip(numbers, errors) if 1e-5 < error < math.inf]
+    usable = [pair for pair in usable if not (of_reference and pair[0] == numbers[-1])]
+    if len(usable) < 3:
+        return None, []
+    steps, errors = np.log(usable[-3:]).T
+    return float(-np.polyfit(steps, errors, 1)[0]), [n for n, _ in usable[-3:]]
+
+
+def plain(perplexity: float) -> str:
+    """A perplexity in a few digits."""
+    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.3e}"
 
 
 def table(results: dict) -> str:
@@ -202,13 +229,15 @@ def table(results: dict) -> str:
         lines.append(f"| {name} | {row['gap']:.3f} | {row['half_change']:.3f} | {row['ratio']:.2f} |")
     text = ", ".join(results["files"] or [results["task"], results["split"]])
     lines += ["", f"| grid | perplexity of {results['windows']} windows of {results['window']} ({text}) |", "|---|---|"]
-    lines += [f"| {name} | {value:,.2f} |" for name, value in results["perplexities"].items()]
+    lines += [f"| {name} | {plain(value)} |" for name, value in results["perplexities"].items()]
     found = results["convergence"]
     lines += ["", "| solver | " + " | ".join(f"error at {n} steps" for n in found["num_steps"]) + " | observed order |"]
     lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
     for method, errors in found["errors"].items():
         order = found["orders"][method]
-        cells = [f"{error:.1e}" for error in errors] + ["" if order is None else f"{order:.2f}"]
+        cells = [f"{error:.1e}" for error in errors] + ["none" if order is None else f"{order:.2f}"]
+        if grids_of_order := found["grids_of_orders"][method]:
+            cells[-1] += f" at {', '.join(map(str, grids_of_order))}"
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

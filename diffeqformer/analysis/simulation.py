@@ -6,8 +6,8 @@ Attention alone, of one head, moves particles in space:
 
 with random Q, K and V and a polynomial s. The paper gives the degrees, 0 to 4, and the numbers of particles and steps.
 Coefficients, horizon and start are our choice. s(t) = (t / horizon)^degree ends at the same size for every degree, but
-the higher the degree, the smaller its integral over time. As controls, V and the scores, which grow with s^2, can be
-scaled so that every degree has the integral over time of degree 0.
+the higher the degree, the smaller its sum over the steps. As controls, V and the scores, which grow with s^2, can be
+scaled so that every degree has the sum of degree 0.
 """
 
 from collections.abc import Collection
@@ -41,18 +41,17 @@ def simulate(
 
     Args:
         degree: degree of the polynomial with which the weights grow; 0 keeps them constant.
-        equal_total: "V" or "scores" or both. These have the same integral over time for every degree, instead of the
+        equal_total: "V" or "scores" or both. These have the same sum over the steps for every degree, instead of the
             same final size.
         seed, draws: of starts and weights, which don't depend on the degree.
     """
     random = np.random.RandomState(seed)
     x = random.uniform(-1, 1, (draws, particles, dimensions))
     query, key, value = random.randn(3, draws, dimensions, dimensions) / dimensions**0.5
-    states = [x]
-    for step in range(1, steps + 1):
-        size = (step / steps) ** degree
-        sharpness = size**2 * (2 * degree + 1 if "scores" in equal_total else 1)
-        strength = size * (degree + 1 if "V" in equal_total else 1)
+    states, sizes = [x], (np.arange(1, steps + 1) / steps) ** degree
+    for size in sizes:
+        sharpness = size**2 / (np.mean(sizes**2) if "scores" in equal_total else 1)
+        strength = size / (np.mean(sizes) if "V" in equal_total else 1)
         scores = sharpness * (x @ query) @ (x @ key).swapaxes(-1, -2)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         x = x + horizon / steps * strength * (share / share.sum(-1, keepdims=True)) @ x @ value

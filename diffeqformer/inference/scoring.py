@@ -164,12 +164,9 @@ class Scorer:
                 results[i] = Scores(log_probs[row, part], likeliest[row, part])
             show(sum(len(results[i].log_probs) for i in indices))
 
+        self.check_room(sequences)
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
-        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first: it needs the most memory
-        if order:
-            shape = self.batch_size // self.mesh.size, lengths[order[0]], self.width
-            states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these
-            check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
+        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
         while order:
             length = lengths[order[0]]
             indices = [i for i in order[: self.batch_size] if lengths[i] == length]
@@ -180,6 +177,17 @@ class Scorer:
         while pending:
             read()
         return results
+
+    def check_room(self, sequences: Sequence[Stretch]) -> None:
+        """Check that the states of a batch of the longest of some sequences fit into the memory of this host's device.
+
+        Raises:
+            UserError: if they don't, or one is too long.
+        """
+        longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
+        shape = self.batch_size // self.mesh.size, longest, self.width
+        states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these
+        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
 
     def _positions(self, inputs: int) -> int:
         """The number of positions to which `inputs` inputs are padded."""

@@ -28,16 +28,8 @@ from diffeqformer.errors import UserError, printable
 
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
-COLUMNS = (
-    "runs",
-    "seeds",
-    "trained",
-    "at step",
-    "bits/byte",
-    "best bits/byte",
-    "at step of best",
-    "tokens/s",
-)
+COLUMNS = ("runs", "seeds", "trained parameters")
+COLUMNS += ("at step", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
 
 
 class Validated(NamedTuple):

@@ -14,7 +14,7 @@ from diffeqformer.depth.projection import sum_of_squares
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.optimizer import decay_mask, make_optimizer
+from diffeqformer.training.optimizer import Optimizer, decay_mask, make_optimizer
 from diffeqformer.training.projections import Projections
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import abstract_model, merge_trees
@@ -37,6 +37,8 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step, depth)
         _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
+        means = optax.tree.cast(optax.tree_utils.tree_get(moments, "mu"), jnp.float32)  # else beta1 is rounded
+        moments = optax.tree_utils.tree_set(moments, mu=means)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
         params = merge_trees(params, optax.apply_updates(program.trained(params), updates))
         return params, moments, optax.tree.norm(gradient)
@@ -133,6 +135,21 @@ def assert_equal_moments(mine, theirs, part: float):
     """Up to a part of the largest."""
     mine, theirs = np.float32(mine), np.float32(theirs)
     np.testing.assert_allclose(mine, theirs, rtol=0, atol=part * abs(theirs).max())
+
+
+def test_beta1_is_not_rounded_to_the_type_of_the_moments():
+    """In bfloat16 0.99 would be 0.988, and a moment at rest 15 % too small."""
+    changes = {"warmup_fraction": 0.0, "beta1": 0.99, "weight_decay": 0.0, "moment_dtype": "bfloat16"}
+    config = toy_config("gpt", **{f"optimizer__{name}": value for name, value in changes.items()})
+    params, zero = {"a": jnp.ones(4)}, {"a": jnp.zeros(4)}
+    optimizer = Optimizer(config, {"a": False}, None)
+    state = optimizer.whole.init(params)
+    state = optax.tree_utils.tree_set(state, mu={"a": jnp.ones(4, jnp.bfloat16)}, nu=params)
+    new, after, _ = optimizer.update(zero, state, params)
+    settings = config.optimizer
+    step = 0.99 / (1 - 0.99) / np.sqrt(settings.beta2 / (1 - settings.beta2))
+    np.testing.assert_allclose(1 - new["a"], settings.learning_rate * step, rtol=3e-4)
+    assert optax.tree_utils.tree_get(after, "mu")["a"].dtype == jnp.bfloat16
 
 
 def test_squares_are_summed_without_their_terms():

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
@@ -36,7 +35,8 @@ def update(
     Args:
         h, projection, variance: fp32.
         d_weights: dW in any type: converted as it is read.
-        mean: fp32 or bf16 (optax's `mu_dtype`). The step is made from the new mean before it is rounded.
+        mean: fp32 or bf16 (optax's `mu_dtype`). The step is made from the new mean before it is rounded. Unlike in
+            optax, `b1` isn't rounded to its type.
         scalars: fp32: the clip factor, the learning rate, 1 - b1^count and 1 - b2^count, where count is 1 in the first
             step.
         chip: what blocks are cut for (`blocks.chip_of`).
@@ -74,7 +74,6 @@ def update(
 def _kernel(scalars, h_transposed, d_weights, p, m, v, new_p, new_m, new_v, strip, *, b1, b2, eps, weight_decay):
     times, rows, columns = d_weights.shape
     clip, rate, correction1, correction2 = (scalars[i] for i in range(4))
-    stored_b1 = float(np.asarray(b1, m.dtype))  # as in optax, where b1 takes the type of what it multiplies
 
     def update_strip(lanes):
         for t in range(times):
@@ -83,7 +82,7 @@ def _kernel(scalars, h_transposed, d_weights, p, m, v, new_p, new_m, new_v, stri
             d_row = blocks.row(strip, i, rows)[...]  # [T, 128]
             g = clip * jnp.dot(h_transposed[...], d_row, preferred_element_type=jnp.float32)  # [E, 128]
             old_p = p[i, :, lanes]
-            mean = (1 - b1) * g + stored_b1 * m[i, :, lanes].astype(jnp.float32)
+            mean = (1 - b1) * g + b1 * m[i, :, lanes].astype(jnp.float32)
             variance = (1 - b2) * (g * g) + b2 * v[i, :, lanes]
             step = (mean / correction1) / (jnp.sqrt(variance / correction2) + eps) + weight_decay * old_p
             new_p[i, :, lanes] = old_p - rate * step

@@ -101,7 +101,8 @@ class Optimizer:
             return jax.lax.select(norm < limit, leaf, (leaf / norm.astype(leaf.dtype)) * limit) if limit else leaf
 
         adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
-        rest = optax.tree_utils.tree_set(state, mu=self._rest(adam.mu), nu=self._rest(adam.nu))
+        means = optax.tree.cast(self._rest(adam.mu), jnp.float32)  # optax would round beta1 to their type
+        rest = optax.tree_utils.tree_set(state, mu=means, nu=self._rest(adam.nu))
         clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
         updates, rest = self.rest.update(clipped, rest, self._rest(params))
         after = optax.tree_utils.tree_get(rest, "ScaleByAdamState")

@@ -131,6 +131,14 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
     assert found == {"_train_step": 1, "_weights": 1 if changes else 2, "_evaluate": 2, "measured": 1}
 
 
+def test_depths_that_need_most_memory():
+    """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
+    model = toy_config(model__training_depths="48,52,8").model
+    assert memory.largest_depths(model) == [52]
+    model.generate_chunk = 24
+    assert memory.largest_depths(model) == [52, 48]
+
+
 @pytest.mark.parametrize(
     "changes, devices, excess, said",
     [

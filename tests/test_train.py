@@ -170,14 +170,16 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
 def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
+    """The notice comes while the device computes the step."""
     config = toy_config("gpt", steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
-    seen, of_another_start = [], Progress(tmp_path, 0, 9, 1)  # which saved nothing
+    ended, show, of_another_start = [], loop.show_scalars, Progress(tmp_path, 0, 9, 1)  # which saved nothing
     of_another_start.validation(0, {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
     of_another_start.close()
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
-        patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
+        patch.setattr(loop, "show_scalars", lambda run, step, *rest: ended.append(step) or show(run, step, *rest))
+        patch.setattr(loop.hosts.Notice, "now", lambda notice: 3 in ended)
         loop.train(config, tmp_path)
     assert "validation/loss" not in curves(tmp_path)
     loop.train(config, tmp_path)

@@ -33,7 +33,7 @@ def project(
     fp32. The precision is that of the context (`fields.layers.multiplying`).
 
     It is a matrix product batched over `inputs`, the order in which P is stored, and so are the derivatives that
-    training takes (`project_with_factors`). The automatic ones would transpose P's gradient at the end.
+    training takes (`project_with_factors`). The automatic ones, which chunks take, transpose P's gradient at the end.
     """
     batched = jnp.broadcast_to(h, (len(projection), *h.shape))
     return (batched @ projection).swapaxes(0, 1) + constant

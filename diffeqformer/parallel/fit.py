@@ -28,16 +28,16 @@ def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positio
             f"times microbatches ({config.microbatches}), such as {parts * -(-config.batch_size // parts)}, but it is "
             f"{config.batch_size}"
         )
-    for field, size in (
-        ("model.heads", model.heads),
-        ("model.mlp", model.mlp),
-        ("sequence_length", config.sequence_length),
-        ("model.vocab_multiple", vocabulary),
+    for what, size in (
+        ("config.model.heads", model.heads),
+        ("config.model.mlp", model.mlp),
+        ("config.sequence_length", config.sequence_length),
+        ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary),
     ):
         if size % tensor:
             works = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and size % n == 0]
             raise UserError(
-                f"config.mesh.tensor: must divide config.{field} ({size}), as {', '.join(map(str, works))} do, but it "
+                f"config.mesh.tensor: must divide {what} ({size}), as {', '.join(map(str, works))} do, but it "
                 f"is {tensor}"
             )
     check_tiles(model, num_devices, fsdp, tensor, vocabulary, positions, tiled=platform == "tpu")

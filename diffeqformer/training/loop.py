@@ -212,11 +212,15 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
             if step == first + 1:
                 jax.block_until_ready((state, scalars))  # raises an error if memory ran out
             pending.append((step, run.seconds_at_peak[num_steps], scalars))
-            last, stopping = step == config.steps, notice.now()
+            last = step == config.steps
+            due = last or step % config.eval_every == 0 or step % config.checkpoint_every == 0
+            while len(pending) > (0 if due or step == first + 1 else 1):
+                show_scalars(run, *pending.popleft(), progress)  # waits for the step
+            stopping = notice.now()  # only now, as an evaluation is long
             progress.pause(trace.after(step, state, stopping))
             evaluating = last or (step % config.eval_every == 0 and not stopping)
             saving = last or stopping or step % config.checkpoint_every == 0
-            while len(pending) > (0 if evaluating or saving or step == first + 1 else 1):
+            while pending and stopping:
                 show_scalars(run, *pending.popleft(), progress)
             if evaluating or saving:
                 clock.lap("steps")  # all have ended

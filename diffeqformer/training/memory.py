@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
+from diffeqformer.depth.depths import chunk_lengths, trained_depths
 from diffeqformer.errors import UserError, out_of_memory
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
@@ -22,9 +23,9 @@ from diffeqformer.training.validation import programs_of
 def check_memory(config: ConfigDict, program: Program, state: dict, will_train: bool) -> None:
     """Compare a run's memory needs with the free memory of each device, if devices report it; the least of all hosts.
 
-    This compiles the train step, and the programs of a validation, at the highest numbers of steps. Their first calls
-    then find them compiled. For TPUs their temporaries aren't known beside other arrays (`bytes_of_program`), so there
-    a validation is compared with less than it needs.
+    This compiles the train step, and the programs of a validation, at `largest_depths`. Their first calls then find
+    them compiled. For TPUs their temporaries aren't known beside other arrays (`bytes_of_program`), so there a
+    validation is compared with less than it needs.
 
     Args:
         state: shapes and shardings of the whole state.
@@ -46,12 +47,13 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     if not will_train:
         return
     tokens, _ = program.batch_to_evaluate()
-    deepest, devices = max(program.depths), program.mesh.size // program.mesh.shape["tensor"]
-    lowered = program.train_step.lower(state, tokens, deepest)
+    depths, devices = largest_depths(config.model), program.mesh.size // program.mesh.shape["tensor"]
     remedy = functools.partial(remedies, config, devices)
-    check_program("config.batch_size: a train step needs {}", lowered, free, remedy)
+    for depth in depths:
+        lowered = program.train_step.lower(state, tokens, depth)
+        check_program("config.batch_size: a train step needs {}", lowered, free, remedy)
     free -= sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # which no program of a validation takes
-    for depth in (None, deepest) if deepest > config.model.num_steps else (None,):
+    for depth in (None, *(depth for depth in depths if depth > config.model.num_steps)):
         for name, lowered in programs_of(program, depth):
             needs = f"a validation in {depth or config.model.num_steps} steps needs {{}} for its {name}"
             check_program(
@@ -60,6 +62,19 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
                 free,
                 functools.partial(remedies, config, devices, what=name),
             )
+
+
+def largest_depths(config: ConfigDict) -> list[int]:
+    """The numbers of steps in training that need most memory: the highest and, in chunks, one with the longest ones.
+
+    Args:
+        config: the `model` part of a config.
+    """
+    depths = {max(trained_depths(config))}
+    if config.generate_chunk:
+        lengths = chunk_lengths(config)
+        depths.add(max(lengths, key=lambda depth: (lengths[depth], depth)))
+    return sorted(depths, reverse=True)
 
 
 def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Callable[[float], str]) -> None:
@@ -75,7 +90,7 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Cal
     try:
         needed = bytes_of_program(lowered.compile())
     except jax.errors.JaxRuntimeError as error:  # the TPU's compiler refuses a program that is too large
-        if not out_of_memory(error):
+        if not out_of_memory(error) or "vmem" in str(error):  # of a kernel: no batch would be small enough
             raise
         needed = math.inf
     if needed > free:

@@ -36,7 +36,8 @@ def decay_mask(model: Transformer, decay: str) -> dict:
             shared weights and adapters. A generator's parameters don't. In a DiffEqFormer with the block of a Llama,
             all parameters decay.
             everything: all of them, as in the authors' fine-tuning and the pretraining for it.
-            matrices: those that are matrices, or one for each time, also a generator's; biases and norms don't.
+            matrices: those that are matrices, or one for each time, and all of a generator's but its MLP's biases;
+            other biases and norms don't.
     """
     if decay == "matrices":
         axes = parameter_metadata(model, "axes")

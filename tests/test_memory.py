@@ -3,12 +3,14 @@
 import math
 import types
 from contextlib import nullcontext
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from diffeqformer.data.store import Split
+from diffeqformer.depth.depths import chunk_lengths
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
@@ -133,10 +135,17 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
 
 def test_depths_that_need_most_memory():
     """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
-    model = toy_config(model__training_depths="48,52,8").model
-    assert memory.largest_depths(model) == [52]
-    model.generate_chunk = 24
-    assert memory.largest_depths(model) == [52, 48]
+    assert memory.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
+    model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
+    assert memory.largest_depths(chunk_lengths(model)) == [52, 48]
+
+
+def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
+    lowered = mock.Mock(jax.stages.Lowered)
+    said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack"
+    lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
+    with pytest.raises(UserError, match="^config.kernels: .* memory space vmem .* take config.kernels=xla"):
+        memory.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positio
         ("config.model.heads", model.heads),
         ("config.model.mlp", model.mlp),
         ("config.sequence_length", config.sequence_length),
-        ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary),
+        ("the embedding's rows, a multiple of config.model.vocab_multiple,", vocabulary),
     ):
         if size % tensor:
             works = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and size % n == 0]

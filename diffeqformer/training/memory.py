@@ -12,8 +12,8 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
-from diffeqformer.depth.depths import chunk_lengths, trained_depths
-from diffeqformer.errors import UserError, out_of_memory
+from diffeqformer.depth.depths import chunk_length, chunk_lengths
+from diffeqformer.errors import UserError, out_of_memory, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
 from diffeqformer.training.step import Program
@@ -47,15 +47,17 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     if not will_train:
         return
     tokens, _ = program.batch_to_evaluate()
-    depths, devices = largest_depths(config.model), program.mesh.size // program.mesh.shape["tensor"]
+    devices, chunk = program.mesh.size // program.mesh.shape["tensor"], config.model.generate_chunk
     remedy = functools.partial(remedies, config, devices)
-    for depth in depths:
+    for depth in largest_depths(chunk_lengths(config.model) if chunk else dict(zip(program.depths, program.depths))):
         lowered = program.train_step.lower(state, tokens, depth)
         check_program("config.batch_size: a train step needs {}", lowered, free, remedy)
     free -= sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # which no program of a validation takes
-    for depth in (None, *(depth for depth in depths if depth > config.model.num_steps)):
+    own = config.model.num_steps  # a validation's grids aren't shifted
+    validated = {depth: chunk_length(depth, chunk) if chunk else depth for depth in (own, *program.depths)}
+    for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):
         for name, lowered in programs_of(program, depth):
-            needs = f"a validation in {depth or config.model.num_steps} steps needs {{}} for its {name}"
+            needs = f"a validation in {depth or own} steps needs {{}} for its {name}"
             check_program(
                 f"config.model.num_steps: {needs}",
                 lowered,
@@ -64,17 +66,13 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
             )
 
 
-def largest_depths(config: ConfigDict) -> list[int]:
-    """The numbers of steps in training that need most memory: the highest and, in chunks, one with the longest ones.
+def largest_depths(lengths: dict[int, int]) -> list[int]:
+    """The highest number of steps and, in chunks, one whose chunks are longest: those expected to need most memory.
 
     Args:
-        config: the `model` part of a config.
+        lengths: the steps of a chunk by the number of steps; without chunks, all of them.
     """
-    depths = {max(trained_depths(config))}
-    if config.generate_chunk:
-        lengths = chunk_lengths(config)
-        depths.add(max(lengths, key=lambda depth: (lengths[depth], depth)))
-    return sorted(depths, reverse=True)
+    return sorted({max(lengths), max(lengths, key=lambda depth: (lengths[depth], depth))}, reverse=True)
 
 
 def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Callable[[float], str]) -> None:
@@ -90,8 +88,13 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Cal
     try:
         needed = bytes_of_program(lowered.compile())
     except jax.errors.JaxRuntimeError as error:  # the TPU's compiler refuses a program that is too large
-        if not out_of_memory(error) or "vmem" in str(error):  # of a kernel: no batch would be small enough
+        if not out_of_memory(error):
             raise
+        if "memory space vmem" in str(error):  # of a kernel: no batch would be small enough
+            raise UserError(
+                f"config.kernels: a kernel's blocks don't fit into the TPU's VMEM ({reason_of(error)}); take "
+                "config.kernels=xla, or other heads if it is attention's"
+            ) from error
         needed = math.inf
     if needed > free:
         said = what.format(gigabytes(needed) if needed < math.inf else "more memory")

@@ -137,6 +137,12 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
         return {"workdir": config.base, "step": step, "data_sha256": theirs.data_sha256}
 
 
+def solver_of_base(config: ConfigDict, step: int) -> str:
+    """The solver of the base at one of its checkpoints."""
+    with _reading_base(config):
+        return checkpoint.load_config(config.base, step, "config.base").model.solver
+
+
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     """The initial parameters of a run, without adapters: the base's, sampled at the times of this config.
 

@@ -344,7 +344,7 @@ def first_state(run: Run) -> dict:
     if not config.base:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
-    if config.model.solver != (theirs := checkpoint.load_config(base["workdir"], base["step"]).model.solver):
+    if config.model.solver != (theirs := finetune.solver_of_base(config, base["step"])):
         print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):

@@ -15,7 +15,7 @@ from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.looped import LoopedWeights
-from diffeqformer.depth.low_rank import merge
+from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
 from diffeqformer.errors import UserError
@@ -158,13 +158,11 @@ class Transformer(nnx.Module):
     def weights(self, grid: Grid | None = None) -> StackedWeights:
         """First phase: the weights at the times of a grid (`self.grid`), by default the grid of training.
 
-        Adapters are merged here, once.
-
         Raises:
             UserError: if the model only has weights for another number of steps.
         """
         grid = self.grid() if grid is None else grid
-        return self.stack(merge(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
+        return self.stack(of_adapters_type(in_type(self.depth(grid), self.dtype)), grid.step_sizes)
 
     def stack(self, layers: dict, step_sizes: Float[Array, "L"]) -> StackedWeights:
         """The input of the second phase, from the output of `self.depth` for a grid with these step sizes.

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA). Each step's kernel is a frozen base plus two trained factors: base + (alpha / rank) a b.
 
-A layer's adapter is stored beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs]. Training multiplies
+A layer's adapter is stored beside its kernel as `a` [T, inputs, rank] and `b` [T, rank, outputs]. A model multiplies
 by them one after the other, as published: a small change isn't rounded away in a kernel of a shorter type, and the
-gradient of a frozen kernel is never made. Elsewhere, weights are merged once.
+gradient of a frozen kernel is never made. Spectra and models that are materialized have them merged into the kernels.
 
 @inproceedings{hu2022lora,
   title={{LoRA}: Low-Rank Adaptation of Large Language Models},

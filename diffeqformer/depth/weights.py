@@ -74,7 +74,7 @@ def weight_axes(layer: Linear | Norm, name: str) -> tuple[str, ...]:
 def in_type(layers: dict, dtype) -> dict:
     """Kernels, biases and adapters of every layer in `dtype`; scales and shifts of norms in fp32.
 
-    In a model with adapters, kernels keep their type until the adapters are merged, so that they aren't held twice.
+    In a model with adapters, kernels keep their type (see `low_rank.of_adapters_type`), so that none is held twice.
     """
     adapted = any("a" in weights for weights in layers.values())
 

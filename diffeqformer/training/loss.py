@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from diffeqformer.cross_entropy import cross_entropy
 from diffeqformer.depth.grid import Grid
-from diffeqformer.depth.low_rank import FACTORS
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.attention import plain
@@ -69,11 +68,9 @@ class ShardedLoss:
         self.param_specs = partition_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
         self.made_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
-        gathered = layer_specs(model, ROWS)
-        self.step_specs = gathered
+        self.gathered_specs = self.step_specs = layer_specs(model, ROWS)
         if not model.depth.constant:  # a step has no axis of time
-            self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), gathered)
-        self.merged_specs = select(gathered, lambda path: path[-1] not in FACTORS)
+            self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.gathered_specs)
         self.projections = None
         if kernels and model.depth.generates_kernels:
             specs = self.param_specs["depth"]["layers"]
@@ -199,10 +196,7 @@ class ShardedLoss:
         """Weights of which a device has a part, and gathers those of each step."""
         if self.mesh.shape["fsdp"] == 1:
             return weights
-        specs = {
-            layer: {name: self.step_specs[layer][name] for name in weights.layers[layer]} for layer in weights.layers
-        }
-        return dataclasses.replace(weights, gather=lambda layers: gather(layers, specs, ("fsdp",)))
+        return dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
 
     def sum_of_states(self, model: Transformer, x, tokens, scored) -> Float[Array, ""]:
         """The part of `device_sum` after the last states `x` [B, S, D]."""
@@ -233,7 +227,7 @@ class ShardedLoss:
             batch = tokens, scored_positions(tokens, valid)
             return over_devices(summed(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
 
-        specs = (self.other_specs, self.merged_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
+        specs = (self.other_specs, self.gathered_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
         return on_devices(beside_depth(params), weights.layers, weights.step_sizes, tokens, valid)
 

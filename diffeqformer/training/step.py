@@ -109,7 +109,7 @@ class Program:
             static_argnames="num_steps",
         )
         self.weights_shardings = StackedWeights(
-            shardings(self.mesh, self.loss.merged_specs), self.everywhere, model.depth.constant, model.dtype
+            shardings(self.mesh, self.loss.gathered_specs), self.everywhere, model.depth.constant, model.dtype
         )
         self.weights = jax.jit(
             self._weights, in_shardings=(of_params,), out_shardings=self.weights_shardings, static_argnames="num_steps"

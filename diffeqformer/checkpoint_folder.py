@@ -186,7 +186,7 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
             raise
         if not remedy:
             before = older(manager, step)
-            remedy = "restore its files; there is none before it"
+            remedy = "restore its files, as there is none before it"
             if before is not None:
                 remedy = f"restore its files, or take the one before it with --step={before}, and in training with "
                 remedy += "--config.on_damage=older"

@@ -11,8 +11,8 @@
 Every model has the same budget: each of --rates with the seed 0, then the best of them with --seeds others, which are
 those that the tables and pictures show. Other configs need their own: --config=configs/medium.py --widths=12,48,144
 --rates=2e-4,4e-4 --results=medium.json. Each run is a run of diffeqformer.main in its own folder; studies share runs.
-Runs that --results holds aren't run again, and interrupted ones go on where they were. After each run, <study>.md and
-<study>.png in --folder show the models that have finished runs.
+Runs that --results holds aren't run again, and interrupted ones go on where they were. After each run, the files
+<config>-<study>.md and .png in --folder show the models that have finished runs.
 """
 
 import concurrent.futures

@@ -107,7 +107,11 @@ def side_by_side(
 def add_results(
     path: pathlib.Path, new: dict[str, dict], write: Callable[[pathlib.Path, dict], None] = write_json
 ) -> dict[str, dict]:
-    """Add results to a file, or replace them, while other processes may do so, too. Returns all that it holds then."""
+    """Add results to a file, or replace them, while other processes of this machine may do so, too.
+
+    Returns:
+        all that it holds then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -134,7 +138,7 @@ def run_rows(
 ) -> dict[str, dict]:
     """Work on the rows that a file of results lacks, `number` at once. Each is saved when it is done.
 
-    So a study can be run in pieces, by several processes, and on several machines.
+    So a study can be run in pieces, and by several processes of one machine.
 
     Returns:
         all results of the file, by name.

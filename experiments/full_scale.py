@@ -281,7 +281,8 @@ def main(_) -> None:
     pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
     results, rows = read_results(path), all_rows()
     if STAGE.value == "rounding":
-        rows = [row for row in rows if row.dtype == TYPES[0] and (row.workdir() / "checkpoints").is_dir()]
+        saved = {row: (row.workdir() / "checkpoints").glob("*") for row in rows if row.dtype == TYPES[0]}
+        rows = [row for row, paths in saved.items() if any(path.name.isdecimal() for path in paths)]
         if not rows:
             sys.exit(f"--folder: must have runs, but {FOLDER.value} has none; --results=runs/anew.json trains them")
         for row in rows:

@@ -154,7 +154,7 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
 
     for step in (2, 4, 6):
         hurt_arrays(hurt / "checkpoints" / str(step))
-    with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files; there is none before it$"):
+    with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files, as there is none before it$"):
         loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
 

@@ -1,5 +1,7 @@
 """The experiments' scripts, with fake runs."""
 
+import concurrent.futures
+import contextlib
 import json
 import re
 import runpy
@@ -89,6 +91,19 @@ def test_processes_that_share_a_file_of_results_lose_none(tmp_path):
     found = common["run_rows"](["a", "b", "c"], str, work, path, 1)
     assert begun == ["a", "c"] and found == json.loads(path.read_text())
     assert {row: found[row]["by"] for row in "abcd"} == dict(a="this", b="another", c="this", d="another")
+
+
+def test_two_that_add_results_at_once_wait_for_one_another(tmp_path):
+    common, path, both = runpy.run_path("experiments/common.py"), tmp_path / "results.json", threading.Barrier(2)
+
+    def slowly(path, results):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)  # in vain, unless both have read the file before either writes
+        common["write_json"](path, results)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda row: common["add_results"](path, {row: {}}, slowly), "ab"))
+    assert json.loads(path.read_text()) == {"a": {}, "b": {}}
 
 
 def test_runs_side_by_side_divide_the_cores(monkeypatch):

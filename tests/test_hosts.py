@@ -189,18 +189,18 @@ def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_interrupts(capfd):
     try:
         with hosts.Notice() as notice:
             signal.raise_signal(signal.SIGINT)
-            assert notice.now() and notice.status == 130
+            assert notice.now(False) and notice.status == 130
             assert "Ctrl-C again stops without one" in capfd.readouterr().err
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         with hosts.Notice() as notice:
             signal.raise_signal(signal.SIGTERM)
-            assert notice.now() and notice.status == 143
+            assert notice.now(False) and notice.status == 143
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
         with hosts.Notice() as notice:
             signal.raise_signal(signal.SIGINT)
-            assert not notice.now()
+            assert not notice.now(False)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -138,6 +138,7 @@ def test_depths_that_need_most_memory():
     assert memory.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
     model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
     assert memory.largest_depths(chunk_lengths(model)) == [52, 48]
+    assert memory.largest_depths({24: 24, 100: 20, 101: 1, 60: 20}) == [101, 100, 24]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():

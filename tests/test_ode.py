@@ -121,7 +121,7 @@ def test_other_solvers_have_other_trained_times_and_grids():
 
 def test_a_grid_that_does_not_fit_is_left_out(monkeypatch, capsys):
     model, windows = model_of(10.0, num_steps=2), [Stretch(list(range(8)), 1)]
-    needed, alive = set(), weakref.WeakSet()
+    needed, refused, alive = set(), set(), weakref.WeakSet()
 
     class SmallScorer(Scorer):
         def __init__(self, model, num_steps, batch_size):
@@ -134,7 +134,9 @@ def test_a_grid_that_does_not_fit_is_left_out(monkeypatch, capsys):
             alive.add(self)
 
         def check_room(self, sequences):
+            assert self.steps not in refused  # asked once, together with the other hosts
             if self.steps == 3:
+                refused.add(3)
                 raise NoRoom("batch_size: the states of 1 sequence would take 2 GB, but 1 GB are free; take fewer")
 
     monkeypatch.setattr(ode, "Scorer", SmallScorer)

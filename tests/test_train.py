@@ -179,7 +179,7 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
         patch.setattr(loop, "show_scalars", lambda run, step, *rest: ended.append(step) or show(run, step, *rest))
-        patch.setattr(loop.hosts.Notice, "now", lambda notice: 3 in ended)
+        patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: wait and 3 in ended)
         loop.train(config, tmp_path)
     assert "validation/loss" not in curves(tmp_path)
     loop.train(config, tmp_path)

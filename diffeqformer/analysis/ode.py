@@ -132,10 +132,11 @@ def perplexities(
             with hosts.all_succeed(name):  # or else all leave it out
                 scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
                 scorer.check_room(windows)
-            scores = scorer(windows)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
             continue
+        else:
+            scores = scorer(windows)
         finally:
             scorer = None  # its weights make room for the next ones
             gc.collect()  # an error's frames have them, too

@@ -268,17 +268,21 @@ class Notice(contextlib.AbstractContextManager):
             signal.signal(number, self.previous.pop(number))
             os.write(2, b"\nstopping after what is in progress, with a checkpoint; Ctrl-C again stops without one\n")
 
-    def now(self) -> bool:
+    def now(self, wait: bool) -> bool:
         """Whether to stop after this step. The answer is the same on all hosts, no matter which one got the notice.
 
         The hosts agree through a reduction on their devices. It is read one call late, so that no host waits for the
         step in progress.
+
+        Args:
+            wait: read it at once, as the step has ended. All hosts must give the same.
         """
         if jax.process_count() == 1:
             return self.told
         flags = jax.make_array_from_callback((jax.device_count(),), self.flags, lambda _: np.array([self.told]))
         before, self.before = self.before, self.any(flags)
-        return before is not None and bool(before)
+        answer = self.before if wait else before
+        return answer is not None and bool(answer)
 
     def __exit__(self, *_) -> None:
         for number, handler in self.previous.items():

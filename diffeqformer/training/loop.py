@@ -216,7 +216,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
             due = last or step % config.eval_every == 0 or step % config.checkpoint_every == 0
             while len(pending) > (0 if due or step == first + 1 else 1):
                 show_scalars(run, *pending.popleft(), progress)  # waits for the step
-            stopping = notice.now()  # after the wait, so that a notice during the step prevents its evaluation
+            stopping = notice.now(due)  # after the wait, so that a notice during the step prevents its evaluation
             progress.pause(trace.after(step, state, stopping))
             evaluating = last or (step % config.eval_every == 0 and not stopping)
             saving = last or stopping or step % config.checkpoint_every == 0

@@ -57,9 +57,9 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     validated = {depth: chunk_length(depth, chunk) if chunk else depth for depth in (own, *program.depths)}
     for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):
         for name, lowered in programs_of(program, depth):
-            needs = f"a validation in {depth or own} steps needs {{}} for its {name}"
+            field = "num_steps" if depth is None else "training_depths"
             check_program(
-                f"config.model.num_steps: {needs}",
+                f"config.model.{field}: a validation in {depth or own} steps needs {{}} for its {name}",
                 lowered,
                 free,
                 functools.partial(remedies, config, devices, what=name),
@@ -67,12 +67,16 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
 
 
 def largest_depths(lengths: dict[int, int]) -> list[int]:
-    """The highest number of steps and, in chunks, one whose chunks are longest: those expected to need most memory.
+    """The numbers of steps that may need most memory: any higher one has shorter chunks.
 
     Args:
         lengths: the steps of a chunk by the number of steps; without chunks, all of them.
     """
-    return sorted({max(lengths), max(lengths, key=lambda depth: (lengths[depth], depth))}, reverse=True)
+    found = []
+    for depth in sorted(lengths, reverse=True):
+        if not found or lengths[depth] > lengths[found[-1]]:
+            found.append(depth)
+    return found
 
 
 def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Callable[[float], str]) -> None:

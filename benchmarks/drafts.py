@@ -1,6 +1,6 @@
 """Speculative writing with a trained model: tokens per second with and without drafts, side by side.
 
-    python benchmarks/drafts.py --workdir=runs/elastic --num_steps=8 --draft_steps=2,3 --beside=runs/tiny,runs/gpt
+    python benchmarks/drafts.py --workdir=runs/tiny-elastic --num_steps=8 --draft_steps=2,3 --beside=runs/tiny,runs/gpt
 
 `a round` is the number of tokens that one round of drafts adds to a text, at most one more than are drafted (tokens of
 the last round count that aren't needed). The ratio compares the time per token with plain writing at the full depth:

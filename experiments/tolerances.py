@@ -8,7 +8,7 @@ Every run is scored by diffeqformer.evaluate on its validation text: with Heun's
 with Heun's method in as many even steps; and with the solver of the training in as many even steps, and in twice as
 many, which evaluate the field as often as Heun's method. Runs that --results holds with the same tolerances and options
 aren't scored again; give another calibration text another file. What follows -- is told to `evaluate`. The runs are
-those of `experiments/training_times.py --depths=many --results=runs/anew.json`.
+those of `experiments/training_times.py --depths=many --results=runs/training_times.json`.
 """
 
 import functools

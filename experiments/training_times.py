@@ -104,7 +104,7 @@ def table(results: dict[str, dict]) -> str:
     add("greatest", lambda row: max(row["ratios"].values()), 2)
     for grid in first["perplexities"]:
         add(f"perplexity, {grid}", lambda row, grid=grid: row["perplexities"][grid], 2)
-    for method in ("euler", "rk4"):
+    for method in first["orders"]:
         add(f"observed order of {method}", lambda row, method=method: row["orders"][method], 2)
     add("distance of Euler's last state, on the trained grid", lambda row: row["errors"]["euler"][0], 2)
     return "\n".join(lines) + "\n"

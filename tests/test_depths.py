@@ -176,7 +176,7 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     whole = nnx.state(loop.train(config, tmp_path / "whole"))
     assert asked == expected_depths
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
-        patch.setattr(loop.hosts.Notice, "now", lambda notice: seen.append(notice) or len(seen) == 3)
+        patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: seen.append(notice) or len(seen) == 3)
         loop.train(config, tmp_path / "stopped")
     again = nnx.state(loop.train(config, tmp_path / "stopped"))
     assert asked[8:] == expected_depths

@@ -345,7 +345,7 @@ def prepare_lm_eval() -> None:
         from lm_eval import utils
     except ImportError:
         raise UserError(
-            "lm_eval: lm-evaluation-harness isn't installed; install it with pip install 'diffeqformer[eval]'"
+            "lm_eval: lm-evaluation-harness isn't installed; install it with pip install 'lm-eval>=0.4.13,<0.5'"
         ) from None
     for library in ("lm_eval", "datasets", "huggingface_hub", "httpx"):
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -284,7 +284,9 @@ def main(_) -> None:
         saved = {row: (row.workdir() / "checkpoints").glob("*") for row in rows if row.dtype == TYPES[0]}
         rows = [row for row, paths in saved.items() if any(path.name.isdecimal() for path in paths)]
         if not rows:
-            sys.exit(f"--folder: must have runs, but {FOLDER.value} has none; --results=runs/full_scale.json trains them")
+            sys.exit(
+                f"--folder: must have runs, but {FOLDER.value} has none; --results=runs/full_scale.json trains them"
+            )
         for row in rows:
             print(rounding(row))
         return

@@ -6,10 +6,12 @@
 
 Each is made by commands of this project, which --list shows. They are run one after the other. What is finished is not
 made again: runs resume, studies collect the runs that --folder holds, and reports of the same command stay. Figures 1,
-6 and 17 show the architecture. docs/fidelity.md says where this project differs from the paper.
+6 and 17 show the architecture. Perplexities of `evaluate` stand beside the published ones in <exhibit>.md and .png in
+--folder. docs/fidelity.md says where this project differs from the paper.
 """
 
 import itertools
+import json
 import pathlib
 import shlex
 import subprocess
@@ -18,6 +20,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from absl import app, flags
+
+from diffeqformer.console.results import write_text
 
 TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4", "5", "6"], "A table of the paper.")
 FIGURE = flags.DEFINE_enum(
@@ -73,11 +77,12 @@ def train(config: str, options: str = "") -> Command:
     )
 
 
-def evaluate(name: str, split: str = "validation") -> Command:
-    """The perplexities of a run of the folder."""
-    output = f"{name}-{split}"
+def evaluate(name: str, split: str = "validation", step: str = "") -> Command:
+    """The perplexities of a run of the folder, at its last step or at that given."""
+    output = "-".join(filter(None, [name, split, step]))
+    which = f" --step={step}" if step else ""
     return Command(
-        f"-m diffeqformer.evaluate --workdir={{folder}}/{name} --split={split} --output={{folder}}/{output}",
+        f"-m diffeqformer.evaluate --workdir={{folder}}/{name} --split={split}{which} --output={{folder}}/{output}",
         output,
     )
 
@@ -154,7 +159,7 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
                     f"-m diffeqformer.main --config=configs/{config}.py:{mode}{model} --config.base={{folder}}/{base} "
                     f"--config.model.num_steps={depth} --workdir={{folder}}/{name}"
                 ),
-                evaluate(name, split),
+                evaluate(name, split, "best" if mode == "full" else ""),
             ]
     return (*commands, compare(f"{config}-compared", *names))
 
@@ -254,6 +259,16 @@ EXHIBITS = {
 }
 """The paper's tables and figures, but for those of the architecture. Curves of single runs are in TensorBoard."""
 
+_TO_WIKITEXT = "finetune_openwebtext_to_wikitext103"
+PERPLEXITIES = {
+    "llama_1b-validation": (9.7, 9.7),
+    "llama_1b-llama-validation": (10.2, 10.2),
+    **{f"{_TO_WIKITEXT}-lora-{steps}-test": (of, of) for steps, of in ((9, 23.5), (12, 22.4), (18, 21.4), (24, 21.4))},
+    f"{_TO_WIKITEXT}-lora-gpt-24-test": (22.1, 22.1),
+    **{f"{_TO_WIKITEXT}-full-{steps}-test-best": (19.5, 20.5) for steps in (9, 12, 18, 24, "gpt-24")},
+}
+"""Those published, from and to, by the output of `evaluate`: read off Figures 5 and 8."""
+
 
 def commands_of(exhibit: Exhibit) -> list[Command]:
     """Its commands at the chosen scale, with folders and files filled in."""
@@ -290,8 +305,40 @@ def make(name: str, exhibit: Exhibit) -> None:
             sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
         if command.output:
             done.write_text(command.line)
+    show_perplexities(name, exhibit)
     if commands_of(exhibit):
         print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
+
+
+def show_perplexities(name: str, exhibit: Exhibit) -> None:
+    """A table and a picture of the perplexities that `evaluate` found, beside the published ones."""
+    from diffeqformer.console.figures import COLOURS, new_figure
+
+    folder, found = pathlib.Path(FOLDER.value), {}
+    for command in exhibit.at_scale if SCALE.value == "published" else exhibit.tiny:
+        if command.line.startswith("-m diffeqformer.evaluate "):
+            [row] = json.loads((folder / command.output / "results.json").read_text())["rows"]
+            found[command.output] = row["paper_perplexity"]
+    if not found:
+        return
+    known = {output: PERPLEXITIES[output] for output in found if output in PERPLEXITIES}
+    lines = [f"| {name.capitalize()} | perplexity | published |", "| -- | -- | -- |"]
+    for output, value in found.items():
+        published = " to ".join(f"{bound:g}" for bound in dict.fromkeys(known.get(output, ())))
+        lines.append(f"| {output} | {value:.2f} | {published} |")
+    path = folder / f"{name.replace(' ', '-')}.md"
+    write_text(path, "\n".join(lines) + "\n")
+    print(f"\n{path.read_text()}")
+    figure, [[axis]] = new_figure(1, 1, (8, 1.2 + 0.3 * len(found)))
+    axis.barh(list(found), list(found.values()), color=COLOURS[0], height=0.6, label="here")
+    low, high = ([bounds[end] for bounds in known.values()] for end in (0, 1))
+    middle, half = [(a + b) / 2 for a, b in zip(low, high)], [(b - a) / 2 for a, b in zip(low, high)]
+    axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
+    axis.invert_yaxis()
+    axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side")
+    axis.grid(alpha=0.3, axis="x")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def main(_) -> None:

@@ -1,5 +1,6 @@
 """`experiments/paper.py` with commands that only write one file into their new folders, and may fail then."""
 
+import json
 import os
 import pathlib
 import sys
@@ -14,7 +15,7 @@ def run(command):
     sys.stdout.write(f"ran {command[2]}\n")
     if folder := options.get("--output"):
         pathlib.Path(folder).mkdir(parents=True)  # as commands do, fails if it is there
-        (pathlib.Path(folder) / "results.json").write_text("{}")
+        (pathlib.Path(folder) / "results.json").write_text(json.dumps({"rows": [{"paper_perplexity": 20}]}))
     return types.SimpleNamespace(returncode=int(bool(folder) and "FAILS" in os.environ))
 
 

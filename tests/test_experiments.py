@@ -298,3 +298,14 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path):
     train, report = "ran diffeqformer.main", "ran diffeqformer.analyze"
     assert ran(FAILS="1") == (1, [train, report]) and ran() == (0, [train, report]) and ran() == (0, [train])
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"tiny-simulation", "tiny-simulation-1"}
+
+
+def test_perplexities_stand_beside_those_published(tmp_path):
+    done = command("pretended_paper", "--figure=5", "--scale=published", f"--folder={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.strip("| ").split(" | ", 1) for line in (tmp_path / "figure-5.md").read_text().splitlines())
+    assert len(rows) == 2 + 2 * 10 and (tmp_path / "figure-5.png").stat().st_size > 10_000
+    there, back = "finetune_openwebtext_to_wikitext103-", "finetune_wikitext103_to_openwebtext-"
+    assert rows[f"{there}lora-12-test"] == "20.00 | 22.4"
+    assert rows[f"{there}full-gpt-24-test-best"] == "20.00 | 19.5 to 20.5"
+    assert rows[f"{back}full-9-validation-best"] == "20.00"

@@ -1,8 +1,10 @@
 """The notebook runs from top to bottom: in this environment, and in one that has what a fresh Colab runtime has."""
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
+import sys
 
 import nbformat
 import pytest
@@ -30,6 +32,18 @@ def test_forms_show_values_and_hide_code():
     assert "colab-badge.svg" in cells[0].source
     for cell in (cell for cell in cells if cell.cell_type == "code"):
         assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
+
+
+@pytest.mark.parametrize("source", ["https://host/user/repository", "some/diffeqformer-1-any.whl"])
+def test_a_wheel_or_a_repository_is_installed(source, monkeypatch):
+    ran, [cell] = [], [cell for cell in opened_notebook().cells if "REPOSITORY =" in cell.source]
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["jax", "tensorflow", "pytest; extra == 'dev'"])
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1")
+    monkeypatch.setattr(sys, "modules", {})  # nothing was loaded that an installation could replace
+    exec(cell.source.replace('SOURCE = ""', f'SOURCE = "{source}"'), {})
+    git = "git+" if source.startswith("https") else ""
+    assert [command[5:] for command in ran] == [["--no-deps", git + source], ["jax"]]
 
 
 @pytest.mark.slow

@@ -39,7 +39,12 @@ def run_and_score(config, mesh):
         pytest.param("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)], marks=pytest.mark.slow),
         pytest.param("looped", "gpt", {"microbatches": 2}, [(4, 2, 1), (2, 2, 2)], marks=pytest.mark.slow),
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
-        ("diffeqformer", "gpt", {"model__solver": "heun", "model__training_depths": "2,3", "microbatches": 2, "seed": 1}, [(1, 8, 1)]),
+        (
+            "diffeqformer",
+            "gpt",
+            {"model__solver": "heun", "model__training_depths": "2,3", "microbatches": 2, "seed": 1},
+            [(1, 8, 1)],
+        ),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
     ],
 )

@@ -4,10 +4,10 @@ Attention alone, of one head, moves particles in space:
 
     dx_i/dt = sum_j softmax_j(<Q(t) x_i, K(t) x_j>) V(t) x_j,   Q(t) = s(t) Q, and so K and V
 
-with random Q, K and V and a polynomial s. The paper gives the degrees, 0 to 4, and the numbers of particles and steps.
-Coefficients, horizon and start are our choice. s(t) = (t / horizon)^degree ends at the same size for every degree, but
-the higher the degree, the smaller its sum over the steps. As controls, V and the scores, which grow with s^2, can be
-scaled so that every degree has the sum of degree 0.
+with random Q, K and V and a polynomial s. The paper gives the degrees, 0 to 4, the numbers of particles, dimensions and
+steps, and a uniform start. Coefficients, horizon and the start's range are our choice. s(t) = (t / horizon)^degree ends
+at the same size for every degree, but the higher the degree, the smaller its sum over the steps. As controls, V and the
+scores, which grow with s^2, can be scaled so that every degree has the sum of degree 0.
 """
 
 from collections.abc import Collection
@@ -100,9 +100,9 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     shown = [
         paragraph(
             "The paper's simulation, which is the same for every checkpoint: 40 particles under attention alone, 200 "
-            "steps, with weights that are constant or grow as a power of t. Coefficients, horizon and start are our "
-            f"choice. The upper row shows for each degree the draw of {DRAWS} that clusters most, centred and divided "
-            "by its spread at every time; the lower row shows the mean of all draws."
+            "steps, with weights that are constant or grow as a power of t. Coefficients, horizon and the range of the "
+            f"start are our choice. The upper row shows for each degree the draw of {DRAWS} that clusters most, "
+            "centred and divided by its spread at every time; the lower row shows the mean of all draws."
         )
     ]
     numbers, arrays = {"quantiles": QUANTILES}, {}

@@ -10,6 +10,7 @@ made again: runs resume, studies collect the runs that --folder holds, and repor
 --folder. docs/fidelity.md says where this project differs from the paper.
 """
 
+import glob
 import itertools
 import json
 import pathlib
@@ -93,14 +94,18 @@ def compare(output: str, *names: str) -> Command:
     return Command(f"-m diffeqformer.compare {runs} --output={{folder}}/{output}", output)
 
 
-def downstream(names: Iterable[str], options: str = "") -> Command:
-    """The downstream tasks of two runs of the folder, the baseline first."""
-    runs = ",".join(f"{{folder}}/{name}" for name in names)
-    output = "-".join(["downstream", *names])
+def downstream(output: str, runs: Iterable[str], options: str = "") -> Command:
+    """The downstream tasks of runs of the folder, or of those that match patterns, the baseline first."""
+    folders = ",".join(f"{{folder}}/{run}" for run in runs)
     return Command(
-        f"-m diffeqformer.downstream --workdir={runs} --output={{folder}}/{output} {options}".strip(),
+        f"-m diffeqformer.downstream --workdir={folders} --output={{folder}}/{output} {options}".strip(),
         output,
     )
+
+
+def seeds(model: str, changes: str = "") -> str:
+    """A pattern of the runs that a study shows: those of its best rate, with the seeds after 0."""
+    return f"studies/tiny-{model}-{changes}optimizer.learning_rate-*-seed-[123]-1500_steps"
 
 
 def analyze(name: str, part: str) -> Command:
@@ -116,19 +121,26 @@ LLAMA_FILE = "--config.data.tokenizer_file={tokenizer}"
 DOWNSTREAM = Exhibit(
     "accuracies of eleven tasks without and with five examples, with standard errors, bars, and paired tests",
     "the tables stand beside the results (docs/downstream.md), which toy tasks can't be compared with",
-    (train("tiny:gpt"), train("tiny"), downstream(("tiny-gpt", "tiny"), "--include={tasks} --shots=0,1")),
-    (train("large:gpt"), train("large"), downstream(LARGE)),
+    (
+        study("perplexity"),
+        downstream("downstream", (seeds("gpt"), seeds("diffeqformer")), "--include={tasks} --shots=0,1"),
+    ),
+    (train("large:gpt"), train("large"), downstream("downstream", LARGE)),
 )
 DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     tiny=(
-        train("tiny:llama"),
-        Command(
-            "-m diffeqformer.main --config=configs/tiny.py --config.model.field=llama "
-            "--workdir={folder}/tiny-with-llama-block"
+        study("llama"),
+        downstream(
+            "downstream-llama",
+            (seeds("llama"), seeds("diffeqformer", "model.field-llama-")),
+            "--include={tasks} --shots=0,1",
         ),
-        downstream(("tiny-llama", "tiny-with-llama-block"), "--include={tasks} --shots=0,1"),
     ),
-    at_scale=(train("llama_1b:llama", LLAMA_FILE), train("llama_1b", LLAMA_FILE), downstream(LLAMA)),
+    at_scale=(
+        train("llama_1b:llama", LLAMA_FILE),
+        train("llama_1b", LLAMA_FILE),
+        downstream("downstream-llama", LLAMA),
+    ),
 )
 EMBEDDING = (study("embedding"),)
 WIDTHS = f"--widths=20,48,72,96,120,144 {AT_SCALE}"
@@ -282,6 +294,14 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
     return [command._replace(line=command.line.format(**files)) for command in commands]
 
 
+def in_full(word: str) -> str:
+    """A word of a command line, in which patterns of work folders are replaced by the folders."""
+    option, _, value = word.partition("=")
+    if option != "--workdir":
+        return word
+    return f"{option}={','.join(path for each in value.split(',') for path in sorted(glob.glob(each)) or [each])}"
+
+
 def show(name: str, exhibit: Exhibit) -> None:
     """Print what an exhibit is and how it is made."""
     print(f"{name.capitalize()}: {exhibit.shows}\n  published: {exhibit.published}")
@@ -301,7 +321,7 @@ def make(name: str, exhibit: Exhibit) -> None:
             names = (output.with_name(f"{output.name}-{number}") for number in itertools.count(1))
             output.rename(next(name for name in names if not name.exists()))
         print(f"\n$ python {command.line}", flush=True)
-        if status := subprocess.run([sys.executable, *shlex.split(command.line)]).returncode:
+        if status := subprocess.run([sys.executable, *map(in_full, shlex.split(command.line))]).returncode:
             sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
         if command.output:
             done.write_text(command.line)

@@ -12,7 +12,7 @@ import paper  # noqa: E402
 
 def run(command):
     options = dict(option.split("=", 1) for option in command if "=" in option)
-    sys.stdout.write(f"ran {command[2]}\n")
+    sys.stdout.write(" ".join(["ran", *command[2:]]) + "\n")
     if folder := options.get("--output"):
         pathlib.Path(folder).mkdir(parents=True)  # as commands do, fails if it is there
         (pathlib.Path(folder) / "results.json").write_text(json.dumps({"rows": [{"paper_perplexity": 20}]}))

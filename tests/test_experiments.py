@@ -293,11 +293,28 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
 def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path):
     def ran(**environment):
         done = command("pretended_paper", "--figure=13", f"--folder={tmp_path}/my runs", environment=environment)
-        return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("ran ")]
+        return done.returncode, [
+            line.partition(" --")[0] for line in done.stdout.splitlines() if line.startswith("ran ")
+        ]
 
     train, report = "ran diffeqformer.main", "ran diffeqformer.analyze"
     assert ran(FAILS="1") == (1, [train, report]) and ran() == (0, [train, report]) and ran() == (0, [train])
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"tiny-simulation", "tiny-simulation-1"}
+
+
+def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path):
+    for run in ("gpt-optimizer.learning_rate-0.004", "diffeqformer-optimizer.learning_rate-0.002"):
+        for rest in ("seed-0", "seed-1", "seed-2", "seed-1-2_articles"):
+            (tmp_path / "my runs" / "studies" / f"tiny-{run}-{rest}-1500_steps").mkdir(parents=True)
+    done = command("pretended_paper", "--table=4", f"--folder={tmp_path}/my runs")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("ran diffeqformer.downstream")]
+    found = [path.partition("/tiny-")[2] for path in line.split("--workdir=")[1].split(" --")[0].split(",")]
+    assert found == [
+        f"{model}-optimizer.learning_rate-{rate}-seed-{seed}-1500_steps"
+        for model, rate in (("gpt", 0.004), ("diffeqformer", 0.002))
+        for seed in (1, 2)
+    ]
 
 
 def test_perplexities_stand_beside_those_published(tmp_path):

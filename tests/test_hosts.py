@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 
@@ -203,6 +204,15 @@ def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_interrupts(capfd):
             assert not notice.now(False)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("wait, heard", [(False, [False, True]), (True, [True, True])])
+def test_hosts_agree_on_a_notice_one_step_late_unless_they_wait_anyway(wait, heard, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with hosts.Notice() as notice:
+        assert not notice.now(True)
+        signal.raise_signal(signal.SIGTERM)
+        assert [notice.now(wait), notice.now(wait)] == heard
 
 
 @pytest.mark.slow

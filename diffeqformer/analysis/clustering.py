@@ -40,13 +40,12 @@ def directions(states: Float[np.ndarray, "states N D"]) -> Float[np.ndarray, "st
     return states / np.where(lengths > 0, lengths, 1)
 
 
-def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, title: str, label: str, marker: str = "") -> None:
+def quantile_bands(axis, times: np.ndarray, quantiles: np.ndarray, marker: str = "") -> None:
     """Quantiles [T, q] of relative distances over time."""
     for index, share in enumerate(QUANTILES):
         style = {"color": figures.COLOURS[index], "label": f"{share:.0%} are closer", "marker": marker, "markersize": 3}
         axis.plot(times, quantiles[:, index], **style)
-    axis.set(title=title, ylim=(0, None))
-    figures.time_axis(axis, label, times)
+    axis.set(ylim=(0, None))
     axis.grid(alpha=0.3)
 
 
@@ -54,7 +53,9 @@ def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarra
     """The clustering measures [T + 1, q] along a model's own trajectory, and the spread of its tokens."""
     figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
     for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
-        quantile_bands(axis, times, quantiles, f"pairwise distance of {name} / its rms", axis_label, "o")
+        quantile_bands(axis, times, quantiles, "o")
+        axis.set(title=f"pairwise distance of {name} / its rms")
+        figures.time_axis(axis, axis_label, times)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
     axes[-1].plot(times, sizes, "o-", markersize=3)
     axes[-1].set(title="rms of the pairwise distances of states")

@@ -193,7 +193,8 @@ def picture(name: str, found: Spectrum, times: np.ndarray, axis_label: str, head
     for share, label in ((1.0, "largest"), (0.9, "90 % are below"), (0.5, "median")):
         modulus.plot(times, np.quantile(sizes, share, axis=1), "o-", markersize=3, label=label)
     figures.log_if_wide(modulus)
-    modulus.legend(fontsize=8)
+    modulus.margins(y=0.15)  # room for the legend
+    modulus.legend(fontsize=8, ncols=3, columnspacing=1, loc="upper center")
     modulus.set(title=f"{name}: moduli" + ("" if only else " of all heads"), ylabel="modulus")
     chosen = values[:, heads]
     at = np.broadcast_to(times[:, None, None], chosen.shape)

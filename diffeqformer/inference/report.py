@@ -112,7 +112,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     *_, last = lines
     if len(solvers) > 1:
         lines = {last: "o-"}
-    for colour, (solver, rows) in zip(itertools.cycle(COLOURS), solvers.items()):
+    for colour, below, (solver, rows) in zip(itertools.cycle(COLOURS), itertools.cycle((True, False)), solvers.items()):
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
             for metric, line in lines.items():
                 label = solver if len(solvers) > 1 else COLUMNS[metric]
@@ -120,7 +120,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
         for row in rows:
             place = row["milliseconds_per_window"], row[last]
-            offset = {"textcoords": "offset points", "xytext": (0, -12), "ha": "center", "zorder": 3}
+            offset = {"textcoords": "offset points", "xytext": (0, -12 if below else 6), "ha": "center", "zorder": 3}
             offset["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # above the lines
             axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:

@@ -17,9 +17,13 @@ from helpers import ONE_DEVICE, lively_model, toy_config
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind, field", [("diffeqformer", "gpt"), ("shared", "llama")])
-def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, small_store):
-    config, text = toy_config(kind, field, model__vocab_multiple=16), open_store(small_store, "bytes", 16)["validation"]
+@pytest.mark.parametrize(
+    "kind, field, changes",
+    [("diffeqformer", "gpt", {}), ("shared", "llama", {}), ("discretized", "gpt", {"model__lora_rank": 2})],
+)
+def test_the_record_is_what_the_analysis_finds_on_any_mesh(kind, field, changes, small_store):
+    config = toy_config(kind, field, model__vocab_multiple=16, **changes)
+    text = open_store(small_store, "bytes", 16)["validation"]
     params = split_model(lively_model(**config.model))[1]
     records = []
     for mesh in (ONE_DEVICE, make_mesh((2, 2, 2))):

@@ -335,7 +335,7 @@ def show_perplexities(name: str, exhibit: Exhibit) -> None:
     from diffeqformer.console.figures import COLOURS, new_figure
 
     folder, found = pathlib.Path(FOLDER.value), {}
-    for command in exhibit.at_scale if SCALE.value == "published" else exhibit.tiny:
+    for command in commands_of(exhibit):
         if command.line.startswith("-m diffeqformer.evaluate "):
             [row] = json.loads((folder / command.output / "results.json").read_text())["rows"]
             found[command.output] = row["paper_perplexity"]
@@ -351,9 +351,9 @@ def show_perplexities(name: str, exhibit: Exhibit) -> None:
     print(f"\n{path.read_text()}")
     figure, [[axis]] = new_figure(1, 1, (8, 1.2 + 0.3 * len(found)))
     axis.barh(list(found), list(found.values()), color=COLOURS[0], height=0.6, label="here")
-    low, high = ([bounds[end] for bounds in known.values()] for end in (0, 1))
-    middle, half = [(a + b) / 2 for a, b in zip(low, high)], [(b - a) / 2 for a, b in zip(low, high)]
-    axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
+    if known:
+        middle, half = zip(*(((low + high) / 2, (high - low) / 2) for low, high in known.values()))
+        axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
     axis.invert_yaxis()
     axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side")
     axis.grid(alpha=0.3, axis="x")

@@ -326,3 +326,5 @@ def test_perplexities_stand_beside_those_published(tmp_path):
     assert rows[f"{there}lora-12-test"] == "20.00 | 22.4"
     assert rows[f"{there}full-gpt-24-test-best"] == "20.00 | 19.5 to 20.5"
     assert rows[f"{back}full-9-validation-best"] == "20.00"
+    done = command("pretended_paper", "--table=1", "--scale=published", f"--folder={tmp_path}")  # none is at hand
+    assert done.returncode == 0 and "| wikitext103_small-validation | 20.00 |  |" in done.stdout, done.stderr

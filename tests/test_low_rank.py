@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from diffeqformer.config import check_config
+from diffeqformer.depth.low_rank import merge
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import heads, heads_by_position
 from diffeqformer.inference.discretize import discretize
@@ -38,8 +39,11 @@ def test_adapters_do_what_the_merged_model_does(kind, field):
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in LORA.items()})
     config.model.vocab_size = 64
     merged = discretize(model, config, 6, "float32")
-    logits = model(TOKENS, model.weights())
-    np.testing.assert_allclose(merged(TOKENS, merged.weights()), logits, atol=5e-6 * float(jnp.abs(logits).max()))
+    expected, grid = merged(TOKENS, merged.weights()), model.grid()
+    logits = model(TOKENS, model.stack(merge(model.depth(grid)), grid.step_sizes))
+    np.testing.assert_allclose(logits, expected, atol=2e-6 * float(jnp.abs(expected).max()))
+    logits = model(TOKENS, model.weights())  # other products, rounded otherwise
+    assert np.linalg.norm(logits - expected) < 2e-6 * np.linalg.norm(expected)
 
     params, plain = split_model(model)[1], split_model(merged)[1]
     assert set(select(params, is_factor)["depth"]["layers"]) == {

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 from diffeqformer.analysis.clustering import QUANTILES, directions, relative_distances
 from diffeqformer.data.store import Split
 from diffeqformer.depth.low_rank import merge
-from diffeqformer.fields.layers import Context
+from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.parallel.hosts import is_first
 from diffeqformer.training.step import Program
 
@@ -42,7 +42,8 @@ def measured(graph, params, weights, tokens, everywhere):
         everywhere: the sharding of the result.
     """
     model, length = nnx.merge(graph, params), tokens.shape[1]
-    layers = merge(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.layers))
+    with multiplying("highest"):
+        layers = merge(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.layers))
     query, key, value, out = model.field.head_matrices(layers)
     states = jnp.stack([model.embed(tokens, Context()), model.last_state(tokens, weights, Context())])
     chosen = np.linspace(0, length - 1, min(TOKENS, length)).astype(int)

@@ -8,7 +8,8 @@ The import registers every corpus with its usual tokenizer: python_stdlib_bytes,
 and openwebtext_gpt2, unless another program has taken that name. Nothing is opened or downloaded before a task is used.
 `add_task` registers others.
 
-A task's examples are documents: `targets`, their ids with end-of-text last, and `targets_pretokenized`, their text.
+Without a sequence length, a task's examples are documents: `targets`, their ids with end-of-text last, and
+`targets_pretokenized`, their text. With one, they are windows of as many ids (`windows`).
 """
 
 import functools
@@ -16,7 +17,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import seqio
@@ -168,6 +169,18 @@ def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
+def windows(dataset: tf.data.Dataset, sequence_length: Mapping[str, int | None] | None) -> tf.data.Dataset:
+    """Concatenate documents and cut them into windows of `sequence_length["targets"]` ids.
+
+    SeqIO itself would keep the beginning of each document alone. An incomplete last window is dropped. Without such a
+    length, the documents are returned.
+    """
+    if not (sequence_length and sequence_length.get("targets")):
+        return dataset
+    ids = dataset.map(lambda example: {"targets": example["targets"]})
+    return ids.rebatch(sequence_length["targets"], drop_remainder=True)
+
+
 def stored_source(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
     """The documents of a token store's validation split: `targets`, and `targets_pretokenized`, their decoded text."""
 
@@ -194,7 +207,7 @@ def add_task(
     suffix: str = "",
     *,
     stored: Split | None = None,
-    preprocessors: Sequence[Callable] = (),
+    preprocessors: Sequence[Callable] = (windows,),
     **more,
 ) -> seqio.Task:
     """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, replacing any earlier one of that name.

@@ -84,16 +84,6 @@ def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda example: not tf.strings.regex_full_match(example["targets_pretokenized"], blank))
 
 
-def disjoint(window: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-    """Concatenate documents and cut them into windows of `window` ids. An incomplete last window is dropped."""
-
-    def windows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        dataset = dataset.map(lambda example: {"targets": example["targets"]})
-        return dataset.rebatch(window, drop_remainder=True)
-
-    return windows
-
-
 class Evaluation:
     """The text of one split of a corpus, to be scored by one or more models.
 
@@ -122,8 +112,8 @@ class Evaluation:
         self.split = split
         text = corpus, tokenizer, {split: files} if files else None
         windows = tasks.add_task(
-            *text, f"_windows_{window}", stored=stored,
-            preprocessors=[with_text, disjoint(window)], metric_objs=[WindowPerplexity],
+            *text, f"_windows_{window}", stored=stored, metric_objs=[WindowPerplexity],
+            preprocessors=[with_text, lambda texts: tasks.windows(texts, {"targets": window})],
         )  # fmt: skip
         self.task = documents = tasks.add_task(
             *text, "_documents", stored=stored, preprocessors=[with_text], metric_objs=[TextPerplexity]

@@ -7,7 +7,7 @@ moments are sharded: 3 GB on each of 8 devices, 1.6 of 16, 0.8 of 64. Each devic
 part of the batch; --config.model.remat=step needs less for them, and more time.
 Hyperparameters: the paper's. C.4 lowers beta2 for this size; 0.95 is Llama-1B's value in the authors' YAML. By C.5 a
 lower one is better for a DiffEqFormer, and worse for GPT. D.1 found E = 144 best: --config.model.time_embed_dim=144.
-What to expect: not run.
+What to expect: not run, but for some steps on one H200 (benchmarks/README.md).
 
 The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
 the same --config does that beforehand.

@@ -8,7 +8,7 @@ You provide a SentencePiece model with a vocabulary of 32,000 entries.
 Hardware: 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 of that size). Parameters and Adam
 moments are sharded: 20 GB on each of 4 devices, 10 of 8. Each device also holds the activations of its part of
 the batch; --config.microbatches=8 makes them smaller.
-Hyperparameters: the paper's.
+Hyperparameters: the authors' published configuration.
 What to expect: not run. The authors report a validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
 
 The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with

@@ -5,7 +5,7 @@
 Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Parameters and Adam moments are sharded, 2 GB on
 each. Each device also holds the activations of its part of the batch. On one device: --config.mesh.fsdp=1.
 Hyperparameters: the authors' published configuration.
-What to expect: not run.
+What to expect: not run, but for some steps on one H200 (benchmarks/README.md).
 
 The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
 the same --config does that beforehand.

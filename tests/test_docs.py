@@ -1,6 +1,7 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
 import ast
+import itertools
 import json
 import re
 import shutil
@@ -8,7 +9,7 @@ import subprocess
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, load_config
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"})
 FOLDERS = ("benchmarks", "configs", "diffeqformer", "experiments", "launch", "tests")
@@ -50,6 +51,28 @@ def test_every_picture_has_a_command_that_draws_it():
     script = ast.parse((ROOT / "experiments" / "docs_figures.py").read_text())
     listed = {key.value for node in ast.walk(script) if isinstance(node, ast.Dict) for key in node.keys}
     assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= listed | {"depth_memory"}  # of a benchmark
+
+
+def hyperparameters(config):
+    """Those of docs/fidelity.md's table, in its order. Models without a generator have eight."""
+    found = [config.batch_size, config.sequence_length, config.steps, config.optimizer.learning_rate]
+    found += [config.optimizer.weight_decay, config.optimizer.epsilon, config.optimizer.beta2, config.model.dropout]
+    widths = config.model.time_embed_dim, config.model.sinusoidal_dim
+    return found + list(widths if config.model.kind == "diffeqformer" else ())
+
+
+@pytest.mark.fast
+def test_the_listed_hyperparameters_are_those_of_the_configs():
+    text = (ROOT / "docs" / "fidelity.md").read_text()
+    rows = re.findall(r"^\| `([\w.:]+)` \| (\d+ \| .*) \|$", text, re.MULTILINE)
+    assert len(rows) == 7
+    for label, row in rows:
+        pattern, _, stage = label.replace("...", "*").partition(":")
+        models = (stage, f"{stage}-gpt") if stage else ("diffeqformer", "llama" if label == "llama_1b" else "gpt")
+        for path, model in itertools.product(ROOT.glob(f"configs/{pattern}.py"), models):
+            cells = [cell.split(", GPT ")[-1 if "gpt" in model else 0] for cell in row.split(" | ")]
+            found = hyperparameters(load_config(path.stem, model))
+            assert found == [float(cell.replace(",", "")) for cell in cells[: len(found)]], (path.stem, model)
 
 
 @pytest.mark.fast

@@ -278,6 +278,7 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])
 def test_the_configs_are_the_published_recipe(name):
+    """As in the authors' scripts: everything decays, and adapters start with both factors at 1e-6."""
     first, second = name.removeprefix("finetune_").split("_to_")
     for model, kind, steps in (("", "diffeqformer", 18), ("-gpt", "gpt", 24)):
         pretraining = load_config(name, f"pretrain{model}")
@@ -287,5 +288,8 @@ def test_the_configs_are_the_published_recipe(name):
             config = load_config(name, f"{mode}{model}")
             assert config.base == f"runs/{pretraining.name}" and config.data.task == second
             assert (config.model.num_steps, config.model.lora_rank) == (steps, rank)
+            assert config.optimizer.decay == pretraining.optimizer.decay == "everything"
+            assert config.eval_every == config.checkpoint_every == pretraining.eval_every == 200
+            assert not rank or (config.model.lora_start, config.model.lora_alpha) == ("published", 8.0)
     with pytest.raises(UserError, match="^--config: must end with :pretrain, :full or :lora, .* but it is :half"):
         load_config(name, "half")

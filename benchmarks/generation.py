@@ -1,6 +1,6 @@
 """Generation speed: tokens per second after the first, with the key-value cache, for several models side by side.
 
-    python benchmarks/generation.py                            # every model against the vanilla one of its flavour
+    python benchmarks/generation.py                            # every model against the vanilla one with the same block
     python benchmarks/generation.py --samples=8 --width=768 --heads=12 --sequence_length=1024 --vocab_size=50304
 
 `first` is the time to the first token of a compiled program: it generates the weights for all depths, then reads the

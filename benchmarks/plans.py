@@ -1,4 +1,4 @@
-"""Plan the train step of every config, each on the slice that its docstring names, and print the table of plans.
+"""Plan the train step of every config, each on a slice that its docstring allows, and print the table of plans.
 
     pip install -e '.[tpu]' -c constraints.txt
     python benchmarks/plans.py

@@ -1,6 +1,6 @@
 """Train step and forward pass of several models side by side, on synthetic tokens, in one run.
 
-    python benchmarks/train_step.py                            # every model against the vanilla one of its flavour
+    python benchmarks/train_step.py                            # every model against the vanilla one with the same block
     python benchmarks/train_step.py --models=gpt:shared,gpt:gpt --width=768 --heads=12 --batch_size=2
     python benchmarks/train_step.py --models=gpt:diffeqformer,gpt:gpt --shape=large --batch_size=16  # a GPU with 80 GB
 

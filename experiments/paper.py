@@ -103,18 +103,23 @@ def downstream(output: str, runs: Iterable[str], options: str = "") -> Command:
     )
 
 
-def seeds(model: str, changes: str = "") -> str:
+def seeds(model: str, changes: str = "", which: str = "[123]") -> str:
     """A pattern of the runs that a study shows: those of its best rate, with the seeds after 0."""
-    return f"studies/tiny-{model}-{changes}optimizer.learning_rate-*-seed-[123]-1500_steps"
+    return f"studies/tiny-{model}-{changes}optimizer.learning_rate-*-seed-{which}-1500_steps"
 
 
-def analyze(name: str, part: str) -> Command:
-    """A part of the report on a run of the folder."""
-    output = f"{name}-{part}"
+def analyze(run: str, part: str, output: str) -> Command:
+    """A part of the report on a run of the folder, or on the one that matches a pattern."""
     return Command(
-        f"-m diffeqformer.analyze --workdir={{folder}}/{name} --parts={part} --output={{folder}}/{output}",
+        f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts={part} --output={{folder}}/{output}",
         output,
     )
+
+
+def analyze_seeds(part: str) -> tuple[Command, ...]:
+    """A part of the reports on the DiffEqFormers of a study, of its best rate and three seeds."""
+    reports = (analyze(seeds("diffeqformer", which=seed), part, f"tiny-{part}-seed-{seed}") for seed in "123")
+    return (study("perplexity"), *reports)
 
 
 LLAMA_FILE = "--config.data.tokenizer_file={tokenizer}"
@@ -143,10 +148,9 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     ),
 )
 EMBEDDING = (study("embedding"),)
-WIDTHS = f"--widths=20,48,72,96,120,144 {AT_SCALE}"
-EMBEDDING_OF_LARGE, EMBEDDING_OF_MEDIUM = (
-    (study("embedding", f"--config=configs/{size}.py {WIDTHS}"),) for size in ("large", "medium")
-)
+WIDTHS = "--widths=20,48,72,96,120,144"
+EMBEDDING_OF_LARGE = (study("embedding", f"--config=configs/large.py {WIDTHS} {AT_SCALE}"),)
+SIZES_OF_MEDIUM = (study("embedding", f"--config=configs/medium.py {WIDTHS} --rates=3e-4 --seeds=1 --steps=100"),)
 
 
 def scored(output: str, *configs: str, options: str = "") -> tuple[Command, ...]:
@@ -177,10 +181,10 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
 
 
 WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
-SPECTRA = (train("tiny"), analyze("tiny", "spectra"))
-SPECTRA_AT_SCALE = (train("medium"), analyze("medium", "spectra"))
-SIMULATION = (train("tiny"), analyze("tiny", "simulation"))  # the same for every checkpoint
-SENSITIVITY = (train("tiny"), analyze("tiny", "sensitivity"))
+SIMULATION = (train("tiny"), analyze("tiny", "simulation", "tiny-simulation"))  # the same for every checkpoint
+SPECTRA_OF_MEDIUM, SENSITIVITY_OF_MEDIUM = (
+    (train("medium"), analyze("medium", part, f"medium-{part}")) for part in ("spectra", "sensitivity")
+)
 LLAMA_AT_SCALE = scored("figure-8", "llama_1b", "llama_1b:llama", options=LLAMA_FILE)
 
 EXHIBITS = {
@@ -203,20 +207,20 @@ EXHIBITS = {
         "parameters of a DiffEqFormer by d_emb",
         "not at hand (docs/fidelity.md has the code's)",
         EMBEDDING,
-        EMBEDDING_OF_MEDIUM,
+        SIZES_OF_MEDIUM,
     ),
     "figure 2": Exhibit(
         "spectra of QK and OV over time; clusters of the simulation with constant and growing weights",
         "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
-        (*SPECTRA, analyze("tiny", "simulation")),
-        (*SPECTRA_AT_SCALE, analyze("medium", "simulation")),
+        analyze_seeds("spectra") + SIMULATION,
+        SPECTRA_OF_MEDIUM + SIMULATION,
     ),
     "figure 3": Exhibit(
         "Lyapunov sensitivity of a prediction to each token",
         "in its sentence about BIGBANG, that word is highlighted for the next word 'its'; the paper's text lacks the "
         "sentence, so give one by `analyze --text`",
-        SENSITIVITY,
-        (train("medium"), analyze("medium", "sensitivity")),
+        analyze_seeds("sensitivity"),
+        SENSITIVITY_OF_MEDIUM,
     ),
     "figure 4": Exhibit(
         "overfitting: validation curves on a short text",
@@ -260,8 +264,8 @@ EXHIBITS = {
         SIMULATION,
     ),
     "figure 14": Exhibit("perplexity by d_emb", "better up to 144", EMBEDDING, EMBEDDING_OF_LARGE),
-    "figure 15": Exhibit("throughput by d_emb", "a slight fall", EMBEDDING, EMBEDDING_OF_MEDIUM),
-    "figure 16": Exhibit("memory by d_emb", "grows less than the parameters", EMBEDDING, EMBEDDING_OF_MEDIUM),
+    "figure 15": Exhibit("throughput by d_emb", "a slight fall", EMBEDDING, SIZES_OF_MEDIUM),
+    "figure 16": Exhibit("memory by d_emb", "grows less than the parameters", EMBEDDING, SIZES_OF_MEDIUM),
     "figure 18": Exhibit(
         "one MLP of t for all weights, or one for each",
         "one for each is better",

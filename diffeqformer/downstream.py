@@ -24,7 +24,7 @@ from flax import nnx
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import Step
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
+from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.inference.bars import plot
@@ -274,6 +274,7 @@ class Study:
     """
 
     def __init__(self, options, shots: list[int]):
+        check_output(options.output, options.workdir[0])
         self.shots, self.log_samples = shots, options.log_samples
         self.tasks, self.names = load_tasks(options.tasks, options.include)
         self.own = {name: task.get_config("num_fewshot") for name, task in self.tasks["tasks"].items()}

@@ -14,7 +14,7 @@ from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, whole_numbers
+from diffeqformer.console.results import check_output, header, results_folder, whole_numbers
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
@@ -118,6 +118,7 @@ def score_checkpoint(options) -> dict | None:
     with hosts.all_succeed("the text"):
         if hosts.is_first():
             text = text_of(options, opened)
+            check_output(options.output, options.workdir)
     scorers = make_scorers(opened, options, window)  # invalid options fail here, before any text is read
     results = {
         **header(options.workdir, opened),

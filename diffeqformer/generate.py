@@ -37,7 +37,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
     help_text = "Texts to write after the same prompt; the first is shown as it is generated."
-    flags.DEFINE_integer("samples", 1, help_text, upper_bound=2**16)
+    flags.DEFINE_integer("samples", 1, help_text, 1, 2**16)
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
@@ -101,7 +101,9 @@ def prompts_of(options) -> list[str]:
 def write(options) -> None:
     """Read the prompts, open the checkpoint, and write."""
     started = time.monotonic()
+    choice = Choice(options.temperature, options.top_k, options.top_p)
     with hosts.all_succeed("the prompt"):
+        choice.check()
         prompts = prompts_of(options)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     hosts.check_same("--prompt: the text", digest, "give all processes the same one")
@@ -113,7 +115,7 @@ def write(options) -> None:
         drafts = f", drafts in {options.draft_steps}"
     how = dict(
         key=random_key(options.seed, "sample"),
-        choice=Choice(options.temperature, options.top_k, options.top_p),
+        choice=choice,
         samples=options.samples,
         num_steps=options.num_steps,
         sliding_window=options.sliding_window,

@@ -13,7 +13,7 @@ from absl import flags
 from diffeqformer import checkpoint
 from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.console import command_line
-from diffeqformer.console.results import header, results_folder, write_json, write_text
+from diffeqformer.console.results import check_output, header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
 from diffeqformer.inference.report import depths_of
@@ -60,6 +60,7 @@ def examine(options) -> dict:
     ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):
         if hosts.is_first():
+            check_output(options.output, options.workdir)
             task, files = text_of(options, opened)
             windows = open_text(options, opened, task, files, window, window).first_windows(options.windows)
             folder = results_folder(options.output, options.workdir, "ode")

@@ -206,11 +206,12 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ({"tolerance": ["1", "0"], "calibration_files": "a"}, "--tolerance: must be positive numbers, but it has 0"),
         ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be comma-separated numbers, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
+        ({"output": "gs://bucket/scores"}, "--output: must be a folder of this machine"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
     options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
-    options |= {"workdir": workdir, "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
+    options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     options |= {"tolerance": [], "calibration_files": None, "perplexity": "both"}
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))

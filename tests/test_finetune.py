@@ -16,6 +16,7 @@ from diffeqformer import checkpoint, prepare
 from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
+from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, loop, run
@@ -274,6 +275,15 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         UserError, match="^config.data.tokenizer: must be the tokenizer of config.base, bytes, .* gives other ids"
     ):
         finetune.base_of(new_config(tmp_path / "ours"), checkpoint.About({}, "bytes", "more"))
+
+
+def test_a_base_too_large_is_said_before_anything_is_compiled(tmp_path, short_stores, one_device_loop, monkeypatch):
+    save_base(tmp_path / "base", toy_config())
+    free = 10**4  # bytes, less than the base has
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: free)
+    monkeypatch.setattr(run, "check_memory", None)
+    with pytest.raises(UserError, match="^config.base: the parameters of .*base would take .*; materialize it"):
+        loop.train(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
 
 
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])

@@ -98,6 +98,21 @@ def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device
     assert asked == [True, False, True]
 
 
+@pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2}])
+def test_dynamics_too_large_are_said_to_be_so(changes, monkeypatch):
+    """In chunks, the weights of all steps are made for them alone."""
+    config = toy_config(dynamics_every=1, model__remat="step", **changes)
+    program = Program(config, ONE_DEVICE)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**9)
+    sizes = iter([0, 2 * 10**9] if changes else [0, 0, 0, 2 * 10**9])
+    monkeypatch.setattr(memory, "bytes_of_program", lambda _: next(sizes))
+    sentence = (
+        "a validation in 6 steps needs 2.0 GB for its dynamics on each device, but .* take config.dynamics_every=0"
+    )
+    with pytest.raises(UserError, match=f"^config.dynamics_every: {sentence}"):
+        memory.check_memory(config, program, program.state_shapes, True)
+
+
 def test_a_donated_state_counts_once():
     program = Program(toy_config("gpt"), ONE_DEVICE)
     tokens = jax.ShapeDtypeStruct((8, 16), "int32")

@@ -341,6 +341,15 @@ ENTRY %main () -> f32[] {
     assert [times for _, times in Module(text, 2.5).instructions()] == [2.5]
 
 
+@pytest.mark.parametrize("changes", [{"model__lora_rank": 2, "model__dtype": "bfloat16"}, {}])
+def test_weights_that_are_read_where_they_lie_count_once(changes):
+    """Frozen kernels beside adapters, and weights of layers in float32."""
+    config = toy_config("discretized", base="a run", model__vocab_multiple=16, **changes)
+    program = step.Program(config, make_mesh((1, 2, 1), jax.devices()[:2]), (flash, ""))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes["params"]["depth"]))
+    assert bytes_from_shapes(config, program, 6)["weights"] < 4 * parameters / 2 / 10
+
+
 def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
     config = toy_config("gpt", sequence_length=64, model__max_length=64, model__dtype="bfloat16")
     fast, plain = (plan_on_gpus(config, jax.devices()[:1], GPUS["h100"], plain) for plain in (False, True))

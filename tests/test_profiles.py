@@ -142,6 +142,18 @@ def clock(monkeypatch):
     return now
 
 
+def test_a_clock_goes_on_over_another_record(clock):
+    """As when a damaged checkpoint is set aside after compilation."""
+    watch = goodput.Stopwatch(clock.seconds, {"began": 400.0, "steps": 300.0}, 8)
+    clock.seconds += 100
+    watch.lap("compilation")
+    watch = watch.on_top_of({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
+    clock.seconds += 1
+    watch.lap("start-up")
+    assert (watch.began, watch.seconds["steps"], watch.seconds["compilation"]) == (400.0, 200.0, 107.0)
+    assert watch.seconds["start-up"] == 1.0
+
+
 def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch, one_device_loop, clock, capsys):
     """A batch takes a second, compilation 100, a validation 10, a save 5, and the run is down for 50."""
     config = toy_config("gpt", steps=6, eval_every=4, checkpoint_every=2, data__dir=str(short_stores))

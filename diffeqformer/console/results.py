@@ -58,6 +58,16 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     return folder
 
 
+def check_output(output: str | None, workdir: str) -> None:
+    """Create `output` if it is given, before the work whose results it will hold.
+
+    Raises:
+        UserError: as `results_folder` does.
+    """
+    if output:
+        results_folder(output, workdir)
+
+
 def title(config: ConfigDict) -> str:
     """What a heading calls a run: the config's name, and whether the run began with another's weights."""
     how = " (lora)" if config.model.lora_rank else ""

@@ -48,18 +48,14 @@ def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype:
     return {
         **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
         **in_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": stored_layers(model.depth, grid, dtype, model.precision)},
+        "depth": {"layers": stored_layers(model.depth, grid, dtype)},
     }
 
 
-def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype, precision: str) -> dict:
-    """The weights of every layer at the times of a grid, as a discretized model stores them.
-
-    Args:
-        precision: that of a model's products, with which adapters are merged.
-    """
+def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype) -> dict:
+    """The weights of every layer at the times of a grid, as a discretized model stores them. Adapters are merged."""
     layers = depth(grid)
-    with multiplying(precision):
+    with multiplying("highest"):
         return in_type(merge(layers), dtype)
 
 
@@ -106,7 +102,7 @@ def discretized_arrays(
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     leaves = traverse_util.flatten_dict(shapes)
     layers = [_layer(model, name, stored, leaves, bytes_at_once) for name in model.field.layers()]
-    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes, "precision": model.precision}
+    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
     others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
     return shapes, itertools.chain(
         ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
@@ -178,14 +174,9 @@ def _index(axes: tuple[str | None, ...], block: dict[str, slice]) -> tuple[slice
     return tuple(block.get(axis, slice(None)) for axis in axes)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype", "precision"))
+@functools.partial(jax.jit, static_argnames=("graph", "ends", "nodes", "dtype"))
 def _weights_of_layer(
-    graph: nnx.GraphDef,
-    params: dict,
-    ends: tuple[float, ...],
-    nodes: tuple[float, ...],
-    dtype: jnp.dtype,
-    precision: str,
+    graph: nnx.GraphDef, params: dict, ends: tuple[float, ...], nodes: tuple[float, ...], dtype: jnp.dtype
 ) -> dict:
     """`stored_layers` for depth weights that have only one layer."""
-    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype, precision)["layer"]
+    return stored_layers(nnx.merge(graph, params), Grid.of(np.array(ends), nodes), dtype)["layer"]

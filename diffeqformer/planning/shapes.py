@@ -30,7 +30,7 @@ from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.programs import size_of
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import padded_vocabulary
+from diffeqformer.transformer import MODELS, padded_vocabulary
 
 
 @jax.custom_vjp
@@ -118,7 +118,7 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
         gradient = gradient | {"sums over microbatches": sums}
     examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
-    forward = {"weights": loops.weights, "states": loops.stored, **gradient}
+    forward = {"weights": loops.weights - read_in_place(config, program, loops), "states": loops.stored, **gradient}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
         forward | {"weights' gradient": loops.gradient, "a step computed again": again // steps},
@@ -141,6 +141,15 @@ def states_kept(model: ConfigDict, num_steps: int) -> int | None:
 
 
 STATE = {"parameters": "params", "moments": "optimizer"}
+
+
+def read_in_place(config: ConfigDict, program: Program, loops: Loops) -> int:
+    """The bytes of weights that the loops read where they lie: parameters of layers that aren't cast beforehand."""
+    if MODELS[config.model.kind].weights.generated:
+        return 0
+    params = program.state_shapes["params"]
+    uncast = params if config.model.dtype == "float32" else program.frozen(params)
+    return min(loops.weights, size_of(uncast.get("depth", {})))
 
 
 def largest_gradient(program: Program) -> int:

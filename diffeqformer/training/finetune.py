@@ -17,8 +17,9 @@ from diffeqformer.checkpoint_folder import NoSuchStep, Step
 from diffeqformer.config import base_config, check_rule
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
+from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
-from diffeqformer.transformer import MODELS, split_model
+from diffeqformer.transformer import MODELS, abstract_model, split_model
 
 OWN = tuple(
     "num_steps training_times training_depths dropout dtype state_dtype weights_dtype remat snapshots "
@@ -141,6 +142,23 @@ def solver_of_base(config: ConfigDict, step: int) -> str:
     """The solver of the base at one of its checkpoints."""
     with _reading_base(config):
         return checkpoint.load_config(config.base, step, "config.base").model.solver
+
+
+def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
+    """Check that the base's parameters fit into the devices' memory, before a program is compiled.
+
+    Args:
+        step: training step of the base's checkpoint.
+        mesh: the devices over which they are sharded.
+
+    Raises:
+        UserError: if not.
+    """
+    with _reading_base(config):
+        base = checkpoint.load_config(config.base, step, "config.base")
+    remedy = "materialize it on a machine with more memory, and take the folder of that"
+    params = split_model(abstract_model(base))[1]
+    check_free(f"config.base: the parameters of {config.base}", params, 1 / mesh.size, remedy)
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:

@@ -24,7 +24,16 @@ class Stopwatch:
         began = time.time() - (time.monotonic() - started)
         record = {"began": began, "from_step": step, **(saved or {})}
         self.began, self.from_step = record["began"], record["from_step"]
-        self.seconds = {cause: record.get(cause, 0.0) for cause in CAUSES}
+        self.before = {cause: record.get(cause, 0.0) for cause in CAUSES}
+        self.seconds = dict(self.before)
+
+    def on_top_of(self, saved: dict | None, step: int) -> "Stopwatch":
+        """This process's clock as it stands, with another checkpoint's record before it (see `Stopwatch`)."""
+        other = Stopwatch(self.started, saved, step)
+        other.last = self.last
+        for cause in CAUSES:
+            other.seconds[cause] += self.seconds[cause] - self.before[cause]
+        return other
 
     def lap(self, cause: str) -> float:
         """Count the time since the last lap under a cause, and return it in seconds."""

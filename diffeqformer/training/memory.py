@@ -57,9 +57,11 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     validated = {depth: chunk_length(depth, chunk) if chunk else depth for depth in (own, *program.depths)}
     for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):
         for name, lowered in programs_of(program, depth):
-            field = "num_steps" if depth is None else "training_depths"
+            field = "model.num_steps" if depth is None else "model.training_depths"
+            if name == "dynamics" or (chunk and name == "weights"):  # all weights at once are for the dynamics alone
+                field, name = "dynamics_every", "dynamics"
             check_program(
-                f"config.model.{field}: a validation in {depth or own} steps needs {{}} for its {name}",
+                f"config.{field}: a validation in {depth or own} steps needs {{}} for its {name}",
                 lowered,
                 free,
                 functools.partial(remedies, config, devices, what=name),
@@ -113,7 +115,9 @@ def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str =
         excess: what is needed divided by what is free; infinite: not known.
         what: train step, or the weights, evaluation or dynamics of a validation.
     """
-    if what in ("weights", "dynamics"):
+    if what == "dynamics":
+        return "config.dynamics_every=0, fewer steps, or more devices with config.mesh.fsdp"
+    if what == "weights":
         return "fewer steps, or more devices with config.mesh.fsdp"
     halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
     parts = config.microbatches * 2**halvings

@@ -194,12 +194,16 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
             f"{workdir}: holds a materialized model, which has no optimizer state to resume; use another --workdir"
         )
     check_resumable(config, config_there, workdir)
-    check_unchanged("tokenizer", about, saved, workdir)
+    if about.tokenizer != saved.tokenizer:
+        raise UserError(
+            f"config.data.tokenizer_file: must be that of the run in {workdir}, {saved.tokenizer}, but it is "
+            f"{about.tokenizer}; give the file that the run began with, or use another --workdir"
+        )
     return saved
 
 
 def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
-    """Check that the run so far had the same tokenizer, or the same ids (`data_sha256`, `validation_sha256`).
+    """Check that the run so far had the same ids (`data_sha256`, `validation_sha256`).
 
     An earlier version didn't record the last one.
 
@@ -227,6 +231,8 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
     shapes = run.program.state_shapes
     run.clock.lap("start-up")
     with hosts.all_succeed("the memory"):
+        if step is None and run.config.base:
+            finetune.check_base_fits(run.config, run.about.base["step"], run.program.mesh)
         will_train = (step or 0) < run.config.steps or run.config.on_damage == "older"
         check_memory(run.config, run.program, shapes, will_train)
     run.clock.lap("compilation")
@@ -265,7 +271,7 @@ def at_newest(run: Run) -> Run:
         about = dataclasses.replace(
             run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
         )
-        return dataclasses.replace(run, about=about, clock=Stopwatch(run.clock.started, saved.time_spent, step))
+        return dataclasses.replace(run, about=about, clock=run.clock.on_top_of(saved.time_spent, step))
 
 
 def restored(run: Run, shapes: dict) -> tuple[Run, dict]:

@@ -321,7 +321,7 @@ class Ignored(NamedTuple):
 
 IGNORED = [
     Ignored(
-        "model.time_embed_dim model.sinusoidal_dim model.time_frequency",
+        "model.time_embed_dim model.sinusoidal_dim model.time_frequency kernels mesh.generator",
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),

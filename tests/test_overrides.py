@@ -37,6 +37,7 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
     [
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
+        ("gpt", "--config.kernels=xla", "model.kind gpt has no hypernetwork"),
         ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),

@@ -19,12 +19,12 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED
-from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
+from diffeqformer.inference.seeds import setting
 
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
@@ -46,6 +46,10 @@ class Validated(NamedTuple):
     parameters: int
     curve: dict[int, float]
     tokens_per_second: float | None
+
+    def setting(self) -> dict:
+        """What decides its result but for the seed."""
+        return setting(self.config, self.data_sha256, self.validation_sha256)
 
     def end(self) -> float:
         """The last validation."""
@@ -82,24 +86,17 @@ def read_run(folder: str) -> Validated:
     )
 
 
-def setting(run: Validated) -> dict:
-    """What decides a run's result but for its seed: fields of the config, and the text."""
-    names = [name for name in field_names(run.config) if name != "seed" and not name.startswith(CHANGEABLE)]
-    texts = {"data": run.data_sha256[:8], "validation data": run.validation_sha256[:8]}
-    return {name: get_field(run.config, name) for name in names} | texts
-
-
 def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
     """Runs of equal configs on equal data together, by a label that says what sets them apart."""
     groups = {}
     for run in runs:
-        key = json.dumps(setting(run), sort_keys=True, default=list)
+        key = json.dumps(run.setting(), sort_keys=True, default=list)
         groups.setdefault(key, []).append(run)
     members = list(groups.values())
     labels = [f"{title(group[0].config)}: {group[0].config.model.kind}" for group in members]
     for label in {label for label in labels if labels.count(label) > 1}:
         alike = [n for n, other in enumerate(labels) if other == label]
-        settings = [setting(members[n][0]) for n in alike]
+        settings = [members[n][0].setting() for n in alike]
         names = sorted(set().union(*settings))
         apart = [name for name in names if len({repr(fields.get(name)) for fields in settings}) > 1]
         for n, fields in zip(alike, settings):

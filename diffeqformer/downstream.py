@@ -31,6 +31,7 @@ from diffeqformer.inference.bars import plot
 from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
 from diffeqformer.inference.published import PERCENT, TASKS, describe
 from diffeqformer.inference.scoring import lead, window_size
+from diffeqformer.inference.seeds import describe_means, setting
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
 
@@ -195,8 +196,8 @@ def write(folder: pathlib.Path, report: dict) -> None:
     write_json(folder / "results.json", {**report, "runs": runs}, default=str)
     documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
     write_json(folder / "documents.json", documents, indent=None)
-    differences = describe_differences(report["runs"])
-    write_text(folder / "results.md", describe(report["runs"]) + (f"\n{differences}" if differences else ""))
+    tables = (describe(report["runs"]), describe_means(report["runs"]), describe_differences(report["runs"]))
+    write_text(folder / "results.md", "\n".join(filter(None, tables)))
     plot(report["runs"], folder / "downstream.png")
 
 
@@ -295,6 +296,8 @@ class Study:
     def run(self, workdir: str, model) -> None:
         """Run all tasks with one model, a `HarnessModel`, with each number of shots, and write the results."""
         label = f"{workdir}, {model.num_steps} steps"
+        config, about = model.opened.config, model.opened.about
+        texts = about.data_sha256, about.validation_sha256
         for number in self.shots:
             said = f"{len(self.names)} tasks, {number} shots"
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
@@ -309,6 +312,8 @@ class Study:
                 "num_steps": model.num_steps,
                 "window": model.max_length,
                 "shots": number,
+                "seed": config.seed,
+                "setting": setting(config, *texts),
                 "seconds": round(time.monotonic() - start, 1),
                 "tasks": rows,
                 "documents": scores_of_documents(results, rows),
@@ -324,6 +329,8 @@ class Study:
         """Print the tables."""
         runs = self.report["runs"]
         print(f"\n{describe(runs)}\n{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
+        if means := describe_means(runs):
+            print(f"\n{means}Means over seeds (standard deviation).")
         if differences := describe_differences(runs):
             print(
                 f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "

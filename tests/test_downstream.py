@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.inference import bars, paired, published
+from diffeqformer.inference import bars, paired, published, seeds
 from diffeqformer.inference.harness import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
@@ -95,11 +95,29 @@ def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
             assert len(values) == results["examples"] and sum(values) / len(values) == pytest.approx(
                 results[published.shown_metric(results)]
             )
-    assert differences[0] == [f"**less {runs[0]}, 2 steps**", *(f"**{runs[1]}, 2 steps, {n} shots**" for n in (0, 2))]
+    labels = [f"{run}, 2 steps" for run in runs]
+    assert differences[0] == ["", *(f"**{labels[1]}, less {labels[0]}, {n} shots**" for n in (0, 2))]
     assert [line[0] for line in differences[2:]] == ["PIQA", "last_word", "sums"]
     first, second = (100 * report["runs"][number]["tasks"]["piqa"]["acc,none"] for number in (0, 2))
     assert differences[2][1].startswith(f"{second - first:+.2f} ± ") and ", p = " in differences[2][1]
     assert (tmp_path / "out" / "downstream.png").stat().st_size > 10_000
+
+
+def test_seeds_are_averaged_and_compared_with_their_own():
+    """Two seeds of two models, and a third seed of a third one."""
+
+    def run(kind, seed, score):
+        tasks = {"piqa": {"acc,none": score, "shots": 0, "examples": 4, "contexts_cut": 0}}
+        about = {"label": f"{kind} {seed}", "setting": kind, "seed": seed, "shots": 0, "num_steps": 4, "title": "tiny"}
+        return {**about, "kind": kind, "tasks": tasks, "documents": {"piqa": [0.0, 1.0, 1.0, score]}}
+
+    runs = [run(kind, seed, seed / 4) for kind in ("gpt", "ours") for seed in (1, 2)] + [run("third", 3, 0.5)]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in seeds.describe_means(runs).splitlines()]
+    assert lines[2][2:] == [f"**tiny: {kind}, 4 steps, seeds 1, 2**" for kind in ("gpt", "ours")]
+    assert lines[3] == ["PIQA", "4", *2 * ["37.50 (17.68)"]]
+    assert seeds.describe_means(runs[1:3]) == ""
+    assert paired.references(runs) == {"ours 1": "gpt 1", "ours 2": "gpt 2", "third 3": "gpt 1"}
+    assert "**ours 2, less gpt 2, 0 shots**" in paired.describe_differences(runs)
 
 
 def test_the_same_documents_are_compared_in_pairs():

@@ -83,26 +83,42 @@ def leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
 
 
 def describe_differences(runs: list[dict]) -> str:
-    """A Markdown table of the differences of all other models from the first one; empty if there is only one.
+    """A Markdown table of the differences of models from their `references`; empty if there is none.
 
     Args:
-        runs: as `diffeqformer.downstream` keeps them; label, shots, tasks and documents are used.
+        runs: as `diffeqformer.downstream` keeps them; label, shots, seed, setting, tasks and documents are used.
     """
-    labels = list(dict.fromkeys(run["label"] for run in runs))
+    others = references(runs)
     found = {(run["label"], run["shots"]): run for run in runs}
     shots = list(dict.fromkeys(run["shots"] for run in runs))
-    places = [(label, number) for number in shots for label in labels[1:] if (label, number) in found]
+    places = [(label, number) for number in shots for label in others if (label, number) in found]
     if not places:
         return ""
     tasks = [task for task in runs[0]["tasks"] if any(task in found[place]["documents"] for place in places)]
     lines = [
-        [f"**less {labels[0]}**", *(f"**{label}, {number} shots**" for label, number in places)],
+        ["", *(f"**{label}, less {others[label]}, {number} shots**" for label, number in places)],
         ["---"] + ["---:"] * len(places),
     ]
     for task in in_order(tasks):
-        cells = [_cell(task, found[labels[0], number], found[label, number]) for label, number in places]
+        cells = [_cell(task, found[others[label], number], found[label, number]) for label, number in places]
         lines.append([TASKS.get(task, task), *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def references(runs: list[dict]) -> dict[str, str]:
+    """By the label of a run: that of the one with which it is compared.
+
+    It is the first of the same seed. For the first of a further seed it is the first of all, unless they differ in the
+    seed alone.
+    """
+    found = {}
+    for run in runs:
+        alike = next(other for other in runs if other["seed"] == run["seed"])
+        if alike["label"] == run["label"] and run["setting"] != runs[0]["setting"]:
+            alike = runs[0]
+        if alike["label"] != run["label"]:
+            found[run["label"]] = alike["label"]
+    return found
 
 
 def _cell(task: str, first: dict, second: dict) -> str:

@@ -81,6 +81,13 @@ def test_a_config_file(what, tmp_path):
         ("evaluate", ["--num_steps=1000000000", "--workdir={run}"], "num_steps: must be at most 65,536, but it is "),
         ("ode", ["--refinements=60", "--workdir={run}"], "--refinements: must be at most "),
         ("analyze", ["--times=1000000000", "--workdir={run}"], "--times: must be at most 65,536, but it is 1000000000"),
+        ("generate", ["--prompt=a", "--step=77", "--workdir={run}"], "--step: must be best or the step of a"),
+        ("evaluate", ["--step=77", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
+        ("ode", ["--step=77", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
+        ("ode", ["--output=gs://a/b", "--files=absent", "--workdir={run}"], "--output: must be a folder of this "),
+        ("analyze", ["--step=77", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
+        ("downstream", ["--step=77", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
+        ("materialize", ["--step=77", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
         ("inspect", ["--step=9" + 30 * "9", "--workdir={run}"], "--step: must be best or the step of a checkpoint in "),
     ],
 )

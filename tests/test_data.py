@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import queue
 import shutil
 import threading
@@ -140,9 +139,11 @@ def test_missing_and_too_short_stores_are_refused(small_store, tmp_path):
         open_store(small_store, "bytes", 10_000)
 
 
-@pytest.mark.parametrize("cores", [2, 16])
-def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+@pytest.mark.parametrize("cores, helpers", [(2, 0), (16, 7)])
+def test_a_changed_store_is_found_by_its_hashes(small_store, cores, helpers, monkeypatch):
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(store, "number_of_cores", lambda: cores)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread) or start(thread))
     verify(small_store, read_about(small_store))
     data = bytearray((small_store / "train-00002.bin").read_bytes())
     data[10] ^= 1
@@ -156,6 +157,7 @@ def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch)
     about["splits"]["train"]["shards"].reverse()
     with pytest.raises(UserError, match="its shards aren't those of one text in order"):
         verify(small_store, about)
+    assert len(started) == 3 * helpers and not any(thread.is_alive() for thread in started)
 
 
 def test_a_seal_stands_for_the_hashes_of_splits(small_store, monkeypatch):

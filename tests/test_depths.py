@@ -183,6 +183,7 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     jax.tree.map(np.testing.assert_array_equal, again, whole)
 
     found = curves(tmp_path / "whole")
+    assert curves(tmp_path / "stopped")["train/loss"] == found["train/loss"]
     assert {name for name in found if "_at_" in name} == {f"validation/bits_per_byte_at_{depth}" for depth in (1, 2)}
     assert found["validation/bits_per_byte_at_1"] != found["validation/bits_per_byte"]
     [event] = EventAccumulator(str(tmp_path / "whole" / "tensorboard")).Reload().Tensors("custom_scalars__config__")

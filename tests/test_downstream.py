@@ -192,6 +192,18 @@ def test_several_depths_have_a_column_each_and_lm_eval_gets_every_score(runs, tm
         assert run["tasks"]["pages"]["examples"] == 3
 
 
+def test_seeds_of_runs_are_averaged_at_each_depth(tmp_path, local_tasks):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders, 1):
+        config = toy_config(model__max_length=64, sequence_length=64, model__num_steps=2, seed=seed)
+        save_params(folder, config, {12: drawn(config.model)[1]})
+    changes = {"workdir": list(map(str, folders)), "num_steps": ["2", "3"], "output": str(tmp_path / "out")}
+    downstream.run_all(options(folders, tasks=["last_word"], limit=3, **changes))
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert all(f"| **toy: diffeqformer, {steps} steps, seeds 1, 2** |" in text for steps in (2, 3))
+    assert f"| **{folders[1]}, 3 steps, less {folders[1]}, 2 steps, 0 shots** |" in text
+
+
 def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs, tmp_path, local_tasks):
     folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks")
     (folder / "mmlu.yaml").write_text(
@@ -199,11 +211,13 @@ def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs,
     )
     (folder / "loose.yaml").write_text("group: loose\ntask: [last_word, piqa]\n")
     (folder / "tagged.yaml").write_text(f"include: {folder}/everyday.yaml\ntask: tagged\ntag: some\n")
+    accuracies = {}
     for group, rows in (("mmlu", {"mmlu": 11}), ("loose", {"last_word": 6, "piqa": 5}), ("some", {"tagged": 5})):
         downstream.run_all(options(runs, include=str(folder), tasks=[group], output=str(tmp_path / group)))
         [run] = json.loads((tmp_path / group / "results.json").read_text())["runs"]
         assert {task: results["examples"] for task, results in run["tasks"].items()} == rows
-        assert all(0 <= results["acc,none"] <= 1 for results in run["tasks"].values())
+        accuracies |= {task: results["acc,none"] for task, results in run["tasks"].items()}
+    assert accuracies["mmlu"] == pytest.approx((6 * accuracies["last_word"] + 5 * accuracies["piqa"]) / 11)
 
 
 def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkeypatch):
@@ -256,7 +270,7 @@ def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
         "diffeqformer", f"workdir={runs[0]},num_steps=2", tasks=["sums"], batch_size="4", bootstrap_iters=0,
         task_manager=TaskManager(include_path="tests/data/tasks", include_defaults=False),
     )  # fmt: skip
-    assert results["results"]["sums"]["exact_match,none"] >= 0 and results["config"]["model_num_steps"] == 2
+    assert len(results["samples"]["sums"]) == 4 and results["config"]["model_num_steps"] == 2
 
 
 def test_published_figures():

@@ -209,10 +209,11 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
         ({"output": "gs://bucket/scores"}, "--output: must be a folder of this machine"),
     ],
 )
-def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence):
+def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence, monkeypatch):
     options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     options |= {"tolerance": [], "calibration_files": None, "perplexity": "both"}
+    monkeypatch.setattr(evaluation_command, "open_text", lambda *_: pytest.fail("it read the text"))
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
 
@@ -252,6 +253,8 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
     documents = [text for text in DOCUMENTS if text.strip()]
     store = tmp_path / "there" / "python_stdlib-bytes"
     about = make_store(store, {"train": [["other text"]], "validation": [documents[:1], documents[1:]]})
+    about["splits"]["validation"]["bytes"] *= 2  # as of a text that the tokenizer has normalized
+    (store / "store.json").write_text(json.dumps(about))
     config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent")
     sha256 = about["splits"]["train"]["sha256"]
     params = split_model(lively_model("diffeqformer", vocab_size=257))[1]
@@ -265,6 +268,7 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
     [row], expected = json.loads((tmp_path / "out" / "results.json").read_text())["rows"], results[1]["rows"][0]
     numbers = [name for name, value in expected.items() if name != "milliseconds_per_window" and value != "euler"]
     assert len(numbers) == 12 and row.keys() == expected.keys()
+    expected |= {"bytes": 2 * expected["bytes"], "bits_per_byte": expected["bits_per_byte"] / 2}
     assert [row[name] for name in numbers] == pytest.approx([expected[name] for name in numbers], rel=1e-6)
     assert not (tmp_path / "absent").exists()
 

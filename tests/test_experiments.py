@@ -277,12 +277,16 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
     figures = [number for number in range(2, 19) if number not in (6, 17)]  # these and 1 show the architecture
     assert exhibits == [f"Table {n}" for n in range(1, 7)] + [f"Figure {n}" for n in figures]
     commands = {line.strip() for line in done.stdout.splitlines() if line.startswith("  python ")}
+    package = "".join(path.read_text() for path in ROOT.glob("diffeqformer/**/*.py"))
     for words in map(shlex.split, sorted(commands)):
         options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+        source = package
         if words[1] == "-m":
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
         else:
-            assert f'"{options.get("study", "wikitext")}"' in (ROOT / words[1]).read_text()
+            source = (ROOT / words[1]).read_text()
+            assert f'"{options.get("study", "wikitext")}"' in source
+        assert all(f'"{name}"' in source for name in options if not name.startswith("config"))
         if "config" in options:
             file, _, model = options["config"].partition(":")
             config = runpy.run_path(str(ROOT / file))["get_config"](*[model] * bool(model))

@@ -286,6 +286,15 @@ def test_a_base_too_large_is_said_before_anything_is_compiled(tmp_path, short_st
         loop.train(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
 
 
+def test_a_base_that_fits_when_it_is_divided_is_taken(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base", toy_config())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(split_model(base)[1]))
+    monkeypatch.setattr(device_memory, "free_on_host", lambda: size // 4)
+    finetune.check_base_fits(new_config(tmp_path / "base"), 3, make_mesh())
+    with pytest.raises(UserError, match="^config.base: the parameters of .*base would take "):
+        finetune.check_base_fits(new_config(tmp_path / "base"), 3, ONE_DEVICE)
+
+
 @pytest.mark.parametrize("name", ["finetune_openwebtext_to_wikitext103", "finetune_wikitext103_to_openwebtext"])
 def test_the_configs_are_the_published_recipe(name):
     """As in the authors' scripts: everything decays, and adapters start with both factors at 1e-6."""

@@ -43,12 +43,23 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, mon
         value, gradient = jax.jit(thrice)(x, matrix)
         assert gradient[0].dtype == x.dtype and gradient[1].dtype == matrix.dtype
         results.append((value, *gradient))
-    alone = jax.jit(function, static_argnums=4)(x, matrix, targets, weights, 41)
+    alone = jax.jit(cross_entropy.cross_entropy, static_argnums=4)(x, matrix, targets, weights, 41)
     assert 3 * alone == pytest.approx(float(results[0][0]), rel=1e-5)
     for ours, plain in zip(*results):
         ours, plain = np.float32(ours), np.float32(plain)
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
     assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
+
+
+@pytest.mark.parametrize("rows", [24, 20])
+def test_scores_are_those_of_all_logits(rows, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 8)
+    x, matrix, targets, _ = example(rows, "float32")
+    logits = jnp.einsum("nd,vd->nv", x, matrix)[:, :41]
+    scores, likeliest = jax.jit(cross_entropy.log_probabilities, static_argnums=3)(x, matrix, targets, 41)
+    expected = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    np.testing.assert_array_equal(likeliest, logits.argmax(axis=1) == targets)
 
 
 def test_losses_have_the_bits_of_log_softmax():

@@ -47,6 +47,12 @@ def test_parameter_counts_are_the_published_ones(name, changes, diffeqformer, ba
         assert expected is None or parameter_count(config) == expected
 
 
+def test_heads_are_the_published_ones():
+    """Which no number of parameters shows."""
+    heads = {"small": 12, "medium": 16, "large": 20, "llama_1b": 16, "wikitext103_small": 12, "wikitext103_medium": 16}
+    assert {name: load_config(name).model.heads for name in heads} == heads
+
+
 def test_depth_costs_no_parameters():
     config = load_config("small")
     count = parameter_count(config)

@@ -11,6 +11,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning import search
 from diffeqformer.planning.chips import GPUS, TPUS
 from diffeqformer.planning.compiler import needed_bytes, tpu_devices
+from diffeqformer.planning.estimate import speed_of
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.programs import Planned, computed_again
@@ -341,13 +342,23 @@ ENTRY %main () -> f32[] {
     assert [times for _, times in Module(text, 2.5).instructions()] == [2.5]
 
 
-@pytest.mark.parametrize("changes", [{"model__lora_rank": 2, "model__dtype": "bfloat16"}, {}])
-def test_weights_that_are_read_where_they_lie_count_once(changes):
-    """Frozen kernels beside adapters, and weights of layers in float32."""
+@pytest.mark.parametrize(
+    "changes, cast",
+    [({"model__lora_rank": 2, "model__dtype": "bfloat16"}, 0), ({"model__dtype": "bfloat16"}, 2), ({}, 0)],
+)
+def test_weights_that_are_read_where_they_lie_count_once(changes, cast):
+    """Frozen kernels beside adapters, and weights of layers in float32. Other weights are cast before the loops."""
     config = toy_config("discretized", base="a run", model__vocab_multiple=16, **changes)
     program = step.Program(config, make_mesh((1, 2, 1), jax.devices()[:2]), (flash, ""))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes["params"]["depth"]))
-    assert bytes_from_shapes(config, program, 6)["weights"] < 4 * parameters / 2 / 10
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes["params"]["depth"])) / 2
+    assert abs(bytes_from_shapes(config, program, 6)["weights"] - cast * parameters) < 0.4 * parameters
+
+
+def test_a_price_is_that_of_all_devices():
+    config = toy_config(steps=3600)
+    program = step.Program(config, make_mesh((2, 1, 1), jax.devices()[:2]))
+    found = speed_of(config, program, {6: {"cycles_alone": 1000.0, "with_account": 2000.0}}, 1.5)
+    assert [found[bound]["cost"] for bound in ("cycles_alone", "with_account")] == [1 * 2 * 1.5, 2 * 2 * 1.5]
 
 
 def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():

@@ -148,6 +148,13 @@ def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
     check_config(discretized_config(config, 3, "bfloat16"), 1)
 
 
+def test_adapters_are_merged_in_full_precision():
+    config = toy_config("discretized", base="a run", model__lora_rank=2, model__dtype="bfloat16")
+    graph, params = split_model(abstract_model(config))
+    found = products(lambda params: discretized_params(graph, params, 6, np.dtype("float32"), "euler"), params)
+    assert found and all(product.highest for product in found)
+
+
 def test_sums_are_in_float32():
     """Of losses over microbatches, and of gradients over these and chunks, in a model that computes in bfloat16."""
     ones = jnp.ones((512, 1), jnp.bfloat16)

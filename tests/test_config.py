@@ -392,8 +392,5 @@ def test_fields_are_found_by_dotted_name():
     assert get_field(toy_config(), "model.width") == 32 and abstract_model(toy_config()).field.width == 32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_machine_that_prepares_needs_no_devices(name):
-    config = load_config(name)
-    config.data.tokenizer_file = "a.model" if config.data.tokenizer == "sentencepiece" else ""
-    check_config(config, num_devices=None)
+def test_a_machine_that_prepares_needs_no_devices():
+    check_config(load_config("large"), num_devices=None)  # whose mesh has eight at least

@@ -131,7 +131,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.eval_every = 500  # steps between evaluations over the whole validation split
     config.dynamics_every = 0  # evaluations between measurements of spectral radii and clustering; 0: none
     config.profile_steps = ""  # steps to trace for TensorBoard's profiler, such as 100-102; empty: none
-    config.checkpoint_every = 1000  # steps between checkpoints
+    config.checkpoint_every = 500  # steps between checkpoints; of validations at such steps the best is kept
     config.checkpoints_kept = 2  # number of newest checkpoints to keep, beside the one that validated best
     # If the newest checkpoint is damaged: stop, or set it aside and go on from an older one.
     config.on_damage = "stop"

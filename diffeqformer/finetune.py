@@ -27,7 +27,8 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     first = f"pretrain_{pretraining}" + (f"-{model}" if model else "")
     config = base_config(first, model or ("diffeqformer" if stage == "pretrain" else "discretized"))
     config.name = first
-    config.steps, config.batch_size, config.eval_every = 10_001, 256, 200
+    config.steps, config.batch_size = 10_001, 256
+    config.eval_every = config.checkpoint_every = 200
     config.optimizer.update(learning_rate=3e-4, decay="everything")
     config.mesh.fsdp = 8
     config.model.num_steps = 24 if model else 18
@@ -36,7 +37,6 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
         config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
     else:
         config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"
-        config.checkpoint_every = config.eval_every  # any step of the curves may be the best
         if stage == "lora":
             config.model.update(lora_rank=200, lora_start="published")
     return config

@@ -308,7 +308,7 @@ def test_the_configs_are_the_published_recipe(name):
             assert config.base == f"runs/{pretraining.name}" and config.data.task == second
             assert (config.model.num_steps, config.model.lora_rank) == (steps, rank)
             assert config.optimizer.decay == pretraining.optimizer.decay == "everything"
-            assert config.eval_every == config.checkpoint_every == pretraining.eval_every == 200
+            assert config.eval_every == config.checkpoint_every == pretraining.eval_every == 200  # any may be the best
             assert not rank or (config.model.lora_start, config.model.lora_alpha) == ("published", 8.0)
     with pytest.raises(UserError, match="^--config: must end with :pretrain, :full or :lora, .* but it is :half"):
         load_config(name, "half")

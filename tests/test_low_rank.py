@@ -33,6 +33,14 @@ def is_factor(path) -> bool:
     return path[-1] in ("a", "b")
 
 
+def test_weights_of_another_kind_are_not_taken_for_adapters():
+    model = lively_model("diffeqformer")
+    layers, grid = model.depth(model.grid()), model.grid()
+    layers["qkv"]["a"] = layers["qkv"].pop("bias")
+    with pytest.raises(ValueError, match="^weights: a and b are the names of adapters, of which this model has none"):
+        model.stack(layers, grid.step_sizes)
+
+
 @pytest.mark.parametrize("kind, field", [("discretized", "gpt"), ("gpt", "gpt"), ("llama", "llama")])
 def test_adapters_do_what_the_merged_model_does(kind, field):
     model = lively_model(kind, field, **LORA)

@@ -7,7 +7,7 @@
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make lint       style, formatting, and the order of imports
-# make docs-figures  draw the pictures of docs/ that show one run (an hour on two cores)
+# make docs-figures  draw the pictures of docs/ (an hour on two cores)
 # make format     format Python and Markdown
 # make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
 # make help       this list

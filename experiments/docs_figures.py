@@ -1,17 +1,17 @@
 """The pictures of docs/pictures, drawn anew from runs: `make docs-figures`.
 
-    python experiments/docs_figures.py                    # those of single runs, trained in about an hour on two cores
+    python experiments/docs_figures.py                    # all of them, in about an hour on two cores
     python experiments/docs_figures.py --only=ode_jitter  # one of them
-    python experiments/docs_figures.py --studies          # those of studies, where these have left results
 
-One of them needs WikiText-103's wiki.valid.tokens, given by --wikitext, and is left out otherwise. Runs are trained
-in --folder unless they have finished there. `python benchmarks/depth_memory.py --draw` draws depth_memory.png. Look at
-every picture before you commit it.
+Those of studies are drawn from the rows in this repository, in seconds. Those of single runs take a training each,
+in --folder, unless that has finished there. Three need WikiText-103's wiki.valid.tokens, given by --wikitext, and are
+left as they are otherwise. Look at every picture before you commit it.
 """
 
 import base64
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,8 +21,7 @@ from typing import NamedTuple
 from absl import app, flags
 from common import articles_of_wikitext, train
 
-ONLY = flags.DEFINE_list("only", [], "Names of the pictures to draw, without .png; by default all of single runs.")
-STUDIES = flags.DEFINE_boolean("studies", False, "Draw those of studies instead.")
+ONLY = flags.DEFINE_list("only", [], "Names of the pictures to draw, without .png; by default all.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.")
 FOLDER = flags.DEFINE_string("folder", "runs/docs", "Folder of the runs.")
 
@@ -68,16 +67,38 @@ OF_RUNS = {
     "depth": Drawn("wikitext", "evaluate", ("--num_steps=4,6,9,12,18,24", "--batch_size=32"), "perplexity.png"),
     "dial": Drawn("low_shifted", "evaluate", DIAL, "perplexity.png"),
 }
+
+
+class Study(NamedTuple):
+    """A picture that a study draws of its rows: the command, which trains none of them again, and the file."""
+
+    command: str
+    file: str
+
+
 OF_STUDIES = {
-    "ablation_embedding": "runs/ablations/tiny-embedding.png",
-    "ablation_beta2": "runs/ablations/tiny-beta2.png",
-    "ablation_llama": "runs/ablations/tiny-llama.png",
-    "ablation_overfitting": "runs/ablations/tiny-overfitting.png",
-    "finetune_depths": "runs/finetune_depths/figure.png",
-    "full_scale": "experiments/full_scale.png",
-    "elastic": "experiments/elastic.png",
+    "ablation_embedding": Study("experiments/ablations.py --study=embedding", "runs/ablations/tiny-embedding.png"),
+    "ablation_beta2": Study("experiments/ablations.py --study=beta2", "runs/ablations/tiny-beta2.png"),
+    "ablation_llama": Study("experiments/ablations.py --study=llama", "runs/ablations/tiny-llama.png"),
+    "ablation_overfitting": Study(
+        "experiments/ablations.py --study=overfitting --wikitext={wikitext}", "runs/ablations/tiny-overfitting.png"
+    ),
+    "finetune_depths": Study("experiments/finetune_depths.py --wikitext={wikitext}", "runs/finetune_depths/figure.png"),
+    "full_scale": Study("experiments/full_scale.py --stage=show", "experiments/full_scale.png"),
+    "elastic": Study("experiments/elastic.py --stage=final", "experiments/elastic.png"),
+    "depth_memory": Study("benchmarks/depth_memory.py --draw", "docs/pictures/depth_memory.png"),
 }
-"""The file that a study has drawn. Its own command draws it again; docs name the commands."""
+WITH_WIKITEXT = ("depth", "ablation_overfitting", "finetune_depths")
+
+
+def draw_study(name: str, study: Study) -> None:
+    """Draw the picture of a study."""
+    command = study.command.format(wikitext=shlex.quote(WIKITEXT.value or ""))
+    if status := subprocess.run([sys.executable, *shlex.split(command)]).returncode:
+        sys.exit(f"{name}: its command ended with status {status}; see above")
+    if pathlib.Path(study.file).parent != PICTURES:
+        shutil.copy(study.file, PICTURES / f"{name}.png")
+    print(f"{PICTURES / name}.png")
 
 
 def draw(name: str, drawn: Drawn) -> None:
@@ -110,20 +131,17 @@ def draw(name: str, drawn: Drawn) -> None:
 
 
 def main(_) -> None:
-    known = OF_STUDIES if STUDIES.value else OF_RUNS
+    known = {**OF_STUDIES, **OF_RUNS}
     for name in ONLY.value:
         if name not in known:
             sys.exit(f"--only: must be of {', '.join(known)}, but it has {name!r}")
     for name in ONLY.value or known:
-        if name == "depth" and not WIKITEXT.value:
+        if name in WITH_WIKITEXT and not WIKITEXT.value:
             print(f"left as it is: {PICTURES / name}.png, because --wikitext isn't given")
-        elif not STUDIES.value:
-            draw(name, OF_RUNS[name])
-        elif pathlib.Path(OF_STUDIES[name]).is_file():
-            shutil.copy(OF_STUDIES[name], PICTURES / f"{name}.png")
-            print(f"{PICTURES / name}.png, from {OF_STUDIES[name]}")
+        elif name in OF_STUDIES:
+            draw_study(name, OF_STUDIES[name])
         else:
-            print(f"left as it is: {PICTURES / name}.png, because there is no {OF_STUDIES[name]}")
+            draw(name, OF_RUNS[name])
 
 
 if __name__ == "__main__":

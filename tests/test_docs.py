@@ -50,7 +50,7 @@ def test_every_page_and_picture_is_linked():
 def test_every_picture_has_a_command_that_draws_it():
     script = ast.parse((ROOT / "experiments" / "docs_figures.py").read_text())
     listed = {key.value for node in ast.walk(script) if isinstance(node, ast.Dict) for key in node.keys}
-    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= listed | {"depth_memory"}  # of a benchmark
+    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= listed
 
 
 def hyperparameters(config):

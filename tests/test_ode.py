@@ -66,8 +66,9 @@ def test_weights_made_in_parts_walk_as_all_at_once():
     np.testing.assert_allclose(ode.last_state(model, 12, x), expected, atol=1e-5)
 
 
-def test_curves_pass_through_the_trained_weights():
-    model = model_of(1000.0)
+@pytest.mark.parametrize("kind", ["diffeqformer", "alternative"])
+def test_curves_pass_through_the_trained_weights(kind):
+    model = lively_model(kind, time_frequency=1000.0)
     times, values, trained = ode.curves(model, points=600)
     kernel = model.depth(model.grid())["qkv"]["kernel"]
     kernel = kernel - kernel.mean(0)
@@ -103,10 +104,13 @@ def test_the_command_reports_on_a_run(run, tmp_path):
         assert results["perplexities"][name] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
-def test_models_without_times_are_refused(monkeypatch):
-    opened = type("Opened", (), {"model": lively_model("gpt"), "config": toy_config("gpt")})
+@pytest.mark.parametrize("kind", ["gpt", "looped"])
+def test_models_without_generated_kernels_are_refused(kind, monkeypatch):
+    opened = type("Opened", (), {"model": lively_model(kind), "config": toy_config(kind)})
     monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda *_: opened)
-    with pytest.raises(UserError, match="^--workdir: must hold a model whose kernels are generated .* kind gpt with 6"):
+    with pytest.raises(
+        UserError, match=f"^--workdir: must hold a model whose kernels are generated .* kind {kind} with 6"
+    ):
         command_module.examine(type("Options", (), {"workdir": "runs/gpt", "step": None}))
 
 

@@ -306,6 +306,27 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path):
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"tiny-simulation", "tiny-simulation-1"}
 
 
+def test_every_picture_of_the_docs_is_drawn(tmp_path):
+    wikitext, pictures = tmp_path / "wiki.valid.tokens", tmp_path / "pictures"
+    wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(60)))
+    (tmp_path / "of_a_study").write_text("study")
+    pictures.mkdir()
+
+    def draw(*options):
+        done = command("pretended_docs_figures", f"--folder={tmp_path / 'runs'}", *options, pictures)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, {path.stem: path.read_text() for path in pictures.iterdir()}
+
+    said, drawn = draw()
+    assert said.count("left as it is") == 3 and len(drawn) == 12
+    _, drawn = draw(f"--wikitext={wikitext}")
+    assert drawn.keys() == {path.stem for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    assert list(drawn.values()).count("study") == 8 and drawn["dial"] == drawn["depth"] == "perplexity"
+    assert (drawn["spectrum_qk"], drawn["clustering_equal_total"]) == ("QK 0", "particles 2")
+    _, drawn = draw("--only=ode_jitter")
+    assert drawn["ode_jitter"] == "ode"
+
+
 def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path):
     for run in ("gpt-optimizer.learning_rate-0.004", "diffeqformer-optimizer.learning_rate-0.002"):
         for rest in ("seed-0", "seed-1", "seed-2", "seed-1-2_articles"):

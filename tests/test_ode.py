@@ -108,9 +108,7 @@ def test_the_command_reports_on_a_run(run, tmp_path):
 def test_models_without_generated_kernels_are_refused(kind, monkeypatch):
     opened = type("Opened", (), {"model": lively_model(kind), "config": toy_config(kind)})
     monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda *_: opened)
-    with pytest.raises(
-        UserError, match=f"^--workdir: must hold a model whose kernels are generated .* kind {kind} with 6"
-    ):
+    with pytest.raises(UserError, match=f"^--workdir: must hold a model whose kernels are generated .* {kind} with 6"):
         command_module.examine(type("Options", (), {"workdir": "runs/gpt", "step": None}))
 
 

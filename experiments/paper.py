@@ -359,7 +359,7 @@ def show_perplexities(name: str, exhibit: Exhibit) -> None:
         middle, half = zip(*(((low + high) / 2, (high - low) / 2) for low, high in known.values()))
         axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
     axis.invert_yaxis()
-    axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side")
+    axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side", ylabel="run")
     axis.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path.with_suffix(".png"), dpi=110)

@@ -76,6 +76,7 @@ def main() -> None:
         import_tensorflow()
         importlib.import_module("diffeqformer.inference.perplexity")
         importlib.import_module("diffeqformer.data.worker")
+    importlib.import_module("pictures")  # checks what is drawn
     for name in COMMANDS:
         importlib.import_module(f"diffeqformer.{name}")
     importlib.import_module("matplotlib.figure")  # which the commands import late

@@ -11,7 +11,6 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from diffeqformer import analyze, checkpoint
 from diffeqformer.analysis import common, induction, lyapunov, report, sensitivity, spectra
@@ -160,7 +159,6 @@ def test_what_cannot_be_is_refused_in_one_sentence_before_anything_is_written(ca
     ],
 )
 def test_every_kind_of_model_has_a_report(kind, field, changes, parts, monkeypatch, tmp_path):
-    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
     opened = opened_model(kind, field, num_steps=2, **changes)
     open_instead(opened, monkeypatch)
     text = {"text": "some text"} if "flow" in parts else {}

@@ -4,7 +4,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from diffeqformer.analysis import simulation
 from diffeqformer.analysis.clustering import relative_distances
@@ -65,7 +64,6 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
 
 def test_the_report_draws_the_simulation_with_each_control(monkeypatch):
     monkeypatch.setattr(simulation, "DRAWS", 2)
-    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)  # half the time of drawing
     found = simulation.section(mock.Mock(Checkpoint))
     assert found.html.count("<img") == 4
     last = {kind: found.numbers[kind]["degree 3"][1] for kind in found.numbers if kind.startswith("equal")}

@@ -54,11 +54,11 @@ def picture(measures: dict[str, np.ndarray], sizes: np.ndarray, times: np.ndarra
     figure, [axes] = figures.new_figure(1, len(measures) + 1, (13, 3.6))
     for axis, (name, quantiles) in zip(axes, measures.items(), strict=False):
         quantile_bands(axis, times, quantiles, "o")
-        axis.set(title=f"pairwise distance of {name} / its rms")
+        axis.set(title=f"pairwise distance of {name} / its rms", ylabel="distance / its rms")
         figures.time_axis(axis, axis_label, times)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(QUANTILES))
     axes[-1].plot(times, sizes, "o-", markersize=3)
-    axes[-1].set(title="rms of the pairwise distances of states")
+    axes[-1].set(title="rms of the pairwise distances of states", ylabel="distance")
     figures.time_axis(axes[-1], axis_label, times)
     axes[-1].grid(alpha=0.3)
     return figure

@@ -70,10 +70,12 @@ def picture(scores: np.ndarray, even: float, qk: Spectrum, ov: Spectrum, times: 
     paper infers induction.
     """
     figure, [axes] = figures.new_figure(1, 3, (13, 3.6))
-    figures.heat_map(figure, axes[0], scores, times, "induction score, from uniform attention's", vmin=even, vmax=1)
+    title = "induction score, from uniform attention's"
+    figures.heat_map(figure, axes[0], scores, times, title, "score", vmin=even, vmax=1)
     for axis, name, found in ((axes[1], "QK", qk), (axes[2], "OV", ov)):
         share = np.broadcast_to(found.positive_share(), scores.shape)
-        figures.heat_map(figure, axis, share, times, f"{name}: share with a positive real part", **figures.SHARES)
+        title = f"{name}: share with a positive real part"
+        figures.heat_map(figure, axis, share, times, title, "share", **figures.SHARES)
     for axis in axes:
         figures.time_axis(axis, axis_label, times)
     return figure

@@ -14,6 +14,13 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side
+QUANTITIES = {
+    "Lyapunov sensitivity: largest exponent of equation (7)": "exponent",
+    "total derivative: log of the largest singular value": "logarithm",
+    "attention rollout": "share",
+    "gradient of the prediction's log probability": "length",
+}
+"""The measures, and what their values are."""
 
 
 def text_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -34,7 +41,7 @@ def picture(labels: list[str], measures: dict[str, np.ndarray]):
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
     for (name, values), [axis] in zip(measures.items(), axes, strict=True):
         axis.plot(np.where(np.isfinite(values), values, np.nan)[:-1], "o", markersize=4)
-        axis.set(title=name)
+        axis.set(title=name, ylabel=QUANTITIES.get(name, name))
         axis.grid(alpha=0.3)
         axis.margins(x=0.01)
     every = -(-len(labels) // LABELS)

@@ -88,6 +88,8 @@ def picture(states: dict[str, np.ndarray], quantiles: dict[str, np.ndarray], tim
         axis.scatter(*path[-1].T, color="black", s=8, depthshade=False)
         axis.set_title(name, fontsize=10)
         axis.set(xticklabels=[], yticklabels=[], zticklabels=[])
+        for coordinate in "xyz":  # in no unit
+            getattr(axis, f"set_{coordinate}label")(coordinate, labelpad=-14)
         quantile_bands(axes[1, column], times, quantiles[name])
         axes[1, column].set(xlabel="simulated time")
     axes[1, 0].set_ylabel("pairwise distance / its rms")

@@ -69,22 +69,22 @@ def column_edges(times: np.ndarray) -> np.ndarray:
     return np.concatenate([times[:1] - half[:1], times[:-1] + half[: len(times) - 1], times[-1:] + half[-1:]])
 
 
-def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
-    """Draw values [T, H] over time and head."""
+def heat_map(figure, axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
+    """Draw values [T, H] of a quantity over time and head."""
     edges = column_edges(times)
     image = axis.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, values.T, rasterized=True, **colours)
-    figure.colorbar(image, ax=axis)
+    figure.colorbar(image, ax=axis, label=quantity)
     axis.set(title=title, ylabel="head", xlim=(edges[0], edges[-1]))
     axis.yaxis.get_major_locator().set_params(integer=True)
 
 
-def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, **colours) -> None:
+def over_time(figure, axis, values: np.ndarray, times: np.ndarray, title: str, quantity: str, **colours) -> None:
     """Draw values [T, H] as a heat map, or as a line between the same limits if there is a single head."""
     if values.shape[1] > 1:
-        heat_map(figure, axis, values, times, title, **colours)
+        heat_map(figure, axis, values, times, title, quantity, **colours)
     else:
         axis.plot(times, values[:, 0], "o-", markersize=3)
-        axis.set(title=title, ylim=(colours.get("vmin"), colours.get("vmax")))
+        axis.set(title=title, ylabel=quantity, ylim=(colours.get("vmin"), colours.get("vmax")))
         axis.grid(alpha=0.3)
 
 

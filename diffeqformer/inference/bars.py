@@ -1,6 +1,7 @@
 """The bars of Figures 9 to 12: downstream scores with standard errors, beside the published ones."""
 
 import pathlib
+import textwrap
 
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.inference.published import (
@@ -26,14 +27,19 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
         return
     columns = [*columns_of(runs), *(published_columns(runs) if set(tasks) & set(TASKS) else [])]
     shots = list(columns[0].values)
-    figure, axes = new_figure(len(shots), 1, (max(7, 1.3 * len(tasks) + 2), 3.2 * len(shots)), sharex=True)
+    width = max(7, 1.3 * len(tasks) + 2)  # inches
+    figure, axes = new_figure(len(shots), 1, (width, 3.2 * len(shots)), sharex=True)
     for number, axis in zip(shots, axes[:, 0]):
         draw_bars(axis, [column for column in columns if number in column.values], number, tasks)
         axis.set(title=f"{number} shots", ylabel="per cent, standard errors")
+    axes[-1, 0].set_xlabel("task")
     labels = {}
     for axis in axes[:, 0]:
         labels |= dict(zip(*reversed(axis.get_legend_handles_labels())))
-    figure.legend(labels.values(), labels, loc="outside lower center", ncols=2, fontsize=8)
+    letters = int(14 * width) - 10  # in a line of the legend
+    names = [textwrap.fill(label, letters) for label in labels]
+    beside = 2 if 2 * max(map(len, names)) < letters else 1
+    figure.legend(labels.values(), names, loc="outside lower center", ncols=beside, fontsize=8)
     figure.savefig(path, dpi=110)
 
 

@@ -118,6 +118,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
                 label = solver if len(solvers) > 1 else COLUMNS[metric]
                 values = [row[across] for row in rows], [row[metric] for row in rows]
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
+                axis.plot(*values, line[0], color=colour, markersize=4, zorder=4)  # points above the labels' boxes
         for row in rows:
             place = row["milliseconds_per_window"], row[last]
             offset = {"textcoords": "offset points", "xytext": (0, -12 if below else 6), "ha": "center", "zorder": 3}

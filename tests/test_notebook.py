@@ -63,22 +63,39 @@ def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
     assert "Lyapunov sensitivity" in printed and "{3: " in shown[-1] and ", 12: " in shown[-1]
 
 
+COLAB = {  # what the notebook asks of Colab
+    "__init__.py": "",
+    "output.py": "",  # JAX imports this
+    "files.py": """
+import glob, os, shutil
+
+def upload():
+    [path] = glob.glob("../computer/*")
+    shutil.move(path, ".")
+    return {os.path.basename(path): b""}
+""",
+    "drive.py": "def mount(path):\n    print('mounted', path)\n",
+    "auth.py": "def authenticate_user():\n    print('signed in')\n",
+}
+
+
 @pytest.mark.slow
 def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
-    """With a wheel beside it, which it installs; it trains a model when there is none, and opens an uploaded zip."""
-    folder, kernels = tmp_path / "content", tmp_path / "kernels" / "fresh"
-    folder.mkdir(), kernels.mkdir(parents=True), (tmp_path / "wheel").mkdir()
-    shutil.move(build_wheel(tmp_path / "wheel"), folder)
+    """As in Colab: an uploaded wheel is installed; a model is trained when there is none, or comes from elsewhere."""
+    folder, computer, kernels = tmp_path / "content", tmp_path / "computer", tmp_path / "kernels" / "fresh"
+    colab, gcsfs = tmp_path / "stubs" / "google" / "colab", tmp_path / "stubs" / "gcsfs.py"
+    for made in (folder, computer, kernels, colab, tmp_path / "wheel"):
+        made.mkdir(parents=True)
+    shutil.move(build_wheel(tmp_path / "wheel"), computer)
     for name in ("text.txt", "other.txt"):
         (folder / name).write_text("def main():\n    return 1\n" * 40)
+    for name, content in COLAB.items():
+        (colab / name).write_text(content)
+    gcsfs.touch()
     python = make_environment(tmp_path / "runtime", [*LIGHT, "ipykernel", "pip"], None)
     kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "fresh"}
-    colab = tmp_path / "colab" / "google" / "colab"  # what the notebook asks of Colab
-    colab.mkdir(parents=True)
-    (colab / "__init__.py").touch(), (colab / "output.py").touch()  # JAX imports this
-    (colab / "files.py").write_text('def upload():\n    return {"mine.zip": b""}\n')
     kernel["env"] = {
-        "PYTHONPATH": str(tmp_path / "colab"),
+        "PYTHONPATH": str(tmp_path / "stubs"),
         "PIP_NO_INDEX": "1",
         "XLA_FLAGS": FAST_COMPILATION,
         "JAX_PLATFORMS": "cpu",
@@ -87,19 +104,26 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     where = {"timeout": 600, "kernel_name": "fresh", "resources": {"metadata": {"path": str(folder)}}}
 
+    def printed(until="", **changes):
+        notebook = opened_notebook(**changes)
+        notebook.cells.insert(0, nbformat.v4.new_code_cell("import google.colab"))
+        ends = [number for number, cell in enumerate(notebook.cells) if until and until in cell.source]
+        notebook.cells = notebook.cells[: 1 + ends[0]] if ends else notebook.cells
+        NotebookClient(notebook, **where).execute()
+        return "".join(str(cell.get("outputs")) for cell in notebook.cells)
+
     files = "--config.data.train_files=text.txt --config.data.validation_files=other.txt"
-    notebook = opened_notebook(**{"--config.steps=1000": f"--config.steps=2 {files}"})
-    NotebookClient(notebook, **where).execute()
-    printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
-    assert "tiny: diffeqformer" in printed and "step 2 of 2" in printed and "Lyapunov sensitivity" in printed
+    said = printed(**{"--config.steps=1000": f"--config.steps=2 {files}"})
+    assert "Upload a wheel" in said and not list(computer.iterdir())
+    assert "tiny: diffeqformer" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
     find = "import importlib.util; print(importlib.util.find_spec('tensorflow'))"
     assert subprocess.run([python, "-c", find], capture_output=True, text=True).stdout == "None\n"
 
-    shutil.make_archive(folder / "mine", "zip", folder / "runs")
+    shutil.make_archive(computer / "mine", "zip", folder / "runs")
     (folder / "uploaded" / "earlier" / "checkpoints").mkdir(parents=True)  # of another upload
-    notebook = opened_notebook(**{TRAIN: 'FROM = "upload a zip"'})
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("import google.colab"))
-    notebook.cells = notebook.cells[: 1 + next(i for i, c in enumerate(notebook.cells) if "inspect_run" in c.source)]
-    NotebookClient(notebook, **where).execute()
-    printed = "".join(str(cell.get("outputs")) for cell in notebook.cells)
-    assert "The checkpoint is in uploaded/tiny" in printed and "step 2 of 2" in printed
+    said = printed("inspect_run", **{TRAIN: 'FROM = "upload a zip"'})
+    assert "The checkpoint is in uploaded/tiny" in said and "step 2 of 2" in said
+    said = printed("inspect_run", **{TRAIN: 'FROM = "Google Drive"'})
+    assert "mounted /content/drive" in said and "step 2 of 2" in said
+    said = printed("FROM =", **{TRAIN: 'FROM = "folder"', FOLDER: 'CHECKPOINT = "gs://bucket/runs/large"'})
+    assert "signed in" in said and "The checkpoint is in gs://bucket/runs/large" in said

@@ -1,6 +1,5 @@
 """The README and all lines are short, and relative links in the documentation work."""
 
-import ast
 import itertools
 import json
 import re
@@ -44,13 +43,6 @@ def test_every_page_and_picture_is_linked():
     }
     for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/pictures/*")]:
         assert path.resolve() in linked, path
-
-
-@pytest.mark.fast
-def test_every_picture_has_a_command_that_draws_it():
-    script = ast.parse((ROOT / "experiments" / "docs_figures.py").read_text())
-    listed = {key.value for node in ast.walk(script) if isinstance(node, ast.Dict) for key in node.keys}
-    assert {path.stem for path in ROOT.glob("docs/pictures/*.png")} <= listed
 
 
 def hyperparameters(config):

@@ -258,6 +258,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
     smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
     smooth.set(
+        xlabel="layer",
         ylabel="as a share of half the neighbours' difference",
         title="between trained times: distance of kernels from their neighbours' mean",
     )
@@ -268,7 +269,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     grids.plot(list(rows.values())[::-1], list(rows)[::-1], "o")
     for number, value in enumerate(list(rows.values())[::-1]):
         grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
-    grids.set(title="on other grids", xlabel="perplexity")
+    grids.set(title="on other grids", xlabel="perplexity", ylabel="grid")
     log_if_wide(grids, "x")
     grids.margins(x=0.15)
 

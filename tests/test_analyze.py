@@ -231,10 +231,10 @@ def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
 
 def test_names_of_tokens_below_their_dots():
     """Dollar signs don't start a formula; in a long text, not every token has a label."""
-    figures.as_html(sensitivity.picture(["a", "$$", "$_$"], {"one": np.arange(3.0)}), "no error")
-    [axis] = sensitivity.picture([*"ab\\$", r"\n", "e"] * 5, {"one": np.arange(30.0)}).axes
+    figures.as_html(sensitivity.picture(["a", "$$", "$_$"], {"attention rollout": np.arange(3.0)}), "no error")
+    [axis] = sensitivity.picture([*"ab\\$", r"\n", "e"] * 5, {"attention rollout": np.arange(30.0)}).axes
     assert {label.get_rotation() for label in axis.get_xticklabels()} == {0}
-    [axis] = sensitivity.picture(list("abcde") * 50, {"one": np.arange(250.0)}).axes
+    [axis] = sensitivity.picture(list("abcde") * 50, {"attention rollout": np.arange(250.0)}).axes
     assert axis.get_xticks().tolist() == list(range(0, 249, 2)) and "one in 2 is named" in axis.get_xlabel()
 
 

@@ -36,6 +36,7 @@ def test_every_config_is_sound(name, model):
     config = load_config(name, model)
     config.data.tokenizer_file = "a_model" if config.data.tokenizer == "sentencepiece" else ""
     check_config(config, num_devices=8)
+    check_config(config, num_devices=None)  # of a machine that only prepares the text
 
 
 def test_the_elastic_config_is_sound():
@@ -390,7 +391,3 @@ def test_resuming_with_another_config_is_refused_but_logging_may_change():
 
 def test_fields_are_found_by_dotted_name():
     assert get_field(toy_config(), "model.width") == 32 and abstract_model(toy_config()).field.width == 32
-
-
-def test_a_machine_that_prepares_needs_no_devices():
-    check_config(load_config("large"), num_devices=None)  # whose mesh has eight at least

@@ -1,6 +1,7 @@
 """The notebook runs from top to bottom: in this environment, and in one that has what a fresh Colab runtime has."""
 
 import importlib.metadata
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -34,15 +35,19 @@ def test_forms_show_values_and_hide_code():
         assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
 
 
-@pytest.mark.parametrize("source", ["https://host/user/repository", "some/diffeqformer-1-any.whl"])
-def test_a_wheel_or_a_repository_is_installed(source, monkeypatch):
+@pytest.mark.parametrize("source", ["https://host/user/repository", "some/diffeqformer-1-any.whl", ""])
+def test_a_wheel_or_a_repository_is_installed(source, tmp_path, monkeypatch):
+    """Without a source, the wheel beside the notebook."""
+    (tmp_path / "diffeqformer-1-any.whl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     ran, [cell] = [], [cell for cell in opened_notebook().cells if "REPOSITORY =" in cell.source]
     monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["jax", "tensorflow", "pytest; extra == 'dev'"])
     monkeypatch.setattr(importlib.metadata, "version", lambda name: getattr(sys.modules.get(name), "__version__", "1"))
     exec(cell.source.replace('SOURCE = ""', f'SOURCE = "{source}"'), {})
     git = "git+" if source.startswith("https") else ""
-    assert [command[5:] for command in ran] == [["--no-deps", git + source], ["jax"]]
+    assert [command[5:] for command in ran] == [["--no-deps", git + source or "diffeqformer-1-any.whl"], ["jax"]]
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def picture(labels: list[str], measures: dict[str, np.ndarray]):
     figure, axes = figures.new_figure(len(measures), 1, (13, 1.9 * len(measures)), sharex=True)
     for (name, values), [axis] in zip(measures.items(), axes, strict=True):
         axis.plot(np.where(np.isfinite(values), values, np.nan)[:-1], "o", markersize=4)
-        axis.set(title=name, ylabel=QUANTITIES.get(name, name))
+        axis.set(title=name, ylabel=QUANTITIES[name])
         axis.grid(alpha=0.3)
         axis.margins(x=0.01)
     every = -(-len(labels) // LABELS)
@@ -66,20 +66,19 @@ def measure(
         target: the id whose log probability is differentiated.
     """
     measures, arrays = {}, {}
+    lyapunov_sensitivity, total, rollout, gradient = QUANTITIES
     if not model.solver.reversible:
         arrays["exponents"] = lyapunov.exponents(
             model, tokens, num_steps, published=published_pairing, progress=show_progress("exponents", "steps")
         )
-        measures["Lyapunov sensitivity: largest exponent of equation (7)"] = arrays["exponents"].sum(0).max(-1)
+        measures[lyapunov_sensitivity] = arrays["exponents"].sum(0).max(-1)
     derivative = lyapunov.total_derivative(model, tokens, num_steps, show_progress("total derivative", "rows"))
     sizes = np.linalg.svd(derivative, compute_uv=False)[:, 0]
     with np.errstate(divide="ignore"):
         measures |= {
-            "total derivative: log of the largest singular value": np.log(sizes),
-            "attention rollout": attention_maps.rollout(model, tokens, num_steps),
-            "gradient of the prediction's log probability": attention_maps.input_gradients(
-                model, tokens, target, num_steps
-            ),
+            total: np.log(sizes),
+            rollout: attention_maps.rollout(model, tokens, num_steps),
+            gradient: attention_maps.input_gradients(model, tokens, target, num_steps),
         }
     return measures, {**arrays, "derivative_sizes": sizes}
 

@@ -115,10 +115,9 @@ def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str =
         excess: what is needed divided by what is free; infinite: not known.
         what: train step, or the weights, evaluation or dynamics of a validation.
     """
-    if what == "dynamics":
-        return "config.dynamics_every=0, fewer steps, or more devices with config.mesh.fsdp"
-    if what == "weights":
-        return "fewer steps, or more devices with config.mesh.fsdp"
+    if what in ("weights", "dynamics"):
+        first = "config.dynamics_every=0, " if what == "dynamics" else ""
+        return f"{first}fewer steps, or more devices with config.mesh.fsdp"
     halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
     parts = config.microbatches * 2**halvings
     divides = config.batch_size % (parts * parts_of_batch) == 0

@@ -321,12 +321,13 @@ class Ignored(NamedTuple):
 
 IGNORED = [
     Ignored(
-        "model.time_embed_dim model.sinusoidal_dim model.time_frequency kernels mesh.generator",
+        "model.time_embed_dim model.sinusoidal_dim model.time_frequency mesh.generator",
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),
+    Ignored("kernels mesh.generator", lambda c: c.base, "a run from a base generates no weights"),
     Ignored(
-        "model.generator_start",
+        "model.generator_start kernels",
         lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,
         "model.kind {c.model.kind} generates no kernels",
     ),
@@ -346,4 +347,4 @@ IGNORED = [
     Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
 ]
 """What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model. With
-a base, these fields are the base's, and another value is refused (`diffeqformer.training.finetune.inherit`)."""
+a base, the model's fields are the base's, and another value is refused (`diffeqformer.training.finetune.inherit`)."""

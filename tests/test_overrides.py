@@ -37,7 +37,8 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
     [
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
-        ("gpt", "--config.kernels=xla", "model.kind gpt has no hypernetwork"),
+        ("gpt", "--config.mesh.generator=1", "model.kind gpt has no hypernetwork"),
+        ("looped", "--config.kernels=xla", "model.kind looped generates no kernels"),
         ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
@@ -57,6 +58,12 @@ def test_an_unknown_model_is_left_to_the_check_of_all_fields():
 
 def test_what_a_base_has_may_be_said_again():
     check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
+
+
+@pytest.mark.parametrize("field", ["kernels", "mesh.generator"])
+def test_a_run_from_a_base_has_no_hypernetwork_to_compute_with(field):
+    with pytest.raises(UserError, match=f"^config.{field}: must be left out, because a run from a base generates no weights"):
+        check_used(["main.py", f"--config.{field}=1"], toy_config(base="b"))
 
 
 def test_a_folder_for_tensorflows_data_sets_is_refused_where_none_is_read():

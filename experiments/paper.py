@@ -37,6 +37,7 @@ WIKITEXT = flags.DEFINE_string(
 TASKS = flags.DEFINE_string(
     "tasks", "tests/data/tasks", "Folder of lm-eval task files for Tables 4 and 5 at tiny scale; by default toy tasks."
 )
+TEXT = flags.DEFINE_string("text", None, "The text of Figure 3; by default that of `analyze`.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "tokenizer.model", "A Llama's SentencePiece model, at published scale.")
 
 AT_SCALE = "--rates=1.5e-4,3e-4,6e-4 --steps=40001"  # the published rate of these sizes, half and twice it
@@ -108,18 +109,22 @@ def seeds(model: str, changes: str = "", which: str = "[123]") -> str:
     return f"studies/tiny-{model}-{changes}optimizer.learning_rate-*-seed-{which}-1500_steps"
 
 
-def analyze(run: str, part: str, output: str) -> Command:
-    """A part of the report on a run of the folder, or on the one that matches a pattern."""
+def analyze(run: str, parts: str, output: str) -> Command:
+    """Parts of the report on a run of the folder, or on the one that matches a pattern."""
+    text = " {text}" if parts == "sensitivity" else ""
     return Command(
-        f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts={part} --output={{folder}}/{output}",
+        f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts={parts}{text} --output={{folder}}/{output}",
         output,
     )
 
 
-def analyze_seeds(part: str) -> tuple[Command, ...]:
-    """A part of the reports on the DiffEqFormers of a study, of its best rate and three seeds."""
-    reports = (analyze(seeds("diffeqformer", which=seed), part, f"tiny-{part}-seed-{seed}") for seed in "123")
-    return (study("perplexity"), *reports)
+def analyze_seeds(figure: str, parts: str, *models: str) -> tuple[Command, ...]:
+    """Parts of the reports on models of a study, of its best rates and three seeds, and their means."""
+    each = [(model, seed) for model in models for seed in "123"]
+    reports = (analyze(seeds(model, which=seed), parts, f"{figure}-{model}-seed-{seed}") for model, seed in each)
+    patterns = " ".join(f"--report={{folder}}/{figure}-{model}-seed-?" for model in models)
+    means = Command(f"experiments/reports.py {patterns} --results={{folder}}/{figure}.json")
+    return (study("perplexity"), *reports, means)
 
 
 LLAMA_FILE = "--config.data.tokenizer_file={tokenizer}"
@@ -212,14 +217,14 @@ EXHIBITS = {
     "figure 2": Exhibit(
         "spectra of QK and OV over time; clusters of the simulation with constant and growing weights",
         "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
-        analyze_seeds("spectra") + SIMULATION,
+        analyze_seeds("figure-2", "spectra,induction", "gpt", "diffeqformer") + SIMULATION,
         SPECTRA_OF_MEDIUM + SIMULATION,
     ),
     "figure 3": Exhibit(
         "Lyapunov sensitivity of a prediction to each token",
-        "in its sentence about BIGBANG, that word is highlighted for the next word 'its'; the paper's text lacks the "
-        "sentence, so give one by `analyze --text`",
-        analyze_seeds("sensitivity"),
+        "in its sentence about BIGBANG, that word is highlighted for the next word 'its'; our text of the paper lacks "
+        "the sentence, so give one by --text",
+        analyze_seeds("figure-3", "sensitivity", "diffeqformer"),
         SENSITIVITY_OF_MEDIUM,
     ),
     "figure 4": Exhibit(
@@ -295,6 +300,7 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
     files = {"folder": FOLDER.value, "wikitext": WIKITEXT.value or "wiki.valid.tokens", "tasks": TASKS.value}
     files["tokenizer"] = TOKENIZER.value
     files = {name: shlex.quote(value) for name, value in files.items()}
+    files["text"] = "" if TEXT.value is None else shlex.quote(f"--text={TEXT.value}")
     return [command._replace(line=command.line.format(**files)) for command in commands]
 
 

@@ -285,7 +285,7 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
         else:
             source = (ROOT / words[1]).read_text()
-            assert f'"{options.get("study", "wikitext")}"' in source
+            assert "study" not in options or f'"{options["study"]}"' in source
         assert all(f'"{name}"' in source for name in options if not name.startswith("config"))
         if "config" in options:
             file, _, model = options["config"].partition(":")
@@ -340,6 +340,38 @@ def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path):
         for model, rate in (("gpt", 0.004), ("diffeqformer", 0.002))
         for seed in (1, 2)
     ]
+
+
+def test_a_text_for_figure_3_reaches_its_reports(tmp_path):
+    done = command("pretended_paper", "--figure=3", "--text=its 'big' bang", f"--folder={tmp_path}/my runs")
+    reports = [line for line in done.stdout.splitlines() if line.startswith("ran diffeqformer.analyze")]
+    assert len(reports) == 3 and all("--parts=sensitivity --text=its 'big' bang --output=" in line for line in reports)
+
+
+def test_reports_are_summed_up_over_seeds(tmp_path):
+    spectra = {"times": [0.5, 1.0], "seconds": 1.0}
+    for seed, size in ((1, 2.0), (2, 6.0)):
+        one = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
+        sensitivity = {"prediction": "x", "pieces": ["a", "b", "c"], "measures": {"gradient": [1.0, size, 9.0]}}
+        parts = {"spectra": {**spectra, "QK": one}, "sensitivity": sensitivity}
+        induction = {"induction": {"scores": [[0.1, size / 10]], "even": 0.01}}
+        for kind, found in (("gpt", {**parts, **induction}), ("tiny", parts)):
+            (tmp_path / f"{kind}-seed-{seed}").mkdir()
+            (tmp_path / f"{kind}-seed-{seed}" / "results.json").write_text(json.dumps(found))
+    program = [sys.executable, "experiments/reports.py", f"--results={tmp_path}/reports.json"]
+    patterns = [f"--report={tmp_path}/{kind}-seed-?" for kind in ("gpt", "tiny")]
+    done = subprocess.run([*program, *patterns], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.strip("| ").split(" | ", 1) for line in done.stdout.splitlines())
+    assert rows["QK: largest spectral radius"] == "4.000 ± 2.828 | 4.000 ± 2.828"
+    assert rows["QK: found at"] == "0.5; 0.5 | 0.5; 0.5"
+    assert rows["QK: share of positive real parts, last step"] == "0.750 ± 0.000 | 0.750 ± 0.000"
+    change = "0.756 ± 0.503"  # 0.5 of 1.25 and 2.5 of 2.25
+    assert rows["QK: change of a head's radius in a step, share of its mean"] == f"{change} | {change}"
+    assert rows["largest induction score"] == "0.400 ± 0.283"
+    assert rows["gradient"] == "'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0 | 'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"
+    values = json.loads((tmp_path / "reports.json").read_text())
+    assert values["gpt"]["gpt-seed-2"]["largest induction score"] == 0.6
 
 
 def test_perplexities_stand_beside_those_published(tmp_path):

@@ -62,7 +62,7 @@ def test_what_a_base_has_may_be_said_again():
 
 @pytest.mark.parametrize("field", ["kernels", "mesh.generator"])
 def test_a_run_from_a_base_has_no_hypernetwork_to_compute_with(field):
-    with pytest.raises(UserError, match=f"^config.{field}: must be left out, because a run from a base generates no weights"):
+    with pytest.raises(UserError, match=f"^config.{field}: must be left out, because a run from a base gen"):
         check_used(["main.py", f"--config.{field}=1"], toy_config(base="b"))
 
 

@@ -113,7 +113,7 @@ def analyze(run: str, parts: str, output: str) -> Command:
     """Parts of the report on a run of the folder, or on the one that matches a pattern."""
     text = " {text}" if parts == "sensitivity" else ""
     return Command(
-        f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts={parts}{text} --output={{folder}}/{output}",
+        f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts={parts} --output={{folder}}/{output}{text}",
         output,
     )
 
@@ -215,7 +215,8 @@ EXHIBITS = {
         SIZES_OF_MEDIUM,
     ),
     "figure 2": Exhibit(
-        "spectra of QK and OV over time; clusters of the simulation with constant and growing weights",
+        "spectra of QK and OV over time, and induction scores; clusters of the simulation with constant and growing "
+        "weights",
         "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
         analyze_seeds("figure-2", "spectra,induction", "gpt", "diffeqformer") + SIMULATION,
         SPECTRA_OF_MEDIUM + SIMULATION,
@@ -301,7 +302,7 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
     files["tokenizer"] = TOKENIZER.value
     files = {name: shlex.quote(value) for name, value in files.items()}
     files["text"] = "" if TEXT.value is None else shlex.quote(f"--text={TEXT.value}")
-    return [command._replace(line=command.line.format(**files)) for command in commands]
+    return [command._replace(line=command.line.format(**files).strip()) for command in commands]
 
 
 def in_full(word: str) -> str:

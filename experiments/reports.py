@@ -1,18 +1,20 @@
 """Means over seeds of what diffeqformer.analyze reported: spectra, induction heads, sensitivity (Figures 2 and 3).
 
-    python experiments/reports.py --report='runs/paper/tiny-gpt-seed_*' --report='runs/paper/tiny-diffeqformer-seed_*'
+    python experiments/reports.py --report='runs/paper/figure-2-gpt-seed-?' --results=runs/paper/figure-2.json
 
-Each pattern names the reports of one kind of model, which may lack parts. `--results` gets the values of each report.
+Each pattern of folders names the reports of one kind of model. `--results` gets their values, and the table is
+beside it.
 """
 
 import glob
 import json
 import pathlib
+import sys
 
 import numpy as np
 from absl import app, flags
 
-from diffeqformer.console.results import spread, write_json
+from diffeqformer.console.results import spread, write_json, write_text
 
 REPORT = flags.DEFINE_multi_string("report", None, "A pattern of the folders of a kind's reports.", required=True)
 RESULTS = flags.DEFINE_string("results", "runs/reports.json", "Where the values are written.")
@@ -29,12 +31,12 @@ def of_spectra(found: dict) -> dict[str, float | str]:
         values |= {
             f"{name}: largest spectral radius": radius.max(),
             f"{name}: found at": f"{times[largest.argmax()]:.3g}",
-            f"{name}: share of positive real parts, last step": positive[-1].mean(),
-            f"{name}: the same, mean over steps": positive.mean(),
-            f"{name}: change of a head's radius in a step, share of its mean": (
-                np.abs(np.diff(radius, axis=0)).mean() / radius.mean()
-            ),
+            f"{name}: share of positive real parts, last time": positive[-1].mean(),
+            f"{name}: the same, mean over times": positive.mean(),
         }
+        if len(times) > 1:
+            change = np.abs(np.diff(radius, axis=0)).mean() / radius.mean()
+            values[f"{name}: mean change of the radius between times, share of the mean radius"] = change
     return values
 
 
@@ -62,23 +64,31 @@ def of_report(found: dict) -> dict[str, float | str]:
 
 def cell(values: list[float | str]) -> str:
     """Mean and standard deviation of numbers; words one after the other."""
-    return "; ".join(values) if isinstance(values[0], str) else spread(values, 3)
+    if not values or isinstance(values[0], str):
+        return "; ".join(values).replace("|", "\\|")
+    return spread(values, 3)
 
 
 def main(_) -> None:
     kinds = {}
     for pattern in REPORT.value:
-        folders = sorted(map(pathlib.Path, glob.glob(pattern)))
-        if not folders:
-            raise app.UsageError(f"--report: there is no folder {pattern}")
-        name = folders[0].name.partition("-seed")[0]
-        kinds[name] = {folder.name: of_report(json.loads((folder / "results.json").read_text())) for folder in folders}
-    write_json(pathlib.Path(RESULTS.value), kinds)
+        found = sorted(pathlib.Path(path) for path in glob.glob(f"{pattern}/results.json"))
+        if not found:
+            sys.exit(f"--report: {pattern} must name folders of reports, but none has a results.json")
+        name = found[0].parent.name.partition("-seed")[0]
+        if name in kinds:
+            sys.exit(f"--report: each kind must have one pattern, but several name reports of {name}")
+        kinds[name] = {path.parent.name: of_report(json.loads(path.read_text())) for path in found}
     rows = dict.fromkeys(name for reports in kinds.values() for values in reports.values() for name in values)
-    print(f"| | {' | '.join(kinds)} |\n|{' --- |' * (1 + len(kinds))}")
+    lines = [f"| | {' | '.join(kinds)} |", "|" + " --- |" * (1 + len(kinds))]
     for row in rows:
-        found = [[values[row] for values in reports.values() if row in values] for reports in kinds.values()]
-        print(f"| {row} | {' | '.join(cell(values) if values else '' for values in found)} |")
+        cells = [cell([values[row] for values in reports.values() if row in values]) for reports in kinds.values()]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    path = pathlib.Path(RESULTS.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, kinds)
+    write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

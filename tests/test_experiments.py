@@ -343,35 +343,54 @@ def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path):
 
 
 def test_a_text_for_figure_3_reaches_its_reports(tmp_path):
-    done = command("pretended_paper", "--figure=3", "--text=its 'big' bang", f"--folder={tmp_path}/my runs")
-    reports = [line for line in done.stdout.splitlines() if line.startswith("ran diffeqformer.analyze")]
-    assert len(reports) == 3 and all("--parts=sensitivity --text=its 'big' bang --output=" in line for line in reports)
+    def ends(*text):
+        done = command("pretended_paper", "--figure=3", *text, f"--folder={tmp_path}/my runs")
+        assert done.returncode == 0, done.stderr
+        reports = [line for line in done.stdout.splitlines() if line.startswith("ran diffeqformer.analyze")]
+        return [line.partition("figure-3-diffeqformer-")[2] for line in reports]
+
+    assert ends() == ["seed-1", "seed-2", "seed-3"] and ends() == []
+    text = "--text=its 'big' {bang}"
+    assert ends(text) == [f"seed-{seed} {text}" for seed in (1, 2, 3)] and ends(text) == []
 
 
 def test_reports_are_summed_up_over_seeds(tmp_path):
-    spectra = {"times": [0.5, 1.0], "seconds": 1.0}
     for seed, size in ((1, 2.0), (2, 6.0)):
-        one = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
-        sensitivity = {"prediction": "x", "pieces": ["a", "b", "c"], "measures": {"gradient": [1.0, size, 9.0]}}
-        parts = {"spectra": {**spectra, "QK": one}, "sensitivity": sensitivity}
-        induction = {"induction": {"scores": [[0.1, size / 10]], "even": 0.01}}
-        for kind, found in (("gpt", {**parts, **induction}), ("tiny", parts)):
+        qk = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
+        shared = {"radius": [[1.0, 5.0]], "positive_share": [[0.25, 0.75]]}  # of the only time
+        sensitivity = {"prediction": "|", "pieces": ["a", "b", "c"], "measures": {"gradient": [None, size, 9.0]}}
+        gpt = {"spectra": {"times": [0.5, 1.0], "QK": qk}, "induction": {"scores": [[0.1, size / 10]], "even": 0.01}}
+        for kind, found in (
+            ("gpt", gpt),
+            ("shared", {"spectra": {"times": [1.0], "QK": shared}, "sensitivity": sensitivity}),
+        ):
             (tmp_path / f"{kind}-seed-{seed}").mkdir()
             (tmp_path / f"{kind}-seed-{seed}" / "results.json").write_text(json.dumps(found))
-    program = [sys.executable, "experiments/reports.py", f"--results={tmp_path}/reports.json"]
-    patterns = [f"--report={tmp_path}/{kind}-seed-?" for kind in ("gpt", "tiny")]
-    done = subprocess.run([*program, *patterns], capture_output=True, text=True, cwd=ROOT)
+
+    def run(*kinds):
+        program = [sys.executable, "experiments/reports.py", f"--results={tmp_path}/new/figure.json"]
+        patterns = [f"--report={tmp_path}/{kind}-seed-?" for kind in kinds]
+        return subprocess.run([*program, *patterns], capture_output=True, text=True, cwd=ROOT)
+
+    done = run("gpt", "shared")
     assert done.returncode == 0, done.stderr
-    rows = dict(line.strip("| ").split(" | ", 1) for line in done.stdout.splitlines())
-    assert rows["QK: largest spectral radius"] == "4.000 ± 2.828 | 4.000 ± 2.828"
-    assert rows["QK: found at"] == "0.5; 0.5 | 0.5; 0.5"
-    assert rows["QK: share of positive real parts, last step"] == "0.750 ± 0.000 | 0.750 ± 0.000"
-    change = "0.756 ± 0.503"  # 0.5 of 1.25 and 2.5 of 2.25
-    assert rows["QK: change of a head's radius in a step, share of its mean"] == f"{change} | {change}"
-    assert rows["largest induction score"] == "0.400 ± 0.283"
-    assert rows["gradient"] == "'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0 | 'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"
-    values = json.loads((tmp_path / "reports.json").read_text())
+    assert (tmp_path / "new" / "figure.md").read_text() == done.stdout
+    assert done.stdout.splitlines()[0] == "| | gpt | shared |"
+    rows = {row: cells for row, *cells in (line[2:-2].split(" | ") for line in done.stdout.splitlines()[2:])}
+    assert rows["QK: largest spectral radius"] == ["4.000 ± 2.828", "5.000 ± 0.000"]
+    assert rows["QK: found at"] == ["0.5; 0.5", "1; 1"]
+    assert rows["QK: share of positive real parts, last time"] == ["0.750 ± 0.000", "0.500 ± 0.000"]
+    assert rows["QK: the same, mean over times"] == ["0.375 ± 0.000", "0.500 ± 0.000"]
+    change = "QK: mean change of the radius between times, share of the mean radius"
+    assert rows[change] == ["0.756 ± 0.503", ""]  # 0.5 of 1.25 and 2.5 of 2.25
+    assert rows["largest induction score"] == ["0.400 ± 0.283", ""]
+    assert rows["gradient"] == ["", "'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"]
+    assert rows["prediction"] == ["", r"'\|'; '\|'"]
+    values = json.loads((tmp_path / "new" / "figure.json").read_text())
     assert values["gpt"]["gpt-seed-2"]["largest induction score"] == 0.6
+    for kinds, said in ((("gpt", "gpt"), "several name reports of gpt"), (("llama",), "none has a results.json")):
+        done = run(*kinds)
+        assert done.returncode == 1 and said in done.stderr
 
 
 def test_perplexities_stand_beside_those_published(tmp_path):

@@ -160,7 +160,7 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     lowered = mock.Mock(jax.stages.Lowered)
     said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack"
     lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
-    with pytest.raises(UserError, match="^config.kernels: .* memory space vmem .* take config.kernels=xla"):
+    with pytest.raises(UserError, match="^A kernel.* memory space vmem .* if it is the hypernetwork's, or other heads"):
         memory.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
 
 

@@ -10,11 +10,12 @@ the study can be run in pieces, and on several machines. Interrupted runs go on 
 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. The others walk one of the depths
 `TRAINED` in each training step, and have a low frequency. The one called drawn is the plain one: weights W(t), fixed
-grids, and Euler's steps like a specialist. `tiny.py:elastic` has W(t), mixed grids and Lie-Trotter steps. The one
-called step features has weights W(t, dt) instead, and its grids in 8 steps are shifted. The one called looped is
-trained like it, but has shared kernels and gates, after LoopFormer. Their first budget is the number of training steps
-of one specialist, their second one the steps of depth of all specialists together; the deepest specialist and GPT are
-given these as well. The one called step features has the first budget alone, to save time.
+grids, and Euler's steps like a specialist. `tiny.py:elastic` has W(t), mixed grids and Lie-Trotter steps, and the one
+called fixed grids the same without moving them. The one called step features has weights W(t, dt) instead, and its
+grids in 8 steps are shifted. The one called looped is trained like it, but has shared kernels and gates, after
+LoopFormer. Their first budget is the number of training steps of one specialist, their second one the steps of depth of
+all specialists together; the deepest specialist and GPT are given these as well. The one called step features has the
+first budget alone, to save time.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
 its depths for an elastic model. Longer runs take the same rates. Elastic ones read the text more than twice then,
@@ -77,6 +78,7 @@ KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("elastic", ("--config.model.solver=euler", "--config.model.training_times=fixed"), MEAN),
+    "fixed grids": Kind("elastic", ("--config.model.training_times=fixed",), MEAN),
     "elastic": Kind("elastic", walked=MEAN + sum(depth > 2 for depth in TRAINED) / len(TRAINED)),
     "step features": Kind("elastic", STEP_FEATURES, MEAN + 1 / len(TRAINED)),
     "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + 1 / len(TRAINED)),

@@ -27,7 +27,15 @@ def train(workdir, options, cores):
     sys.stdout.write(" ".join(["trained", *options]) + "\n")  # in one piece: rows run side by side
 
 
-BEST = {"specialist": 1.5e-3, "gpt": 3e-3, "drawn": 3e-3, "elastic": 3e-3, "step_features": 6e-3, "looped": 3e-3}
+BEST = {
+    "specialist": 1.5e-3,
+    "gpt": 3e-3,
+    "drawn": 3e-3,
+    "elastic": 3e-3,
+    "fixed_grids": 3e-3,
+    "step_features": 6e-3,
+    "looped": 3e-3,
+}
 
 
 def score(command, **_):

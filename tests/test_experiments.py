@@ -151,7 +151,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert (
         done.returncode == 1 and "--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate" in done.stderr
     )
-    assert len(run("rates")[1]) == 3 * 6 and run("rates")[1] == []
+    assert len(run("rates")[1]) == 3 * 7 and run("rates")[1] == []
     times = tmp_path / "elastic_times.json"
     times.write_text('{"gpt": {}}')
     done, trained = run("final")
@@ -159,7 +159,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     assert run("times")[0].returncode == 0
     done, trained = run("final")
     assert done.returncode == 0, done.stderr
-    assert len(trained) == 2 * (4 + 2 * 4 + 3 + 2) and all("--config.seed=0" not in line for line in trained)
+    assert len(trained) == 2 * (5 + 2 * 4 + 4 + 2) and all("--config.seed=0" not in line for line in trained)
     for pattern, rate in (
         ("tiny.py:gpt ", 0.003),
         ("tiny.py:elastic --config.steps=", 0.003),
@@ -169,7 +169,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
     ):
         of_kind = [line for line in trained if re.search(pattern, line)]
         assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
-    assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 2
+    assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 4
     assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=24074 " in line for line in trained) == 2
     assert sum("tiny.py:looped" in line and "--config.steps=27083 " in line for line in trained) == 2
     assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
@@ -193,10 +193,10 @@ def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(
     assert "| perplexity, 8 steps | " + " | ".join(["30.00 ± 14.14"] * 5) + " |" in lines
     assert "| observed order of euler | " + " | ".join(["1.00"] * 5) + " |" in lines  # of the seed that has one
     lines, trained = printed("many", 1)
-    assert len(trained) == 6 and all("tiny.py:elastic " in line for line in trained)
+    assert len(trained) == 8 and all("tiny.py:elastic " in line for line in trained)
     assert (
-        "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 6) + " |" in lines
-    )  # of six, without those of 4
+        "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 8) + " |" in lines
+    )  # of eight, without those of 4
 
 
 @pytest.mark.slow

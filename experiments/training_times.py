@@ -1,7 +1,7 @@
 """Ways to train a DiffEqFormer, and what each is between its trained times, on two CPU cores.
 
     python experiments/training_times.py --depths=one     # five ways at 4 steps of depth (docs/ode.md)
-    python experiments/training_times.py --depths=many    # eight ways at 2, 3, 4, 6 and 8 steps (docs/elastic.md)
+    python experiments/training_times.py --depths=many    # seven ways at 2, 3, 4, 6 and 8 steps (docs/elastic.md)
 
 The models are those of configs/tiny.py. Each is trained by diffeqformer.main with three seeds, all with the learning
 rate of the config, and examined by diffeqformer.ode. Models that --results holds aren't trained again, and interrupted
@@ -47,7 +47,6 @@ KINDS = {
         "Lie-Trotter, fixed": (MANY, FIXED),
         "Lie-Trotter, shifted": (MANY, SHIFTED),
         "Lie-Trotter, mixed": (MANY,),
-        "step features, shifted": (MANY, "--config.model.step_features=8", SHIFTED),
     },
 }
 

@@ -6,7 +6,8 @@
 
 The shape and the text are those of configs/tiny.py. A row of the results is one run of diffeqformer.main in its own
 folder, scored by diffeqformer.evaluate at the depths that it can take. Rows that --results holds aren't run again, so
-the study can be run in pieces, and on several machines. Interrupted runs go on where they were.
+the study can be run in pieces, and on several machines. Interrupted runs go on where they were. An elastic run of
+5,000 training steps takes about ten minutes of one core of an AMD EPYC, and one of 28,261 an hour.
 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. The others walk one of the depths
 `TRAINED` in each training step, and have a low frequency. The one called drawn is the plain one: weights W(t), fixed

@@ -32,7 +32,7 @@ BEST = {
     "gpt": 3e-3,
     "drawn": 3e-3,
     "elastic": 3e-3,
-    "fixed_grids": 3e-3,
+    "fixed_grids": 6e-3,
     "step_features": 6e-3,
     "looped": 3e-3,
 }

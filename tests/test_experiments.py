@@ -164,6 +164,7 @@ def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
         ("tiny.py:gpt ", 0.003),
         ("tiny.py:elastic --config.steps=", 0.003),
         ("tiny.py:elastic --config.model.step_features=8 ", 0.006),
+        ("tiny.py:elastic --config.model.training_times=fixed ", 0.006),
         ("tiny.py:looped .*--config.model.training_depths=.*--config.model.step_features=8 ", 0.003),
         ("tiny.py:diffeqformer --config.model.num_steps=2 ", 0.0015),
     ):
@@ -194,6 +195,8 @@ def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(
     assert "| observed order of euler | " + " | ".join(["1.00"] * 5) + " |" in lines  # of the seed that has one
     lines, trained = printed("many", 1)
     assert len(trained) == 7 and all("tiny.py:elastic " in line for line in trained)
+    assert [sum(grids in line for line in trained) for grids in ("times=fixed", "times=shifted")] == [3, 3]
+    assert sum("solver=euler" in line for line in trained) == 4
     assert (
         "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 7) + " |" in lines
     )  # of seven, without those of 4

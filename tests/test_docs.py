@@ -89,6 +89,14 @@ def test_the_readme_takes_two_minutes():
 
 
 @pytest.mark.fast
+def test_tables_are_tables():
+    """`make lint` takes one whose second line lacks a column for a paragraph, and wraps it."""
+    for path in PAGES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert "-- | --" not in line or line.startswith("|"), (path, line)
+
+
+@pytest.mark.fast
 def test_lines_have_one_width():
     """`make lint` wraps text, but not code and headings of pages, shell scripts, and lines that end like an address."""
     for path in [*PAGES, *CODE]:

@@ -160,7 +160,8 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     lowered = mock.Mock(jax.stages.Lowered)
     said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack"
     lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
-    with pytest.raises(UserError, match="^A kernel.* memory space vmem .* if it is the hypernetwork's, or other heads"):
+    remedy = "take config.kernels=xla if it is the hypernetwork's, or other config.model.heads if it is attention's"
+    with pytest.raises(UserError, match=f"^A kernel's .* memory space vmem .* {remedy}$"):
         memory.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
 
 

@@ -37,6 +37,7 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
     [
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
+        ("gpt", "--config.kernels=xla", "model.kind gpt generates no kernels"),
         ("gpt", "--config.mesh.generator=1", "model.kind gpt has no hypernetwork"),
         ("looped", "--config.kernels=xla", "model.kind looped generates no kernels"),
         ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),

@@ -99,7 +99,7 @@ def check_program(what: str, lowered: jax.stages.Lowered, free: int, remedy: Cal
         if "memory space vmem" in str(error):  # of a kernel: no batch would be small enough
             raise UserError(
                 f"A kernel's blocks don't fit into the TPU's VMEM ({reason_of(error)}); take "
-                "config.kernels=xla if it is the hypernetwork's, or other heads if it is attention's"
+                "config.kernels=xla if it is the hypernetwork's, or other config.model.heads if it is attention's"
             ) from error
         needed = math.inf
     if needed > free:

@@ -4,16 +4,19 @@
     python experiments/paper.py --figure=7                       # at the size of two CPU cores
     python experiments/paper.py --table=2 --scale=published      # with the published configs, on accelerators
 
-Each is made by commands of this project, which --list shows. They are run one after the other. What is finished is not
-made again: runs resume, studies collect the runs that --folder holds, and reports of the same command stay. Figures 1,
-6 and 17 show the architecture. Perplexities of `evaluate` stand beside the published ones in <exhibit>.md and .png in
---folder. docs/fidelity.md says where this project differs from the paper.
+Each is made by commands of this project, which --list shows, with the files and the hardware that they need. They are
+run one after the other. What is finished is not made again: runs resume, studies collect the runs that --folder holds,
+and reports of the same command stay. At tiny scale, a run of a study takes about three minutes of a core. Figures 1, 6
+and 17 show the architecture. Perplexities of `evaluate` stand beside the published ones in <exhibit>.md and .png in
+--folder; those of studies at tiny scale are of bytes, which the published ones can't be compared with.
+docs/fidelity.md says where this project differs from the paper.
 """
 
 import glob
 import itertools
 import json
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -187,8 +190,11 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
 
 WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
 SIMULATION = (train("tiny"), analyze("tiny", "simulation", "tiny-simulation"))  # the same for every checkpoint
-SPECTRA_OF_MEDIUM, SENSITIVITY_OF_MEDIUM = (
-    (train("medium"), analyze("medium", part, f"medium-{part}")) for part in ("spectra", "sensitivity")
+SPECTRA_OF_MEDIUM = tuple(
+    command
+    for model in ("medium:gpt", "medium")
+    for run in [model.replace(":", "-")]
+    for command in (train(model), analyze(run, "spectra,induction", f"figure-2-{run}"))
 )
 LLAMA_AT_SCALE = scored("figure-8", "llama_1b", "llama_1b:llama", options=LLAMA_FILE)
 
@@ -226,7 +232,7 @@ EXHIBITS = {
         "in its sentence about BIGBANG, that word is highlighted for the next word 'its'; our text of the paper lacks "
         "the sentence, so give one by --text",
         analyze_seeds("figure-3", "sensitivity", "diffeqformer"),
-        SENSITIVITY_OF_MEDIUM,
+        (train("medium"), analyze("medium", "sensitivity", "figure-3-medium")),
     ),
     "figure 4": Exhibit(
         "overfitting: validation curves on a short text",
@@ -313,9 +319,21 @@ def in_full(word: str) -> str:
     return f"{option}={','.join(path for each in value.split(',') for path in sorted(glob.glob(each)) or [each])}"
 
 
+def needs(exhibit: Exhibit) -> str:
+    """The hardware and the files that its commands need at the chosen scale."""
+    tiny = SCALE.value == "tiny"
+    lines = " ".join(command.line for command in (exhibit.tiny if tiny else exhibit.at_scale))
+    configs = ", ".join(dict.fromkeys(re.findall(r"configs/\w+\.py", lines)))
+    hardware = "two CPU cores" if tiny else f"the hardware that its configs name ({configs})"
+    others = {"{wikitext}": "--wikitext", "{tokenizer}": "--tokenizer", "diffeqformer.downstream": "lm-eval"}
+    return ", ".join([hardware, *(name for part, name in others.items() if part in lines)])
+
+
 def show(name: str, exhibit: Exhibit) -> None:
     """Print what an exhibit is and how it is made."""
     print(f"{name.capitalize()}: {exhibit.shows}\n  published: {exhibit.published}")
+    if commands_of(exhibit):
+        print(f"  needs: {needs(exhibit)}")
     for command in commands_of(exhibit):
         print(f"  python {command.line}")
 

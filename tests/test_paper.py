@@ -22,6 +22,11 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
     exhibits = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith(("Table", "Figure"))]
     figures = [number for number in range(2, 19) if number not in (6, 17)]  # these and 1 show the architecture
     assert exhibits == [f"Table {n}" for n in range(1, 7)] + [f"Figure {n}" for n in figures]
+    needs = [line for line in done.stdout.splitlines() if line.startswith("  needs: ")]
+    assert len(needs) == len(exhibits) - 1  # Table 3 is counted
+    counted = {name: sum(name in line for line in needs) for name in ("--wikitext", "--tokenizer", "lm-eval")}
+    wikitext, tokenizer = (2, 0) if scale == "tiny" else (0, 5)
+    assert counted == {"--wikitext": wikitext, "--tokenizer": tokenizer, "lm-eval": 6}
     commands = {line.strip() for line in done.stdout.splitlines() if line.startswith("  python ")}
     package = "".join(path.read_text() for path in ROOT.glob("diffeqformer/**/*.py"))
     for words in map(shlex.split, sorted(commands)):

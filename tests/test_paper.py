@@ -55,7 +55,7 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path):
 
     train, report = "ran diffeqformer.main", "ran diffeqformer.analyze"
     assert ran(FAILS="1") == (1, [train, report]) and ran() == (0, [train, report]) and ran() == (0, [train])
-    assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"tiny-simulation", "tiny-simulation-1"}
+    assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"simulation", "simulation-1"}
 
 
 def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path):

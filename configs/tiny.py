@@ -3,7 +3,8 @@
     python -m diffeqformer.main --config=configs/tiny.py             # :gpt and :shared are the baselines
     python -m diffeqformer.main --config=configs/tiny.py:elastic     # a DiffEqFormer for 2 to 8 steps of depth
 
-The text is Python's own standard library. Shape, schedule and rates were chosen by hand for that time; experiments/ablations.py tunes rates.
+The text is Python's own standard library. Shape, schedule and rates were chosen by hand for that time;
+experiments/ablations.py tunes rates.
 
 What to expect, with the first command on two cores of an AMD EPYC, Python 3.11.7: about 2.0 bits/byte on the validation
 split after 5,000 steps, in 4.2 minutes. docs/models.md compares :gpt and :shared with it over three seeds.

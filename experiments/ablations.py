@@ -2,7 +2,7 @@
 
     python experiments/ablations.py --study=perplexity # DiffEqFormer, GPT and shared weights (Tables 1 and 2)
     python experiments/ablations.py --study=llama      # the same with the block of a Llama (Table 2, Figure 8)
-    python experiments/ablations.py --study=embedding  # d_emb: perplexity, parameters, speed, memory (Figures 14 to 16)
+    python experiments/ablations.py --study=embedding  # d_emb: perplexity (Figure 14)
     python experiments/ablations.py --study=design     # one MLP of t for all weights, or one for each (Figure 18)
     python experiments/ablations.py --study=beta2      # Adam's second beta, for DiffEqFormer and GPT (Figure 7)
     python experiments/ablations.py --study=shared     # two forms of the baseline with shared weights
@@ -15,11 +15,8 @@ Runs that --results holds aren't run again, and interrupted ones go on where the
 <config>-<study>.md and .png in --folder show the models that have finished runs.
 """
 
-import concurrent.futures
 import functools
 import itertools
-import multiprocessing
-import os
 import pathlib
 import runpy
 import statistics
@@ -30,7 +27,6 @@ from absl import app, flags, logging
 from common import articles_of_wikitext, inspected, perplexities, run_rows, train
 
 from diffeqformer.config import get_field
-from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import spread, write_text
 
 STUDIES = ["perplexity", "llama", "embedding", "design", "beta2", "shared", "overfitting"]
@@ -108,35 +104,11 @@ def variants() -> dict[str, Variant]:
     return {model: Variant(model, short_text=short) for model in ("diffeqformer", "gpt", "shared")}
 
 
-def compiled_memory(workdir: pathlib.Path) -> float:
-    """MiB of arguments and temporaries of a run's compiled train step, on each device."""
-    import jax
-
-    from diffeqformer import checkpoint
-    from diffeqformer.training.run import make_program
-
-    config = checkpoint.load_config(workdir)
-    program = make_program(config)
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), "int32")
-    memory = program.train_step.lower(jax.eval_shape(program.init), tokens).compile().memory_analysis()
-    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
-
-
-def step_memory(workdir: pathlib.Path, cores: list[int] | None) -> float:
-    """The same, computed in a separate process on some cores, since the next run needs the accelerator."""
-    pin = {"initializer": os.sched_setaffinity, "initargs": (0, cores)} if cores else {}
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), **pin) as child:
-        return child.submit(compiled_memory, workdir).result()
-
-
-def measure(texts: list[str], memory: dict[Variant, float], run: Run, cores: list[int] | None) -> dict:
+def measure(texts: list[str], run: Run, cores: list[int] | None) -> dict:
     """Train one run.
 
-    Args:
-        memory: `step_memory` of the variants so far, to which this one's is added.
-
     Returns:
-        validation perplexities by step, parameters, the best tokens/s, and the memory of its train step in MiB.
+        validation perplexities by step, and parameters.
     """
     options = [f"--config={CONFIG.value}:{run.variant.model}", *(f"--config.{each}" for each in run.differences())]
     options += texts if run.variant.short_text else []
@@ -144,24 +116,20 @@ def measure(texts: list[str], memory: dict[Variant, float], run: Run, cores: lis
     options += [f"--config.log_every={max(1, STEPS.value // 30)}", "--config.checkpoints_kept=1"]
     workdir = pathlib.Path(FOLDER.value) / run.name()
     train(workdir, options, cores)
-    speeds = read_curves(workdir)["train/tokens_per_second"]
     return {
         "perplexities": {str(step): value for step, value in perplexities(workdir).items()},  # as JSON has it
         "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
-        "tokens_per_second": max(speeds.values()),  # the interval that other load on the machine affects least
-        "step_mib": memory.get(run.variant) or memory.setdefault(run.variant, step_memory(workdir, cores)),
     }
 
 
 class Found(NamedTuple):
     """What is known of a variant.
 
-    rate: the best one; runs: one result for each seed, as of `measure`; tokens_per_second: the best of all its runs.
+    rate: the best one; runs: one result for each seed, as of `measure`.
     """
 
     rate: float
     runs: list[dict]
-    tokens_per_second: float
 
     def ends(self) -> list[float]:
         """The last perplexity of each run."""
@@ -188,19 +156,18 @@ def collected(results: dict[str, dict]) -> dict[str, Found]:
         rate = best_rate(results, variant)
         seeds = [results.get(Run(variant, rate, seed).name()) for seed in range(1, 1 + SEEDS.value)]
         if runs := [run for run in seeds if run]:
-            found[name] = Found(rate, runs, max(run["tokens_per_second"] for run in first + runs))
+            found[name] = Found(rate, runs)
     return found
 
 
 def table(found: dict[str, Found]) -> str:
     """The results as Markdown."""
-    head = ["model", "parameters", "rate", "seeds", "best perplexity", "at step", "at the end", "tokens/s", "step, MiB"]
+    head = ["model", "parameters", "rate", "seeds", "best perplexity", "at step", "at the end"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name, each in found.items():
         curves = [run["perplexities"] for run in each.runs]
         cells = [name, f"{each.runs[0]['parameters']:,}", f"{each.rate:g}", str(len(curves)), spread(each.bests(), 2)]
         cells += [", ".join(f"{int(min(curve, key=curve.get)):,}" for curve in curves), spread(each.ends(), 2)]
-        cells += [f"{each.tokens_per_second:,.0f}", f"{each.runs[0]['step_mib']:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -226,28 +193,21 @@ def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
 
 
 def plot_sweep(found: dict[str, Found], path: pathlib.Path) -> None:
-    """Plot perplexity, throughput and memory against E, with GPT as a horizontal line."""
+    """Plot perplexity against E, with GPT as a horizontal line."""
     from diffeqformer.console.figures import COLOURS, new_figure
 
-    quantities = {
-        "validation perplexity, at the end": Found.ends,
-        "tokens/s in training": lambda each: [each.tokens_per_second],
-        "memory of the train step on a device, MiB": lambda each: [each.runs[0]["step_mib"]],
-    }
-    figure, [panels] = new_figure(1, 3, (14, 4))
+    figure, [[panel]] = new_figure(1, 1, (7, 4))
     widths = {name: dict(of.changes)["model.time_embed_dim"] for name, of in variants().items() if of.changes}
-    for panel, (title, values) in zip(panels, quantities.items(), strict=True):
-        of_widths = {widths[name]: values(each) for name, each in found.items() if name in widths}
-        means = [statistics.mean(numbers) for numbers in of_widths.values()]
-        errors = [statistics.stdev(numbers) if len(numbers) > 1 else 0.0 for numbers in of_widths.values()]
-        panel.errorbar(list(of_widths), means, errors, fmt="o-", capsize=3, label="diffeqformer")
-        if "gpt" in found:
-            panel.axhline(statistics.mean(values(found["gpt"])), linestyle="--", color=COLOURS[1], label="gpt")
-        panel.set(ylabel=title, xlabel="E, the width of the time embedding")
-        if panel is not panels[0]:
-            panel.set_ylim(0)
-        panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    ends = {widths[name]: each.ends() for name, each in found.items() if name in widths}
+    errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in ends.values()]
+    panel.errorbar(
+        list(ends), list(map(statistics.mean, ends.values())), errors, fmt="o-", capsize=3, label="diffeqformer"
+    )
+    if "gpt" in found:
+        panel.axhline(statistics.mean(found["gpt"].ends()), linestyle="--", color=COLOURS[1], label="gpt")
+    panel.set(ylabel="validation perplexity, at the end", xlabel="E, the width of the time embedding")
+    panel.legend(fontsize=8)
+    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 

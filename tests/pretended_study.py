@@ -39,5 +39,4 @@ def pretend(command, **_):
 
 
 common.subprocess.Popen = pretend
-ablations.step_memory = lambda workdir, cores: 5.0
 ablations.app.run(ablations.main)

@@ -162,6 +162,19 @@ def test_every_model_is_in_the_legend_whatever_the_shots(monkeypatch, tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["ours", *headings] and len(headings) == 2
 
 
+def test_panels_keep_their_height_beside_many_models_with_long_names(monkeypatch, tmp_path):
+    figures, new_figure = [], bars.new_figure
+    monkeypatch.setattr(bars, "new_figure", lambda *of, **how: figures.append(new_figure(*of, **how)) or figures[-1])
+    tasks = {"piqa": {"acc,none": 0.6, "shots": 1, "contexts_cut": 0}}
+    run = {"field": "gpt", "tasks": tasks}
+    for models in (1, 12):
+        labels = [f"runs/a_folder_with_a_long_name/and-another-within-it-{model}, 4 steps" for model in range(models)]
+        runs = [{**run, "label": label, "shots": shots} for shots in (0, 1) for label in labels]
+        bars.plot(runs, tmp_path / "bars.png")
+    few, many = (axes[0, 0].get_window_extent().height for _, axes in figures)
+    assert many == pytest.approx(few, rel=0.15)
+
+
 @pytest.fixture
 def local_tasks(tmp_path, monkeypatch):
     """Task files name data relative to the repository; the cache of `datasets` is deleted with the test's folder."""

@@ -40,6 +40,8 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
     names = [textwrap.fill(label, letters) for label in labels]
     beside = 2 if 2 * max(map(len, names)) < letters else 1
     figure.legend(labels.values(), names, loc="outside lower center", ncols=beside, fontsize=8)
+    lines = sum(name.count("\n") + 1 for name in names) / beside
+    figure.set_figheight(3.2 * len(shots) + 0.17 * lines)  # so that a long legend leaves the panels as they are
     figure.savefig(path, dpi=110)
 
 

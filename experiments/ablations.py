@@ -228,7 +228,7 @@ def main(_) -> None:
     check_lists()
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    texts, memory = [], {}
+    texts = []
     if STUDY.value == "overfitting":
         texts = articles_of_wikitext(WIKITEXT.value, folder, "short", slice(ARTICLES), slice(-10, None))
 
@@ -239,7 +239,7 @@ def main(_) -> None:
             (plot_sweep if STUDY.value == "embedding" else plot_curves)(found, folder / f"{name}.png")
 
     def finish(runs):
-        work = functools.partial(measure, texts, memory)
+        work = functools.partial(measure, texts)
         return run_rows(runs, Run.name, work, pathlib.Path(RESULTS.value), AT_ONCE.value, show)
 
     compared = list(variants().values())

@@ -123,8 +123,8 @@ def mebibytes(compiled) -> tuple[float, float]:
     return memory.argument_size_in_bytes / 2**20, memory.temp_size_in_bytes / 2**20
 
 
-def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
-    """Print a Markdown table below a line that names the devices. Numbers get the digits that they need."""
+def print_table(columns: tuple[str, ...], rows: list[tuple]) -> str:
+    """Print a Markdown table below a line that names the devices, and return both. Numbers get the digits they need."""
 
     def show(cell) -> str:
         if isinstance(cell, float):
@@ -132,7 +132,9 @@ def print_table(columns: tuple[str, ...], rows: list[tuple]) -> None:
         return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
     device = jax.devices()[0]
-    print(f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}\n")
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(map(show, row)) + " |")
+    lines = [f"{len(jax.devices())} x {device.device_kind} ({device.platform}), jax {jax.__version__}", ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(map(show, row)) + " |" for row in rows]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    return text

@@ -3,8 +3,8 @@
     python benchmarks/embedding.py --shape=tiny --embed_dim=4 --embed_dim=24 --embed_dim=96
     python benchmarks/embedding.py --shape=medium --batch_size=32 --remat=step    # a GPU with 80 GB
 
-Each width is measured beside a GPT of that shape, in alternating rounds, so at most two models are in memory. The
-picture is embedding.png in --folder.
+Each width is measured beside a GPT of that shape, in alternating rounds, so at most two models are in memory. --output
+gets the table and a picture.
 """
 
 import pathlib
@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags
-from common import alternate, make_config, mebibytes, print_table, seconds
+from common import MODEL_NAMES, TIME_EMBED_DIM, alternate, make_config, mebibytes, print_table, seconds
 from train_step import Run
 
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.console.results import write_text
+from diffeqformer.errors import UserError
 
 EMBED_DIMS = flags.DEFINE_multi_integer("embed_dim", [20, 48, 72, 96, 120, 144], "E; can be repeated.", lower_bound=1)
-FOLDER = flags.DEFINE_string("folder", "runs/embedding", "Folder of the picture.")
+OUTPUT = flags.DEFINE_string("output", "runs/embedding", "Folder of the results.")
 
 
 class Row(NamedTuple):
@@ -56,11 +58,14 @@ def plot(rows: list[Row], gpt: Run, path: pathlib.Path) -> None:
         panel.set_ylim(0)
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def benchmark() -> None:
+    if MODEL_NAMES.present or TIME_EMBED_DIM.present:
+        raise UserError("--models, --time_embed_dim: have no meaning here; leave them out, and see --embed_dim")
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
     gpt = Run(make_config("gpt:gpt"))
     rows = [measure(width, gpt) for width in EMBED_DIMS.value]
     cells = [("gpt", gpt.parameters, 1.0, "", float(sum(mebibytes(gpt.train_step))))]
@@ -69,8 +74,9 @@ def benchmark() -> None:
         cells.append(
             (f"diffeqformer, E {row.width}", row.parameters, median, f"{low:.2f} to {high:.2f}", row.mebibytes)
         )
-    print_table(("model", "parameters", "throughput", "quartiles", "memory MiB"), cells)
-    plot(rows, gpt, pathlib.Path(FOLDER.value) / "embedding.png")
+    text = print_table(("model", "parameters", "throughput", "quartiles", "memory MiB"), cells)
+    write_text(folder / "embedding.md", text)
+    plot(rows, gpt, folder / "embedding.png")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale):
         if words[1] == "-m":
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
         else:
-            source = "".join(path.read_text() for path in (ROOT / words[1]).parent.glob("*.py"))
+            script = ROOT / words[1]
+            source = script.read_text() + script.with_name("common.py").read_text()
             if "study" in options:
                 assert f'"{options["study"]}"' in source
         assert all(f'"{name}"' in source for name in options if not name.startswith("config"))
@@ -135,3 +136,22 @@ def test_perplexities_stand_beside_those_published(tmp_path):
     assert rows[f"{back}full-9-validation-best"] == "20.00"
     done = command("pretended_paper", "--table=1", "--scale=published", f"--folder={tmp_path}")  # none is at hand
     assert done.returncode == 0 and "| wikitext103_small-validation | 20.00 |  |" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_widths_of_the_time_embedding_are_measured_beside_a_gpt(tmp_path):
+    def run(*options):
+        shape = "width=16", "heads=2", "num_steps=2", "vocab_size=32", "sequence_length=16", "batch_size=8", "rounds=1"
+        program = [sys.executable, "benchmarks/embedding.py", *(f"--{each}" for each in shape), f"--output={tmp_path}"]
+        return subprocess.run([*program, *options], capture_output=True, text=True, cwd=ROOT)
+
+    done = run("--embed_dim=2", "--embed_dim=3", "--embed_dim=5")
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "embedding.md").read_text()
+    assert table in done.stdout and (tmp_path / "embedding.png").stat().st_size > 10_000
+    names, parameters = zip(*(line.split(" | ")[:2] for line in table.splitlines()[4:]))
+    assert names == ("| gpt", "| diffeqformer, E 2", "| diffeqformer, E 3", "| diffeqformer, E 5")
+    gpt, *ours = (int(number.replace(",", "")) for number in parameters)
+    assert gpt < ours[0] and ours[2] - ours[1] == 2 * (ours[1] - ours[0])
+    done = run("--time_embed_dim=4")
+    assert done.returncode == 1 and "--embed_dim" in done.stderr.splitlines()[-1]

@@ -2,11 +2,13 @@
 
     python experiments/finetune_depths.py --wikitext=wiki.valid.tokens --folder=runs/finetune_depths
 
-The shape is taken from configs/tiny.py. Depths are a third of the paper's: a DiffEqFormer is pretrained in 6 steps, a
-GPT in 8 layers. The base called elastic is pretrained at many depths (docs/elastic.md). The texts are Python's standard
-library and the validation split of WikiText-103. All have the learning rate of configs/tiny.py. Each pretraining and
-each fine-tuning is a run of diffeqformer.main in its own folder. Bases that --results holds aren't run again, and
-interrupted runs go on where they were. When all runs of a base are finished, table.md and figure.png show them.
+The shape is that of configs/tiny.py, and decay and adapters are as published. Depths are a third of the paper's: a
+DiffEqFormer is pretrained in 6 steps, a GPT in 8 layers. The base called elastic is pretrained at many depths
+(docs/elastic.md). The texts are Python's standard library and the validation split of WikiText-103. Every base has the
+same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them with --seeds others,
+which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its own folder. Rows that
+--results holds aren't run again, and interrupted runs go on where they were. After each row, table.md and figure.png in
+--folder show the bases whose runs are finished.
 """
 
 import functools
@@ -23,62 +25,118 @@ from diffeqformer.console.results import spread, write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
-RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The bases so far; new ones are added.")
-DIRECTIONS = flags.DEFINE_multi_enum(
-    "direction",
-    ["stdlib_to_wikitext"],
-    ["stdlib_to_wikitext", "wikitext_to_stdlib"],
-    "Text of pretraining and of fine-tuning; can be repeated.",
-)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds. All bases are run with one seed before the next.")
-AT_ONCE = flags.DEFINE_integer(
-    "at_once", 2, "Bases side by side, each on its part of the cores (Linux).", lower_bound=1
-)
+RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The rows so far; new ones are added.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown. All bases are run with one before the next.")
+AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
 
+BASES = {
+    "stdlib_to_wikitext": ("diffeqformer", "gpt", "elastic"),
+    "wikitext_to_stdlib": ("diffeqformer", "gpt"),
+}  # by the texts of pretraining and of fine-tuning
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=6"],
-    "elastic": ["--config=configs/tiny.py:elastic"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
+    "elastic": ["--config=configs/tiny.py:elastic"],
 }
-DEPTHS = {"diffeqformer": (6, 3, 4, 8), "elastic": (6, 3, 4, 8), "gpt": (8,)}
+DEPTHS = {"diffeqformer": (6, 3, 4, 8), "gpt": (8,), "elastic": (6, 3, 4, 8)}  # rates are tuned at the first
 MODES = {
     "full": [],
-    "lora": ["--config.model.lora_rank=20"],
+    "lora": ["--config.model.lora_rank=20", "--config.model.lora_start=published"],
 }  # 20 of 96 is the same proportion as the paper's 200 of 1,024
-PRETRAINING = ["--config.steps=3000", "--config.eval_every=1500"]
-FINETUNING = ["--config.steps=800", "--config.eval_every=100", "--config.sample.prompt=The "]
+RATES = {
+    "pretraining": (2e-3, 4e-3, 8e-3),
+    "full": (1e-3, 2e-3, 4e-3, 8e-3),
+    "lora": (2e-3, 4e-3, 8e-3, 1.6e-2),
+}
+PRETRAINING = ["--config.steps=1500", "--config.eval_every=500"]
+FINETUNING = ["--config.steps=400", "--config.eval_every=100", "--config.sample.prompt=The "]
 
 
 class Base(NamedTuple):
-    """One pretraining, and what is fine-tuned from it."""
+    """A pretraining, and what is fine-tuned from it. The seed 0 finds the rates of the others."""
 
     direction: str
     model: str
     seed: int
 
     def name(self) -> str:
-        """Its key in the results, and its folder."""
+        """Its key in the results."""
         return f"{self.direction.partition('_to_')[0]}-{self.model}-{self.seed}"
 
+    def text(self, stage: str) -> str:
+        """The text of a stage of `RATES`."""
+        first, _, second = self.direction.partition("_to_")
+        return first if stage == "pretraining" else second
 
-def finetune(texts: dict[str, list[str]], base: Base, cores: list[int] | None) -> dict:
-    """Pretrain a base and fine-tune it at all its depths.
+    def pretrained(self, rate: float) -> pathlib.Path:
+        """The folder of its pretraining."""
+        return pathlib.Path(FOLDER.value) / f"{self.name()}-rate-{rate:g}"
+
+
+def run(
+    texts: dict[str, list[str]], base: Base, stage: str, rates: dict[str, float], depth: int, cores: list[int] | None
+) -> dict[str, float]:
+    """Pretrain a base, or fine-tune it.
+
+    Args:
+        stage: of `RATES`.
+        rates: those of pretraining and of this stage.
+        depth: number of steps of the fine-tuning.
 
     Returns:
-        the base, and the validation perplexities of bytes of each fine-tuning by step.
+        validation perplexities of bytes by step, the keys as JSON has them.
     """
-    first, _, second = base.direction.partition("_to_")
-    common = ["--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
-    pretrained = pathlib.Path(FOLDER.value) / base.name()
-    train(pretrained, MODELS[base.model] + texts[first] + PRETRAINING + common, cores)
-    runs = []
-    for depth, mode in itertools.product(DEPTHS[base.model], MODES):
-        options = ["--config=configs/tiny.py", f"--config.base={pretrained}", f"--config.model.num_steps={depth}"]
-        workdir = pretrained.with_name(f"{pretrained.name}-to-{second}-{mode}-{depth}")
-        train(workdir, options + MODES[mode] + texts[second] + FINETUNING + common, cores)
-        curve = {str(step): value for step, value in perplexities(workdir).items()}  # as JSON has it
-        runs.append({"mode": mode, "depth": depth, "perplexities": curve})
-    pretraining = {str(step): value for step, value in perplexities(pretrained).items()}
+    workdir = base.pretrained(rates["pretraining"])
+    options = MODELS[base.model] + PRETRAINING
+    if stage != "pretraining":
+        options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
+        workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
+        options = ["--config=configs/tiny.py", *options]
+    options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
+    train(
+        workdir,
+        [*options, *texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"],
+        cores,
+    )
+    return {str(step): value for step, value in perplexities(workdir).items()}
+
+
+def best(found: dict[str, float]) -> float:
+    """The rate with the lowest perplexity."""
+    return float(min(found, key=found.get))
+
+
+def tuned(texts: dict[str, list[str]], base: Base, cores: list[int] | None) -> dict:
+    """Find the rates of a base: first that of pretraining, then those of fine-tuning its best.
+
+    Returns:
+        the base, and the best validation perplexity of bytes of each stage by rate.
+    """
+    found, rates = {}, {}
+    for stage in RATES:
+        curves = {
+            rate: run(texts, base, stage, {**rates, stage: rate}, DEPTHS[base.model][0], cores) for rate in RATES[stage]
+        }
+        found[stage] = {f"{rate:g}": min(curve.values()) for rate, curve in curves.items()}
+        rates[stage] = best(found[stage])
+    return {**base._asdict(), "tuned": found}
+
+
+def finetuned(texts: dict[str, list[str]], tunings: dict[str, dict], base: Base, cores: list[int] | None) -> dict:
+    """Pretrain a base and fine-tune it at all its depths, with the rates found.
+
+    Args:
+        tunings: results of `tuned`, by name.
+
+    Returns:
+        the base, and the validation perplexities of bytes of its pretraining and of each fine-tuning by step.
+    """
+    rates = {stage: best(found) for stage, found in tunings[base._replace(seed=0).name()]["tuned"].items()}
+    pretraining = run(texts, base, "pretraining", rates, DEPTHS[base.model][0], cores)
+    runs = [
+        {"mode": mode, "depth": depth, "perplexities": run(texts, base, mode, rates, depth, cores)}
+        for depth, mode in itertools.product(DEPTHS[base.model], MODES)
+    ]
     return {**base._asdict(), "perplexities": pretraining, "finetuned": runs}
 
 
@@ -86,9 +144,9 @@ def in_groups(results: dict[str, dict]) -> dict[tuple, list[dict[int, float]]]:
     """The curves of all seeds by (direction, base, mode, depth), in the order of the figure."""
     groups = {}
     for base in results.values():
-        for run in base["finetuned"]:
-            curve = {int(step): value for step, value in run["perplexities"].items()}
-            groups.setdefault((base["direction"], base["model"], run["mode"], run["depth"]), []).append(curve)
+        for each in base.get("finetuned", []):
+            curve = {int(step): value for step, value in each["perplexities"].items()}
+            groups.setdefault((base["direction"], base["model"], each["mode"], each["depth"]), []).append(curve)
     return dict(sorted(groups.items()))
 
 
@@ -142,11 +200,15 @@ def main(_) -> None:
 
     def show(results):
         write_text(folder / "table.md", table(results))
-        plot(results, folder / "figure.png")
+        if in_groups(results):
+            plot(results, folder / "figure.png")
 
-    bases = [Base(*of, seed) for seed, *of in itertools.product(range(SEEDS.value), DIRECTIONS.value, MODELS)]
-    work = functools.partial(finetune, texts)
-    results = run_rows(bases, Base.name, work, pathlib.Path(RESULTS.value), AT_ONCE.value, show)
+    rows = functools.partial(run_rows, name=Base.name, path=pathlib.Path(RESULTS.value), number=AT_ONCE.value)
+    for direction, models in BASES.items():
+        results = rows([Base(direction, model, 0) for model in models], work=functools.partial(tuned, texts))
+        bases = [Base(direction, model, seed) for seed in range(1, 1 + SEEDS.value) for model in models]
+        work = functools.partial(finetuned, texts, results)
+        results = rows(bases, work=work, then=show)
     show(results)
     print(table(results))
 

@@ -1,5 +1,7 @@
 """`experiments/finetune_depths.py` with runs that only pretend to train."""
 
+import math
+import re
 import sys
 
 from diffeqformer.config import check_overrides
@@ -7,18 +9,21 @@ from diffeqformer.config import check_overrides
 sys.path.insert(0, "experiments")
 import finetune_depths  # noqa: E402
 
+NAME = re.compile(r"\w+-\w+-(\d)-rate-([\d.]+)(?:-(full|lora)-(\d)-rate-([\d.]+))?")
+BEST = {None: 4e-3, "full": 2e-3, "lora": 8e-3}
+
 
 def train(workdir, options, cores):
     check_overrides(options)  # as `main` does
     workdir.mkdir(parents=True)  # fails for a second run in this folder
-    sys.stdout.write(" ".join(["trained", *options]) + "\n")  # in one piece: bases run side by side
+    sys.stdout.write(" ".join(["trained", *options]) + "\n")  # in one piece: rows side by side
 
 
 def perplexities(workdir):
-    """The best at 400 steps, worse with another depth than 8; the seed is added."""
-    *_, seed = workdir.name.partition("-to-")[0].split("-")
-    depth = int(workdir.name.rpartition("-")[2]) if "-to-" in workdir.name else 8
-    return {step: abs(step - 400) / 100 + abs(depth - 8) + 3 + int(seed) for step in range(0, 801, 100)}
+    """The best at 200 steps, worse with another depth than 8 or another rate than `BEST`; the seed is added."""
+    seed, pretraining, mode, depth, rate = NAME.fullmatch(workdir.name).groups()
+    worse = abs(math.log2(float(rate or pretraining) / BEST[mode])) + abs(int(depth or 8) - 8)
+    return {step: abs(step - 200) / 100 + worse + 3 + int(seed) for step in range(0, 401, 100)}
 
 
 finetune_depths.train, finetune_depths.perplexities = train, perplexities

@@ -222,7 +222,7 @@ def test_grids_by_tolerance_are_compared_with_even_ones_of_the_same_run(run, tmp
 
 
 @pytest.mark.slow
-def test_fine_tuning_at_other_depths_runs_no_base_twice(tmp_path):
+def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp_path):
     wikitext = tmp_path / "wiki.valid.tokens"
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))
     folder = tmp_path / "runs"
@@ -236,14 +236,20 @@ def test_fine_tuning_at_other_depths_runs_no_base_twice(tmp_path):
         return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
 
     first, _ = trained(1)
-    assert len(first) == 3 + 4 * 2 + 4 * 2 + 2 and sum("--config.base=" in line for line in first) == 18
+    tuned = [line for line in first if line.endswith("--config.seed=0")]
+    assert len(tuned) == 5 * (3 + 4 + 4) and len(first) - len(tuned) == (3 + 8 + 2 + 8) + (2 + 8 + 2)
+    assert all("--config.optimizer.decay=everything" in line for line in first)
     shutil.rmtree(folder)
-    second, table = trained(2)  # the first seed's from the results
-    assert len(second) == len(first) and all(line.endswith("--config.seed=1") for line in second)
+    second, table = trained(2)  # the rates and the first seed's from the results
+    assert len(second) == len(first) - len(tuned) and all(line.endswith("--config.seed=2") for line in second)
+    for line in second:
+        mode = "lora" if "lora_rank" in line else "full" if "--config.base=" in line else "pretraining"
+        assert f"learning_rate={dict(pretraining=0.004, full=0.002, lora=0.008)[mode]} " in line
+        assert ("rate-0.004 " in line) == (mode != "pretraining")
     assert (
-        "| stdlib_to_wikitext | elastic | lora | 6 | 2 | 9.50 ± 0.71 | 5.50 ± 0.71 | 400, 400 | 9.50 ± 0.71 |" in table
+        "| stdlib_to_wikitext | elastic | lora | 6 | 2 | 8.50 ± 0.71 | 6.50 ± 0.71 | 200, 200 | 8.50 ± 0.71 |" in table
     )
-    assert "| stdlib_to_wikitext | gpt | full | 8 | 2 | 7.50 ± 0.71 | 3.50 ± 0.71 | 400, 400 | 7.50 ± 0.71 |" in table
+    assert "| wikitext_to_stdlib | gpt | full | 8 | 2 | 6.50 ± 0.71 | 4.50 ± 0.71 | 200, 200 | 6.50 ± 0.71 |" in table
 
 
 def test_shrunken_configs_keep_what_is_published(tmp_path):

@@ -7,8 +7,8 @@ DiffEqFormer is pretrained in 6 steps, a GPT in 8 layers. The base called elasti
 (docs/elastic.md). The texts are Python's standard library and the validation split of WikiText-103. Every base has the
 same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them with --seeds others,
 which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its own folder. Rows that
---results holds aren't run again, and interrupted runs go on where they were. After each row, table.md and figure.png in
---folder show the bases whose runs are finished.
+--results holds aren't run again, and interrupted runs go on where they were. As bases are finished, table.md and
+figure.png in --folder show them.
 """
 
 import functools
@@ -26,7 +26,7 @@ from diffeqformer.console.results import spread, write_text
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
 RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The rows so far; new ones are added.")
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown. All bases are run with one before the next.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
 
 BASES = {
@@ -74,14 +74,19 @@ class Base(NamedTuple):
 
 
 def run(
-    texts: dict[str, list[str]], base: Base, stage: str, rates: dict[str, float], depth: int, cores: list[int] | None
+    texts: dict[str, list[str]],
+    base: Base,
+    stage: str,
+    rates: dict[str, float],
+    cores: list[int] | None,
+    depth: int | None = None,
 ) -> dict[str, float]:
     """Pretrain a base, or fine-tune it.
 
     Args:
         stage: of `RATES`.
         rates: those of pretraining and of this stage.
-        depth: number of steps of the fine-tuning.
+        depth: number of steps of the fine-tuning; by default the one at which rates are tuned.
 
     Returns:
         validation perplexities of bytes by step, the keys as JSON has them.
@@ -89,19 +94,17 @@ def run(
     workdir = base.pretrained(rates["pretraining"])
     options = MODELS[base.model] + PRETRAINING
     if stage != "pretraining":
+        depth = depth or DEPTHS[base.model][0]
         options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
         workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
         options = ["--config=configs/tiny.py", *options]
     options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
-    train(
-        workdir,
-        [*options, *texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"],
-        cores,
-    )
+    options += [*texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
+    train(workdir, options, cores)
     return {str(step): value for step, value in perplexities(workdir).items()}
 
 
-def best(found: dict[str, float]) -> float:
+def best_rate(found: dict[str, float]) -> float:
     """The rate with the lowest perplexity."""
     return float(min(found, key=found.get))
 
@@ -114,11 +117,9 @@ def tuned(texts: dict[str, list[str]], base: Base, cores: list[int] | None) -> d
     """
     found, rates = {}, {}
     for stage in RATES:
-        curves = {
-            rate: run(texts, base, stage, {**rates, stage: rate}, DEPTHS[base.model][0], cores) for rate in RATES[stage]
-        }
+        curves = {rate: run(texts, base, stage, {**rates, stage: rate}, cores) for rate in RATES[stage]}
         found[stage] = {f"{rate:g}": min(curve.values()) for rate, curve in curves.items()}
-        rates[stage] = best(found[stage])
+        rates[stage] = best_rate(found[stage])
     return {**base._asdict(), "tuned": found}
 
 
@@ -131,10 +132,10 @@ def finetuned(texts: dict[str, list[str]], tunings: dict[str, dict], base: Base,
     Returns:
         the base, and the validation perplexities of bytes of its pretraining and of each fine-tuning by step.
     """
-    rates = {stage: best(found) for stage, found in tunings[base._replace(seed=0).name()]["tuned"].items()}
-    pretraining = run(texts, base, "pretraining", rates, DEPTHS[base.model][0], cores)
+    rates = {stage: best_rate(found) for stage, found in tunings[base._replace(seed=0).name()]["tuned"].items()}
+    pretraining = run(texts, base, "pretraining", rates, cores)
     runs = [
-        {"mode": mode, "depth": depth, "perplexities": run(texts, base, mode, rates, depth, cores)}
+        {"mode": mode, "depth": depth, "perplexities": run(texts, base, mode, rates, cores, depth)}
         for depth, mode in itertools.product(DEPTHS[base.model], MODES)
     ]
     return {**base._asdict(), "perplexities": pretraining, "finetuned": runs}

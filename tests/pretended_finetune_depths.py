@@ -16,7 +16,7 @@ BEST = {None: 4e-3, "full": 2e-3, "lora": 8e-3}
 def train(workdir, options, cores):
     check_overrides(options)  # as `main` does
     workdir.mkdir(parents=True)  # fails for a second run in this folder
-    sys.stdout.write(" ".join(["trained", *options]) + "\n")  # in one piece: rows side by side
+    sys.stdout.write(" ".join(["trained", workdir.name, *options]) + "\n")  # in one piece: rows side by side
 
 
 def perplexities(workdir):

@@ -238,18 +238,24 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
     first, _ = trained(1)
     tuned = [line for line in first if line.endswith("--config.seed=0")]
     assert len(tuned) == 5 * (3 + 4 + 4) and len(first) - len(tuned) == (3 + 8 + 2 + 8) + (2 + 8 + 2)
-    assert all("--config.optimizer.decay=everything" in line for line in first)
+    depths = [line.partition("num_steps=")[2][0] for line in tuned if "--config.base=" in line]
+    assert depths.count("6") == 3 * (4 + 4) and depths.count("8") == 2 * (4 + 4) == len(depths) - 24
     shutil.rmtree(folder)
     second, table = trained(2)  # the rates and the first seed's from the results
     assert len(second) == len(first) - len(tuned) and all(line.endswith("--config.seed=2") for line in second)
     for line in second:
-        mode = "lora" if "lora_rank" in line else "full" if "--config.base=" in line else "pretraining"
+        mode = "lora" if "lora_rank=20 --config.model.lora_start=published" in line else "full"
+        mode = mode if "--config.base=" in line else "pretraining"
         assert f"learning_rate={dict(pretraining=0.004, full=0.002, lora=0.008)[mode]} " in line
-        assert ("rate-0.004 " in line) == (mode != "pretraining")
-    assert (
-        "| stdlib_to_wikitext | elastic | lora | 6 | 2 | 8.50 ± 0.71 | 6.50 ± 0.71 | 200, 200 | 8.50 ± 0.71 |" in table
-    )
-    assert "| wikitext_to_stdlib | gpt | full | 8 | 2 | 6.50 ± 0.71 | 4.50 ± 0.71 | 200, 200 | 6.50 ± 0.71 |" in table
+        base = line.partition("--config.base=")[2].partition(" ")[0]
+        assert base.endswith("-2-rate-0.004") == (mode != "pretraining") and "optimizer.decay=everything" in line
+        of_first = line.startswith("trained stdlib-") == (mode == "pretraining")  # its own text is the library
+        assert (" --config.data.task=wikitext " in line) != of_first
+    table = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    cells = ["8.50 ± 0.71", "6.50 ± 0.71", "200, 200", "8.50 ± 0.71"]
+    assert ["stdlib_to_wikitext", "elastic", "lora", "6", "2", *cells] in table
+    cells = ["6.50 ± 0.71", "4.50 ± 0.71", "200, 200", "6.50 ± 0.71"]
+    assert ["wikitext_to_stdlib", "gpt", "full", "8", "2", *cells] in table
 
 
 def test_shrunken_configs_keep_what_is_published(tmp_path):

@@ -26,13 +26,19 @@ from diffeqformer.console.results import spread, write_text
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
 FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
 RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The rows so far; new ones are added.")
+DIRECTIONS = flags.DEFINE_multi_enum(
+    "direction",
+    ["stdlib_to_wikitext"],
+    ["stdlib_to_wikitext", "wikitext_to_stdlib"],
+    "Text of pretraining and of fine-tuning; can be repeated.",
+)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
 
 BASES = {
     "stdlib_to_wikitext": ("diffeqformer", "gpt", "elastic"),
     "wikitext_to_stdlib": ("diffeqformer", "gpt"),
-}  # by the texts of pretraining and of fine-tuning
+}  # by direction
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=6"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
@@ -205,7 +211,8 @@ def main(_) -> None:
             plot(results, folder / "figure.png")
 
     rows = functools.partial(run_rows, name=Base.name, path=pathlib.Path(RESULTS.value), number=AT_ONCE.value)
-    for direction, models in BASES.items():
+    for direction in DIRECTIONS.value:
+        models = BASES[direction]
         results = rows([Base(direction, model, 0) for model in models], work=functools.partial(tuned, texts))
         bases = [Base(direction, model, seed) for seed in range(1, 1 + SEEDS.value) for model in models]
         work = functools.partial(finetuned, texts, results)

@@ -256,7 +256,8 @@ EXHIBITS = {
         (
             Command(
                 "experiments/finetune_depths.py --wikitext={wikitext} --folder={folder}/finetune_depths "
-                "--results={folder}/finetune_depths/results.json"
+                "--results={folder}/finetune_depths/results.json --direction=stdlib_to_wikitext "
+                "--direction=wikitext_to_stdlib"
             ),
         ),
         finetuned("openwebtext", "wikitext103", "test") + finetuned("wikitext103", "openwebtext", "validation"),

@@ -3,7 +3,7 @@
     python experiments/finetune_depths.py --wikitext=wiki.valid.tokens --folder=runs/finetune_depths
 
 The shape is that of configs/tiny.py, and decay and adapters are as published. Depths are a third of the paper's: a
-DiffEqFormer is pretrained in 6 steps, a GPT in 8 layers. The base called elastic is pretrained at many depths
+DiffEqFormer is pretrained in 6 steps, a GPT in 8 layers, and with --base=elastic a DiffEqFormer at many depths
 (docs/elastic.md). The texts are Python's standard library and the validation split of WikiText-103. Every base has the
 same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them with --seeds others,
 which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its own folder. Rows that
@@ -32,13 +32,15 @@ DIRECTIONS = flags.DEFINE_multi_enum(
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
     "Text of pretraining and of fine-tuning; can be repeated.",
 )
+BASES = flags.DEFINE_multi_enum(
+    "base",
+    ["diffeqformer", "gpt"],
+    ["diffeqformer", "gpt", "elastic"],
+    "What is pretrained; can be repeated. elastic is a DiffEqFormer for many depths.",
+)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
 
-BASES = {
-    "stdlib_to_wikitext": ("diffeqformer", "gpt", "elastic"),
-    "wikitext_to_stdlib": ("diffeqformer", "gpt"),
-}  # by direction
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=6"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
@@ -212,9 +214,8 @@ def main(_) -> None:
 
     rows = functools.partial(run_rows, name=Base.name, path=pathlib.Path(RESULTS.value), number=AT_ONCE.value)
     for direction in DIRECTIONS.value:
-        models = BASES[direction]
-        results = rows([Base(direction, model, 0) for model in models], work=functools.partial(tuned, texts))
-        bases = [Base(direction, model, seed) for seed in range(1, 1 + SEEDS.value) for model in models]
+        results = rows([Base(direction, model, 0) for model in BASES.value], work=functools.partial(tuned, texts))
+        bases = [Base(direction, model, seed) for seed in range(1, 1 + SEEDS.value) for model in BASES.value]
         work = functools.partial(finetuned, texts, results)
         results = rows(bases, work=work, then=show)
     show(results)

@@ -227,22 +227,26 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))
     folder = tmp_path / "runs"
 
-    def trained(seeds):
+    def trained(seeds, *bases):
         options = f"--wikitext={wikitext}", f"--folder={folder}", f"--results={tmp_path / 'results.json'}"
-        directions = "--direction=stdlib_to_wikitext", "--direction=wikitext_to_stdlib"
-        done = command("pretended_finetune_depths", *options, *directions, f"--seeds={seeds}")
+        options += "--direction=stdlib_to_wikitext", "--direction=wikitext_to_stdlib", *bases
+        done = command("pretended_finetune_depths", *options, f"--seeds={seeds}")
         assert done.returncode == 0, done.stderr
         assert (folder / "figure.png").stat().st_size > 10_000
         lines = done.stdout.splitlines()
         return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
 
-    first, _ = trained(1)
+    both = trained(1)[0]
+    assert len(both) == 2 * (2 * (3 + 4 + 4) + (1 + 8) + (1 + 2))
+    first = both + trained(1, "--base=elastic")[0]
     tuned = [line for line in first if line.endswith("--config.seed=0")]
-    assert len(tuned) == 5 * (3 + 4 + 4) and len(first) - len(tuned) == (3 + 8 + 2 + 8) + (2 + 8 + 2)
+    assert len(tuned) == 6 * (3 + 4 + 4) and len(first) - len(tuned) == 2 * ((1 + 8) + (1 + 2) + (1 + 8))
     depths = [line.partition("num_steps=")[2][0] for line in tuned if "--config.base=" in line]
-    assert depths.count("6") == 3 * (4 + 4) and depths.count("8") == 2 * (4 + 4) == len(depths) - 24
+    assert depths.count("6") == 4 * (4 + 4) and depths.count("8") == 2 * (4 + 4) == len(depths) - 32
     shutil.rmtree(folder)
-    second, table = trained(2)  # the rates and the first seed's from the results
+    second, table = trained(
+        2, *(f"--base={base}" for base in ("diffeqformer", "gpt", "elastic"))
+    )  # the rates and the first seed's from the results
     assert len(second) == len(first) - len(tuned) and all(line.endswith("--config.seed=2") for line in second)
     for line in second:
         mode = "lora" if "lora_rank=20 --config.model.lora_start=published" in line else "full"

@@ -1,7 +1,7 @@
 """Parameters, throughput and memory of training by the width of the time embedding, E (Table 6, Figures 15 and 16).
 
     python benchmarks/embedding.py --shape=tiny --embed_dim=4 --embed_dim=24 --embed_dim=96
-    python benchmarks/embedding.py --shape=medium --batch_size=32 --remat=step    # a GPU with 80 GB
+    python benchmarks/embedding.py --shape=medium --batch_size=32    # a GPU with 80 GB
 
 Each width is measured beside a GPT of that shape, in alternating rounds, so at most two models are in memory. --output
 gets the table and a picture.

@@ -24,8 +24,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from absl import app, flags
-
-from diffeqformer.console.results import write_text
+from published import show_beside_published
 
 TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4", "5", "6"], "A table of the paper.")
 FIGURE = flags.DEFINE_enum(
@@ -296,16 +295,6 @@ EXHIBITS = {
 }
 """The paper's tables and figures, but for those of the architecture. Curves of single runs are in TensorBoard."""
 
-_TO_WIKITEXT = "finetune_openwebtext_to_wikitext103"
-PERPLEXITIES = {
-    "llama_1b-validation": (9.7, 9.7),
-    "llama_1b-llama-validation": (10.2, 10.2),
-    **{f"{_TO_WIKITEXT}-lora-{steps}-test": (of, of) for steps, of in ((9, 23.5), (12, 22.4), (18, 21.4), (24, 21.4))},
-    f"{_TO_WIKITEXT}-lora-gpt-24-test": (22.1, 22.1),
-    **{f"{_TO_WIKITEXT}-full-{steps}-test-best": (19.5, 20.5) for steps in (9, 12, 18, 24, "gpt-24")},
-}
-"""Those published, from and to, by the output of `evaluate`: read off Figures 5 and 8."""
-
 
 def commands_of(exhibit: Exhibit) -> list[Command]:
     """Its commands at the chosen scale, with folders and files filled in."""
@@ -364,40 +353,20 @@ def make(name: str, exhibit: Exhibit) -> None:
             sys.exit(f"{name}: its command ended with status {status}; see above, and run the same command again")
         if command.output:
             done.write_text(command.line)
-    show_perplexities(name, exhibit)
+    if found := perplexities(exhibit):
+        show_beside_published(name, found, pathlib.Path(FOLDER.value) / f"{name.replace(' ', '-')}.md")
     if commands_of(exhibit):
         print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
 
 
-def show_perplexities(name: str, exhibit: Exhibit) -> None:
-    """A table and a picture of the perplexities that `evaluate` found, beside the published ones."""
-    from diffeqformer.console.figures import COLOURS, new_figure
-
+def perplexities(exhibit: Exhibit) -> dict[str, float]:
+    """Those that its commands of `evaluate` found, by their outputs."""
     folder, found = pathlib.Path(FOLDER.value), {}
     for command in commands_of(exhibit):
         if command.line.startswith("-m diffeqformer.evaluate "):
             [row] = json.loads((folder / command.output / "results.json").read_text())["rows"]
             found[command.output] = row["paper_perplexity"]
-    if not found:
-        return
-    known = {output: PERPLEXITIES[output] for output in found if output in PERPLEXITIES}
-    lines = [f"| {name.capitalize()} | perplexity | published |", "| -- | -- | -- |"]
-    for output, value in found.items():
-        published = " to ".join(f"{bound:g}" for bound in dict.fromkeys(known.get(output, ())))
-        lines.append(f"| {output} | {value:.2f} | {published} |")
-    path = folder / f"{name.replace(' ', '-')}.md"
-    write_text(path, "\n".join(lines) + "\n")
-    print(f"\n{path.read_text()}")
-    figure, [[axis]] = new_figure(1, 1, (8, 1.2 + 0.3 * len(found)))
-    axis.barh(list(found), list(found.values()), color=COLOURS[0], height=0.6, label="here")
-    if known:
-        middle, half = zip(*(((low + high) / 2, (high - low) / 2) for low, high in known.values()))
-        axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
-    axis.invert_yaxis()
-    axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side", ylabel="run")
-    axis.grid(alpha=0.3, axis="x")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    return found
 
 
 def main(_) -> None:

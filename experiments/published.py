@@ -1,0 +1,43 @@
+"""The paper's perplexities, and a table and a picture of those found beside them."""
+
+import pathlib
+
+from diffeqformer.console.figures import COLOURS, new_figure
+from diffeqformer.console.results import write_text
+
+_TO_WIKITEXT = "finetune_openwebtext_to_wikitext103"
+PERPLEXITIES = {
+    "llama_1b-validation": (9.7, 9.7),
+    "llama_1b-llama-validation": (10.2, 10.2),
+    **{f"{_TO_WIKITEXT}-lora-{steps}-test": (of, of) for steps, of in ((9, 23.5), (12, 22.4), (18, 21.4), (24, 21.4))},
+    f"{_TO_WIKITEXT}-lora-gpt-24-test": (22.1, 22.1),
+    **{f"{_TO_WIKITEXT}-full-{steps}-test-best": (19.5, 20.5) for steps in (9, 12, 18, 24, "gpt-24")},
+}
+"""Those published, from and to, by the output of `evaluate`: read off Figures 5 and 8."""
+
+
+def show_beside_published(name: str, found: dict[str, float], path: pathlib.Path) -> None:
+    """Print a table of perplexities beside the published ones, and write it and a picture.
+
+    Args:
+        name: the exhibit.
+        found: perplexities by the output of `evaluate`.
+        path: the table's; the picture is beside it.
+    """
+    known = {output: PERPLEXITIES[output] for output in found if output in PERPLEXITIES}
+    lines = [f"| {name.capitalize()} | perplexity | published |", "| -- | -- | -- |"]
+    for output, value in found.items():
+        published = " to ".join(f"{bound:g}" for bound in dict.fromkeys(known.get(output, ())))
+        lines.append(f"| {output} | {value:.2f} | {published} |")
+    write_text(path, "\n".join(lines) + "\n")
+    print(f"\n{path.read_text()}")
+    figure, [[axis]] = new_figure(1, 1, (8, 1.2 + 0.3 * len(found)))
+    axis.barh(list(found), list(found.values()), color=COLOURS[0], height=0.6, label="here")
+    if known:
+        middle, half = zip(*(((low + high) / 2, (high - low) / 2) for low, high in known.values()))
+        axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
+    axis.invert_yaxis()
+    axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side", ylabel="run")
+    axis.grid(alpha=0.3, axis="x")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path.with_suffix(".png"), dpi=110)

@@ -12,6 +12,7 @@ attention. Recomputation and the generator aren't counted. Ratios are to the van
 among those timed.
 """
 
+import functools
 import time
 
 import jax
@@ -35,16 +36,22 @@ class Run:
             config.optimizer.clip_norm = CLIP_NORM.value or 0.0
         check_config(config, jax.device_count(), jax.default_backend())
         program = make_program(config)
-        self.config, self.tokens, self.state = config, random_tokens(config), program.init()
+        self.config, self.program, self.tokens, self.state = config, program, random_tokens(config), program.init()
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))
-
-        def forward(params, tokens):
-            return program.evaluate(params, program.weights(params, None), tokens, np.ones((len(tokens), 1), bool))
 
         start = time.perf_counter()
         self.train_step = program.train_step.lower(self.state, self.tokens).compile()
         self.compile_seconds = time.perf_counter() - start
-        self.forward = jax.jit(forward).lower(self.state["params"], self.tokens).compile()
+
+    @functools.cached_property
+    def forward(self):
+        """The compiled loss of a batch."""
+
+        def forward(params, tokens):
+            weights = self.program.weights(params, None)
+            return self.program.evaluate(params, weights, tokens, np.ones((len(tokens), 1), bool))
+
+        return jax.jit(forward).lower(self.state["params"], self.tokens).compile()
 
     def step(self):
         self.state, metrics = self.train_step(self.state, self.tokens)

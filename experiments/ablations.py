@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 from common import articles_of_wikitext, inspected, perplexities, run_rows, train
+from published import LLAMAS, draw_published
 
 from diffeqformer.config import get_field
 from diffeqformer.console.results import spread, write_text
@@ -173,11 +174,15 @@ def table(found: dict[str, Found]) -> str:
 
 
 def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
-    """Plot the validation curves: means over seeds, and the range of the seeds."""
+    """Plot the validation curves: means over seeds, and the range of the seeds.
+
+    Beside those with the block of a Llama is what was published at the end.
+    """
     from diffeqformer.console.figures import COLOURS, new_figure
 
     explodes = STUDY.value == "overfitting"
-    figure, [[panel]] = new_figure(1, 1, (7, 4))
+    widths = (6, 3) if STUDY.value == "llama" else (6,)
+    figure, [[panel, *beside]] = new_figure(1, len(widths), (1 + sum(widths), 4), width_ratios=widths)
     lines = itertools.cycle(("-", "--", ":", "-."))  # curves may cover one another
     for colour, line, (name, each) in zip(itertools.cycle(COLOURS), lines, found.items()):
         steps = list(each.runs[0]["perplexities"])
@@ -189,6 +194,10 @@ def plot_curves(found: dict[str, Found], path: pathlib.Path) -> None:
     panel.set(ylabel="validation perplexity", xlabel="training step", yscale="log" if explodes else "linear")
     panel.legend(fontsize=8, title="model, peak learning rate", title_fontsize=8)
     panel.grid(alpha=0.3)
+    for published in beside:
+        draw_published(published, LLAMAS)
+        published.set(title="published, read off: OpenWebText", xlabel="perplexity of tokens")
+        published.margins(0.2)
     figure.savefig(path, dpi=110)
 
 

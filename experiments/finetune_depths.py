@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 from common import articles_of_wikitext, perplexities, run_rows, train
+from published import ADAPTERS, draw_published
 
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import spread, write_text
@@ -176,13 +177,16 @@ def table(results: dict[str, dict]) -> str:
 
 
 def plot(results: dict[str, dict], path: pathlib.Path) -> None:
-    """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA."""
+    """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA.
+
+    Beside them is what was published at the end, as far as it can be read off: adapters, in the first direction.
+    """
     from matplotlib import colormaps
 
     groups = in_groups(results)
     directions = list(dict.fromkeys(group[0] for group in groups))
     colours = dict(zip(sorted(DEPTHS["diffeqformer"]), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
-    figure, panels = new_figure(len(directions), 2, (11, 4.5 * len(directions)), sharey="row")
+    figure, panels = new_figure(len(directions), 3, (15, 4.5 * len(directions)), width_ratios=(3, 3, 2))
     for (direction, base, mode, depth), curves in groups.items():
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
         steps = sorted(curves[0])[1:]  # the initial perplexity is in the table: it would flatten all curves
@@ -196,8 +200,16 @@ def plot(results: dict[str, dict], path: pathlib.Path) -> None:
         panel_row[column].grid(alpha=0.3)
         if panel_row[column].lines:
             panel_row[column].legend(fontsize=8)
-    for panel in panels[:, 0]:
-        panel.set_ylabel("validation perplexity of bytes")
+    for direction, (full, lora, published) in zip(directions, panels, strict=True):
+        full.set_ylabel("validation perplexity of bytes")
+        lora.sharey(full)
+        lora.tick_params(labelleft=False)
+        if direction == "stdlib_to_wikitext":
+            draw_published(published, ADAPTERS)
+            published.set(title="published, read off: adapters and embeddings", xlabel="perplexity of tokens")
+            published.margins(0.2)
+        else:
+            published.remove()
     figure.savefig(path, dpi=110)
 
 

@@ -15,6 +15,27 @@ PERPLEXITIES = {
 }
 """Those published, from and to, by the output of `evaluate`: read off Figures 5 and 8."""
 
+ADAPTERS = {f"{steps} steps": f"{_TO_WIKITEXT}-lora-{steps}-test" for steps in (9, 12, 18, 24)}
+ADAPTERS |= {"gpt, 24 layers": f"{_TO_WIKITEXT}-lora-gpt-24-test"}
+LLAMAS = {"diffeqformer": "llama_1b-validation", "llama": "llama_1b-llama-validation"}
+"""What Figure 5 shows of adapters in one direction, and Figure 8 at the end: outputs by the name in pictures."""
+
+
+def draw_published(axis, outputs: dict[str, str]) -> None:
+    """Draw published perplexities as points, with the range within which they could be read off.
+
+    Args:
+        axis: of matplotlib; its y axis gets the names, the first one on top.
+        outputs: keys of `PERPLEXITIES`, by name.
+    """
+    low, high = zip(*(PERPLEXITIES[output] for output in outputs.values()))
+    middle = [sum(bounds) / 2 for bounds in zip(low, high)]
+    half = [(to - start) / 2 for start, to in zip(low, high)]
+    axis.errorbar(middle, list(outputs), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
+    axis.yaxis.set_inverted(True)
+    axis.set_ylabel("model")
+    axis.grid(alpha=0.3, axis="x")
+
 
 def show_beside_published(name: str, found: dict[str, float], path: pathlib.Path) -> None:
     """Print a table of perplexities beside the published ones, and write it and a picture.
@@ -34,9 +55,8 @@ def show_beside_published(name: str, found: dict[str, float], path: pathlib.Path
     figure, [[axis]] = new_figure(1, 1, (8, 1.2 + 0.3 * len(found)))
     axis.barh(list(found), list(found.values()), color=COLOURS[0], height=0.6, label="here")
     if known:
-        middle, half = zip(*(((low + high) / 2, (high - low) / 2) for low, high in known.values()))
-        axis.errorbar(middle, list(known), xerr=half, fmt="D", color="black", capsize=4, label="published, read off")
-    axis.invert_yaxis()
+        draw_published(axis, {output: output for output in known})
+    axis.yaxis.set_inverted(True)
     axis.set(title=name.capitalize(), xlabel="perplexity of tokens, windows side by side", ylabel="run")
     axis.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)

@@ -8,6 +8,7 @@ from diffeqformer.config import check_overrides
 
 sys.path.insert(0, "experiments")
 import finetune_depths  # noqa: E402
+import published  # noqa: E402
 
 NAME = re.compile(r"\w+-\w+-(\d)-rate-([\d.]+)(?:-(full|lora)-(\d)-rate-([\d.]+))?")
 BEST = {None: 4e-3, "full": 2e-3, "lora": 8e-3}
@@ -26,5 +27,11 @@ def perplexities(workdir):
     return {step: abs(step - 200) / 100 + worse + 3 + int(seed) for step in range(0, 401, 100)}
 
 
+def draw_published(axis, outputs):
+    print("published", *outputs)
+    published.draw_published(axis, outputs)
+
+
 finetune_depths.train, finetune_depths.perplexities = train, perplexities
+finetune_depths.draw_published = draw_published
 finetune_depths.app.run(finetune_depths.main)

@@ -9,6 +9,7 @@ import numpy as np
 sys.path.insert(0, "experiments")
 import ablations  # noqa: E402
 import common  # noqa: E402
+import published  # noqa: E402
 
 from diffeqformer.console import progress  # noqa: E402
 from helpers import save_params  # noqa: E402
@@ -38,5 +39,10 @@ def pretend(command, **_):
     return types.SimpleNamespace(stdout=[], wait=lambda: 0)
 
 
-common.subprocess.Popen = pretend
+def draw_published(axis, outputs):
+    print("published", *outputs)
+    published.draw_published(axis, outputs)
+
+
+common.subprocess.Popen, ablations.draw_published = pretend, draw_published
 ablations.app.run(ablations.main)

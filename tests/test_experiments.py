@@ -52,6 +52,8 @@ def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_l
     assert study(tmp_path, 3, "design", "--seeds=2")[0].count("configs/tiny.py:alternative ") == 1
     printed, _ = study(tmp_path, 2, "design", "--seeds=1")
     assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 4 + 1
+    assert "published" not in printed
+    assert "published diffeqformer llama\n" in study(tmp_path, 1, "llama", "--seeds=1")[0]
 
 
 def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
@@ -234,6 +236,8 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
         assert done.returncode == 0, done.stderr
         assert (folder / "figure.png").stat().st_size > 10_000
         lines = done.stdout.splitlines()
+        pictures = {line for line in lines if line.startswith("published ")}
+        assert pictures == {"published 9 steps 12 steps 18 steps 24 steps gpt, 24 layers"}
         return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
 
     both = trained(1)[0]

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from diffeqformer.config import check_overrides, check_used
+from diffeqformer.console.figures import new_figure
 from helpers import ROOT
 from runs import command
 
@@ -136,6 +137,26 @@ def test_perplexities_stand_beside_those_published(tmp_path):
     assert rows[f"{back}full-9-validation-best"] == "20.00"
     done = command("pretended_paper", "--table=1", "--scale=published", f"--folder={tmp_path}")  # none is at hand
     assert done.returncode == 0 and "| wikitext103_small-validation | 20.00 |  |" in done.stdout, done.stderr
+
+
+def test_published_perplexities_are_drawn_where_they_were_read_off():
+    module = runpy.run_path(str(ROOT / "experiments/published.py"))
+    figure, [[adapters, llamas, both]] = new_figure(1, 3, (9, 4))
+    module["draw_published"](adapters, module["ADAPTERS"])
+    module["draw_published"](llamas, module["LLAMAS"])
+    module["draw_published"](both, {"all weights": "finetune_openwebtext_to_wikitext103-full-9-test-best"})
+    drawn = []
+    for axis in (adapters, llamas, both):
+        [points] = axis.containers
+        line, _, [bars] = points.lines
+        names = [label.get_text() for label in axis.get_yticklabels()]
+        drawn.append({name: (x, *ends[:, 0]) for name, x, ends in zip(names, line.get_xdata(), bars.get_segments())})
+    found = {name: middle for name, (middle, low, high) in drawn[0].items() if low == middle == high}
+    assert found == {"9 steps": 23.5, "12 steps": 22.4, "18 steps": 21.4, "24 steps": 21.4, "gpt, 24 layers": 22.1}
+    assert drawn[1:] == [
+        {"diffeqformer": (9.7, 9.7, 9.7), "llama": (10.2, 10.2, 10.2)},
+        {"all weights": (20.0, 19.5, 20.5)},
+    ]
 
 
 @pytest.mark.slow

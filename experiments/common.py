@@ -135,6 +135,7 @@ def run_rows(
     path: pathlib.Path,
     number: int,
     then: Callable[[dict[str, dict]], None] = lambda results: None,
+    write: Callable[[pathlib.Path, dict], None] = write_json,
 ) -> dict[str, dict]:
     """Work on the rows that a file of results lacks, `number` at once. Each is saved when it is done.
 
@@ -148,6 +149,7 @@ def run_rows(
         work: (row, cores) -> result; see `side_by_side`.
         path: the file of results, which is JSON.
         then: called with all results after each row.
+        write: (path, results) -> None; writes the file.
     """
     results = read_results(path)
 
@@ -155,7 +157,7 @@ def run_rows(
         return read_results(path).get(name(row)) or work(row, cores)  # another process may have been faster
 
     def save(row, result):
-        results.update(add_results(path, {name(row): result}))
+        results.update(add_results(path, {name(row): result}, write))
         then(results)
 
     side_by_side([row for row in rows if name(row) not in results], work_if_missing, save, number)

@@ -4,10 +4,9 @@
     python experiments/full_scale.py --stage=rounding    # gradients in bfloat16 against float32, by parameter
     python experiments/full_scale.py --stage=show        # the table and the picture of all rows so far
 
-A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, its DiffEqFormer or its vanilla
-baseline, in the config's bfloat16 or in float32. The text is Python's standard library, in pieces of a SentencePiece
+A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, in its bfloat16 or in float32.
+The text is Python's standard library, in pieces of a SentencePiece
 model that is trained on it first. An interrupted row goes on where it was, and complete rows aren't run again.
---stage=show records rows that aren't complete as far as they went.
 """
 
 import io
@@ -21,20 +20,19 @@ import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
-from common import add_results, read_results, side_by_side, train
+from common import read_results, run_rows, train
 
 from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import write_text
+from diffeqformer.console.results import spread, write_text
 
 STAGE = flags.DEFINE_enum("stage", "published", ["published", "rounding", "show"], "What to run.")
 FOLDER = flags.DEFINE_string("folder", "runs/full_scale", "Folder of the runs and of the tokenizer.")
 RESULTS = flags.DEFINE_string("results", "experiments/full_scale.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row.", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each config.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps of a row.", lower_bound=1)
 
-CONFIGS = {"large": "gpt", "llama_1b": "llama", "wikitext103_medium": "gpt"}
-"""The configs, each with its vanilla baseline."""
+CONFIGS = ("large", "llama_1b")
 TYPES = ("bfloat16", "float32")
 LOG_EVERY = 10
 
@@ -56,16 +54,15 @@ def shrunken(config, tokenizer_file: str) -> dict:
 
 
 class Row(NamedTuple):
-    """One run: a key of `CONFIGS`, the kind of model, the compute type and the seed."""
+    """One run: the config, the compute type and the seed."""
 
     config: str
-    model: str
     dtype: str
     seed: int
 
     def name(self) -> str:
         """Its key in the results, and its folder."""
-        return f"{self.config}, {self.model}, {self.dtype}, {STEPS.value} steps, seed {self.seed}"
+        return f"{self.config}, {self.dtype}, {STEPS.value} steps, seed {self.seed}"
 
     def workdir(self) -> pathlib.Path:
         """The folder of its run."""
@@ -74,18 +71,14 @@ class Row(NamedTuple):
     def options(self) -> list[str]:
         """What `main` is told."""
         path = f"configs/{self.config}.py"
-        config = runpy.run_path(path)["get_config"](self.model)
+        config = runpy.run_path(path)["get_config"]()
         changes = shrunken(config, str(tokenizer_file())) | {"seed": self.seed, "model.dtype": self.dtype}
-        return [f"--config={path}:{self.model}", *(f"--config.{field}={value}" for field, value in changes.items())]
+        return [f"--config={path}", *(f"--config.{field}={value}" for field, value in changes.items())]
 
 
 def all_rows() -> list[Row]:
     """The rows, in the order in which they are run."""
-    return [
-        Row(config, model, dtype, seed)
-        for seed, (config, vanilla) in itertools.product(range(SEEDS.value), CONFIGS.items())
-        for model, dtype in itertools.product(("diffeqformer", vanilla), TYPES)
-    ]
+    return [Row(config, dtype, seed) for seed, config, dtype in itertools.product(range(SEEDS.value), CONFIGS, TYPES)]
 
 
 def tokenizer_file() -> pathlib.Path:
@@ -118,19 +111,19 @@ def make_tokenizer() -> None:
     temporary.rename(tokenizer_file())
 
 
-def found(row: Row) -> dict:
-    """The curves of a row by step, as far as it went: losses in nats per token, and norms before clipping."""
+def work(row: Row, cores: list[int] | None) -> dict:
+    """Train a row.
+
+    Returns:
+        its curves by step, the keys as JSON has them: losses in nats per token, and norms before clipping.
+    """
+    train(row.workdir(), row.options(), cores)
     curves = read_curves(row.workdir())
     names = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "validation/loss": "validation"}
     return {
-        name: {str(step): float(f"{value:.6g}") for step, value in sorted(curves.get(tag, {}).items())}
+        name: {str(step): float(f"{value:.6g}") for step, value in sorted(curves[tag].items())}
         for tag, name in names.items()
     }
-
-
-def is_complete(result: dict | None) -> bool:
-    """Whether a row went to its last step."""
-    return bool(result) and str(STEPS.value) in result["validation"]
 
 
 def write(path: pathlib.Path, results: dict[str, dict]) -> None:
@@ -139,78 +132,61 @@ def write(path: pathlib.Path, results: dict[str, dict]) -> None:
     write_text(path, f"{{\n{lines}\n}}\n")
 
 
-def run_all(rows: list[Row], results: dict[str, dict]) -> None:
-    """Run the rows that aren't complete, some at once. Each is saved when it is done."""
+def differences(results: dict[Row, dict], row: Row, curve: str) -> dict[int, float]:
+    """A loss of a row less that of the same in float32, by step."""
+    ours, theirs = results[row][curve], results[row._replace(dtype="float32")][curve]
+    return {int(step): value - theirs[step] for step, value in ours.items()}
 
-    def run(row, cores):
-        train(row.workdir(), row.options(), cores)
-        return found(row)
 
-    def done(row, result):
-        results.update(add_results(pathlib.Path(RESULTS.value), {row.name(): result}, write))
-
-    side_by_side([row for row in rows if not is_complete(results.get(row.name()))], run, done, AT_ONCE.value)
+def in_bfloat16(results: dict[Row, dict]) -> dict[str, list[Row]]:
+    """The rows in bfloat16 that have a counterpart in float32, by config."""
+    rows = [row for row in results if row.dtype == "bfloat16" and row._replace(dtype="float32") in results]
+    return {config: of for config in CONFIGS if (of := [row for row in rows if row.config == config])}
 
 
 def table(results: dict[Row, dict]) -> str:
-    """What bfloat16 changes, as Markdown: for each of its rows with a counterpart in float32."""
-    lines = [
-        "| config | model | seed | step | validation loss, bfloat16 less float32 | largest difference of training "
-        "losses | gradient norm, median | above 1 |",
-        "|" + " --- |" * 8,
-    ]
-    for row, result in results.items():
-        other = row._replace(dtype="float32")
-        if row.dtype == "float32" or other not in results:
-            continue
-        apart, norms = differences(results, row), result["gradient_norm"].values()
-        cells = [row.config, row.model, str(row.seed), f"{max(apart):,}"]
-        both = [found["validation"].get(str(max(apart))) for found in (result, results[other])]
-        cells += [f"{both[0] - both[1]:.3f}" if all(both) else "", f"{max(map(abs, apart.values())):.3f}"]
-        cells += [f"{statistics.median(norms):.2f}", f"{statistics.mean(norm > 1 for norm in norms):.0%}"]
+    """What bfloat16 changes, as Markdown: means over seeds of differences of the same seed."""
+    head = ["config", "seeds", "validation loss at the end, bfloat16 less float32"]
+    head += ["largest difference of training losses", "gradient norm, median", "above 1, %"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for config, rows in in_bfloat16(results).items():
+        norms = [results[row]["gradient_norm"].values() for row in rows]
+        cells = [config, str(len(rows))]
+        cells.append(spread([list(differences(results, row, "validation").values())[-1] for row in rows], 4))
+        cells.append(spread([max(map(abs, differences(results, row, "loss").values())) for row in rows], 3))
+        cells.append(spread(list(map(statistics.median, norms)), 2))
+        cells.append(spread([100 * statistics.mean(norm > 1 for norm in each) for each in norms], 0))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def differences(results: dict[Row, dict], row: Row) -> dict[int, float]:
-    """The training loss of a row less that of the same in float32, by step."""
-    ours, theirs = results[row]["loss"], results[row._replace(dtype="float32")]["loss"]
-    return {int(step): ours[step] - theirs[step] for step in ours if step in theirs}
-
-
 def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
-    """Plot the first seed's losses, norms and what bfloat16 changes: a line of panels for each config."""
+    """Plot losses and norms, in colours of the seeds, and what bfloat16 changes: a line of panels for each config."""
     from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 
-    configs = [config for config in CONFIGS if any(row.config == config for row in results)]
-    figure, axes = new_figure(len(configs), 3, (14, 3.6 * len(configs)))
-    for config, panels in zip(configs, axes):
-        rows = [row for row in results if row.config == config and row.seed == 0]
-        for number, model in enumerate(dict.fromkeys(row.model for row in rows)):
-            for row in (row for row in rows if row.model == model):
-                in_float32 = {"color": "black", "linestyle": ":", "linewidth": 1, "zorder": 3}  # on the other's curve
-                style = {"color": COLOURS[number]} if row.dtype == "bfloat16" else in_float32
-                label = f"{model}, {row.dtype}"
-                for panel, name in zip(panels, ("loss", "gradient_norm")):
-                    steps, values = smoothed(results[row][name])
-                    panel.plot(steps, values, label=label, **style)
-                validation = {int(step): value for step, value in results[row]["validation"].items()}
-                panels[0].plot(list(validation), list(validation.values()), "o", markersize=4, color=COLOURS[number])
-                if row.dtype == "bfloat16" and row._replace(dtype="float32") in results:
-                    difference = differences(results, row)
-                    panels[2].plot(list(difference), list(difference.values()), linewidth=0.8, label=label, **style)
+    compared = in_bfloat16(results)
+    figure, axes = new_figure(len(compared), 3, (14, 3.6 * len(compared)))
+    for (config, rows), panels in zip(compared.items(), axes):
+        for row, colour in zip(rows, COLOURS):
+            exact = row._replace(dtype="float32")
+            for panel, name in zip(panels, ("loss", "gradient_norm")):
+                panel.plot(*smoothed(results[row][name]), color=colour, label=f"seed {row.seed}")
+                label = "the same in float32" if row is rows[0] else None
+                panel.plot(*smoothed(results[exact][name]), ":", color="black", linewidth=1, label=label, zorder=3)
+            validation = {int(step): value for step, value in results[row]["validation"].items()}
+            panels[0].plot(list(validation), list(validation.values()), "o", markersize=4, color=colour)
+            difference = differences(results, row, "loss")
+            panels[2].plot(list(difference), list(difference.values()), linewidth=0.6, color=colour)
         panels[0].set(title=f"{config}: loss; dots: validation", ylabel="nats per token")
         panels[1].set(title="before clipping at 1", ylabel="norm of the gradient")
         panels[1].axhline(1, color="black", linewidth=0.8)
-        panels[2].set(title="loss in bfloat16 less that in float32", visible=bool(panels[2].lines))
-        panels[2].set_ylabel("nats per token")
+        panels[2].set(title="loss in bfloat16 less that in float32", ylabel="nats per token")
         panels[2].axhline(0, color="black", linewidth=0.8)
         log_if_wide(panels[1])
         for panel in panels:
             panel.grid(alpha=0.3)
+            panel.set_xlabel("step")
         panels[0].legend(fontsize=8)
-    for panel in axes[-1]:
-        panel.set_xlabel("step")
     figure.savefig(path, dpi=110)
 
 
@@ -246,7 +222,7 @@ def rounding(row: Row) -> str:
     tokens = split.windows(np.arange(config.batch_size), config.sequence_length)
     exact_loss, exact = loss_and_gradient(found.model, tokens, **EXACT)
     columns = {name: loss_and_gradient(found.model, tokens, **types) for name, types in ROUNDED.items()}
-    title = f"{row.config}, {row.model}, step {found.step:,}: loss {exact_loss:.5f}"
+    title = f"{row.config}, step {found.step:,}: loss {exact_loss:.5f}"
     lines = [f"| {title} | norm | {' | '.join(columns)} |", "|" + " --- |" * (2 + len(columns))]
     lines.append("| loss | | " + " | ".join(f"{loss - exact_loss:+.5f}" for loss, _ in columns.values()) + " |")
     for part, gradient in exact.items():
@@ -277,9 +253,8 @@ def loss_and_gradient(model, tokens, **types: str) -> tuple[float, dict]:
 
 def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
-    path = pathlib.Path(RESULTS.value)
     pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
-    results, rows = read_results(path), all_rows()
+    rows, path = all_rows(), pathlib.Path(RESULTS.value)
     if STAGE.value == "rounding":
         saved = {row: (row.workdir() / "checkpoints").glob("*") for row in rows if row.dtype == TYPES[0]}
         rows = [row for row, paths in saved.items() if any(path.name.isdecimal() for path in paths)]
@@ -290,16 +265,13 @@ def main(_) -> None:
         for row in rows:
             print(rounding(row))
         return
-    if STAGE.value == "published" and not all(is_complete(results.get(row.name())) for row in rows):
+    results = read_results(path)
+    if STAGE.value == "published" and any(row.name() not in results for row in rows):
         make_tokenizer()
-        run_all(rows, results)
-    reached = {row.name(): found(row) for row in rows}
-    known = {name: len(each["loss"]) for name, each in results.items()}
-    if longer := {name: new for name, new in reached.items() if len(new["loss"]) > known.get(name, 0)}:
-        results = add_results(path, longer, write)
+        results = run_rows(rows, Row.name, work, path, AT_ONCE.value, write=write)
     shown = {row: results[row.name()] for row in rows if row.name() in results}
     print(table(shown))
-    if shown:
+    if in_bfloat16(shown):
         plot(shown, path.with_suffix(".png"))
 
 

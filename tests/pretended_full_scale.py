@@ -14,8 +14,8 @@ import full_scale  # noqa: E402
 def train(workdir, options, cores):
     """Check the run's config, print the fields in which it differs from the published one, and write its curves."""
     check_overrides(options)  # as `main` does
-    path, _, model = options[0].removeprefix("--config=").partition(":")
-    published, config = (runpy.run_path(path)["get_config"](model) for _ in range(2))
+    path = options[0].removeprefix("--config=")
+    published, config = (runpy.run_path(path)["get_config"]() for _ in range(2))
     for name, value in (option.removeprefix("--config.").split("=") for option in options[1:]):
         config.update_from_flattened_dict({name: type(get_field(config, name))(value)})
     check_config(config, num_devices=1)
@@ -25,7 +25,8 @@ def train(workdir, options, cores):
     rounded = config.model.dtype == "bfloat16"
     for step in range(10, config.steps + 1, 10):
         writer.train(step, {"loss": 7 - step / 10 + 0.25 * (rounded and step == 10), "gradient_norm": 10 / step})
-    writer.validation(config.steps, {"loss": 3 + 0.5 * rounded, "perplexity": 20.0, "bits_per_byte": 2.0})
+    loss = 3 + (0.5 + config.seed) * rounded
+    writer.validation(config.steps, {"loss": loss, "perplexity": 20.0, "bits_per_byte": 2.0})
     writer.close()
 
 

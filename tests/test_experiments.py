@@ -270,12 +270,13 @@ def test_shrunken_configs_keep_what_is_published(tmp_path):
     results = tmp_path / "full_scale.json"
 
     def run():
-        done = command("pretended_full_scale", "--steps=20", f"--folder={tmp_path}", f"--results={results}")
+        options = "--steps=20", "--seeds=2", f"--folder={tmp_path}", f"--results={results}"
+        done = command("pretended_full_scale", *options)
         assert done.returncode == 0, done.stderr
         return done.stdout, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
     printed, changed = run()
-    assert len(changed) == 3 * 2 * 2
+    assert [fields.pop("seed", 0) for fields in changed] == 4 * [0] + 4 * [1]
     shape = {"width": 128, "heads": 4, "mlp": 512, "num_steps": 8, "max_length": 128, "vocab_size": 2000}
     for fields in changed:
         assert {name: fields.pop(f"model.{name}") for name in shape} == shape
@@ -283,7 +284,7 @@ def test_shrunken_configs_keep_what_is_published(tmp_path):
         assert fields.pop("model.vocab_multiple", 128) == 128 and fields.pop("model.dtype", "float32") == "float32"
         left = {name for name in fields if not name.startswith(("data.", "log_", "eval_", "checkpoint"))}
         assert left == {"steps", "mesh.fsdp", "sample.length"}
-    assert "| llama_1b | llama | 0 | 20 | 0.500 | 0.250 | 0.75 | 0% |" in printed
+    assert "| llama_1b | 2 | 1.0000 ± 0.7071 | 0.250 ± 0.000 | 0.75 ± 0.00 | 0 ± 0 |" in printed
     assert run() == (printed[printed.index("| config") :], [])
     assert results.with_suffix(".png").stat().st_size > 10_000
 

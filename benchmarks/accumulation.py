@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from common import BATCH_SIZE, MODEL_NAMES, alternate, make_config, print_table, random_tokens, seconds
+from common import (
+    BATCH_SIZE,
+    MODEL_NAMES,
+    alternate,
+    make_config,
+    print_table,
+    random_tokens,
+    seconds,
+    with_quartiles,
+)  # fmt: skip
 
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
@@ -72,7 +81,7 @@ def measure(name: str, counts: list[int]) -> None:
     rows = [
         (
             str(count), 1e3 * np.median(times["once", count]), 1e3 * np.median(times["each", count]),
-            float(np.median(times["once", count] / times["each", count])), memory["once", count], memory["each", count],
+            with_quartiles(times["once", count] / times["each", count]), memory["once", count], memory["each", count],
             memory["once", count] / memory["each", count],
         )
         for count in counts

@@ -2,7 +2,7 @@
 
 Rounds of calls alternate between the subjects that are compared, so that other load on the machine affects all of them
 equally. A time is the median over all timed calls. A ratio of times is the median over pairs of calls from the same
-round.
+round, with the quartiles in brackets.
 """
 
 import pathlib
@@ -86,11 +86,17 @@ def shape_of_a_run(name: str, kind: str, field: str, remat: str):
     return config
 
 
-def ratio(values: dict[str, np.ndarray], name: str) -> float | str:
+def ratio(values: dict[str, np.ndarray], name: str) -> str:
     """A model's values divided by those of its field's vanilla model, call by call; "-" without a vanilla model."""
     field = name.partition(":")[0]
     vanilla = values.get(f"{field}:{field}")
-    return "-" if vanilla is None else float(np.median(values[name] / vanilla))
+    return "-" if vanilla is None else with_quartiles(values[name] / vanilla)
+
+
+def with_quartiles(values: np.ndarray) -> str:
+    """The median, with the quartiles in brackets if there are several values."""
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return f"{middle:.2f}" + f" ({low:.2f} to {high:.2f})" * (values.size > 1)
 
 
 def random_tokens(config) -> np.ndarray:

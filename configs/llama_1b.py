@@ -9,7 +9,8 @@ Hardware: 4 TPU v5p or more, or 8 GPUs with 80 GB (the authors used eight H100 o
 moments are sharded: 20 GB on each of 4 devices, 10 of 8. Each device also holds the activations of its part of
 the batch; --config.microbatches=8 makes them smaller.
 Hyperparameters: the authors' published configuration.
-What to expect: not run. The authors report a validation perplexity of 9.7 at 40,000 steps, and 10.2 for the baseline.
+What to expect: not run. The authors' Figure 8 shows a validation perplexity of about 9.7 at 40,000 steps, and 10.2
+for the baseline.
 
 The corpus, about 40 GB of text, is downloaded and prepared at the first start. `python -m diffeqformer.prepare` with
 the same options does that beforehand.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 from common import articles_of_wikitext, perplexities, run_rows, train
-from published import ADAPTERS, draw_published
+from published import FINETUNED, draw_published
 
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import spread, write_text
@@ -51,7 +51,7 @@ DEPTHS = {"diffeqformer": (6, 3, 4, 8), "gpt": (8,), "elastic": (6, 3, 4, 8)}  #
 MODES = {
     "full": [],
     "lora": ["--config.model.lora_rank=20", "--config.model.lora_start=published"],
-}  # 20 of 96 is the same proportion as the paper's 200 of 1,024
+}  # 20 of 96 is the same proportion as 200 of 1,024 in the authors' YAML
 RATES = {
     "pretraining": (2e-3, 4e-3, 8e-3),
     "full": (1e-3, 2e-3, 4e-3, 8e-3),
@@ -179,7 +179,7 @@ def table(results: dict[str, dict]) -> str:
 def plot(results: dict[str, dict], path: pathlib.Path) -> None:
     """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA.
 
-    Beside them is what was published at the end, as far as it can be read off: adapters, in the first direction.
+    Curves are means over seeds, with their range. Beside them is what was published at best, in the first direction.
     """
     from matplotlib import colormaps
 
@@ -194,6 +194,8 @@ def plot(results: dict[str, dict], path: pathlib.Path) -> None:
         style = {"diffeqformer": "-", "elastic": ":", "gpt": "--"}[base]
         colour = "black" if base == "gpt" else colours[depth]
         panel.plot(steps, mean, style, color=colour, label=f"{base}, {depth} steps")
+        ends = ([end(curve[step] for curve in curves) for step in steps] for end in (min, max))
+        panel.fill_between(steps, *ends, color=colour, alpha=0.15, linewidth=0)
     for (row, panel_row), (column, mode) in itertools.product(enumerate(panels), enumerate(MODES)):
         title = "all weights" if mode == "full" else "adapters and embeddings"
         panel_row[column].set(title=f"{directions[row].replace('_', ' ')}: {title}", xlabel="steps of fine-tuning")
@@ -205,8 +207,8 @@ def plot(results: dict[str, dict], path: pathlib.Path) -> None:
         lora.sharey(full)
         lora.tick_params(labelleft=False)
         if direction == "stdlib_to_wikitext":
-            draw_published(published, ADAPTERS)
-            published.set(title="published, read off: adapters and embeddings", xlabel="perplexity of tokens")
+            draw_published(published, FINETUNED)
+            published.set(title="published, read off: OpenWebText to WikiText-103", xlabel="perplexity of tokens")
             published.margins(0.2)
         else:
             published.remove()

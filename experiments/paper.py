@@ -264,7 +264,7 @@ EXHIBITS = {
     ),
     "figure 7": Exhibit(
         "Adam's second beta, 0.95 and 0.999, for DiffEqFormer and GPT",
-        "0.95 is better for DiffEqFormer-large, 0.999 for GPT-large",
+        "a lower value is better for DiffEqFormer-large, the standard one, 0.999, for GPT-large",
         (study("beta2"),),
         (study("beta2", f"--config=configs/large.py {AT_SCALE}"),),
     ),

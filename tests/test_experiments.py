@@ -237,7 +237,8 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
         assert (folder / "figure.png").stat().st_size > 10_000
         lines = done.stdout.splitlines()
         pictures = {line for line in lines if line.startswith("published ")}
-        assert pictures == {"published 9 steps 12 steps 18 steps 24 steps gpt, 24 layers"}
+        [picture] = pictures
+        assert picture.startswith("published adapters, 9 steps ") and picture.endswith(" adapters, gpt all weights")
         return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
 
     both = trained(1)[0]

@@ -208,7 +208,7 @@ def plot(results: dict[str, dict], path: pathlib.Path) -> None:
         lora.tick_params(labelleft=False)
         if direction == "stdlib_to_wikitext":
             draw_published(published, FINETUNED)
-            published.set(title="published, read off: OpenWebText to WikiText-103", xlabel="perplexity of tokens")
+            published.set(title="published, read off Figure 5", xlabel="perplexity of tokens")
             published.margins(0.2)
         else:
             published.remove()

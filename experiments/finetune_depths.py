@@ -29,7 +29,7 @@ FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the ru
 RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The rows so far; new ones are added.")
 DIRECTIONS = flags.DEFINE_multi_enum(
     "direction",
-    ["stdlib_to_wikitext"],
+    ["stdlib_to_wikitext", "wikitext_to_stdlib"],
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
     "Text of pretraining and of fine-tuning; can be repeated.",
 )

@@ -256,8 +256,7 @@ EXHIBITS = {
         (
             Command(
                 "experiments/finetune_depths.py --wikitext={wikitext} --folder={folder}/finetune_depths "
-                "--results={folder}/finetune_depths/results.json --direction=stdlib_to_wikitext "
-                "--direction=wikitext_to_stdlib"
+                "--results={folder}/finetune_depths/results.json"
             ),
         ),
         finetuned("openwebtext", "wikitext103", "test") + finetuned("wikitext103", "openwebtext", "validation"),

@@ -231,8 +231,7 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
 
     def trained(seeds, *bases):
         options = f"--wikitext={wikitext}", f"--folder={folder}", f"--results={tmp_path / 'results.json'}"
-        options += "--direction=stdlib_to_wikitext", "--direction=wikitext_to_stdlib", *bases
-        done = command("pretended_finetune_depths", *options, f"--seeds={seeds}")
+        done = command("pretended_finetune_depths", *options, *bases, f"--seeds={seeds}")
         assert done.returncode == 0, done.stderr
         assert (folder / "figure.png").stat().st_size > 10_000
         lines = done.stdout.splitlines()

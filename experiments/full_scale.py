@@ -1,12 +1,12 @@
 """The settings of the large configs, trained at a shape for one CPU core.
 
-    python experiments/full_scale.py                     # what is left of the published settings, config by config
+    python experiments/full_scale.py                     # large and llama_1b, in bfloat16 and in float32
     python experiments/full_scale.py --stage=rounding    # gradients in bfloat16 against float32, by parameter
-    python experiments/full_scale.py --stage=show        # the table and the picture of all rows so far
+    python experiments/full_scale.py --stage=show        # the table and the picture of the rows so far
 
 A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, in its bfloat16 or in float32.
-The text is Python's standard library, in pieces of a SentencePiece
-model that is trained on it first. An interrupted row goes on where it was, and complete rows aren't run again.
+The text is Python's standard library, in pieces of a SentencePiece model that is trained on it first. An interrupted
+row goes on where it was, and complete rows aren't run again.
 """
 
 import io

@@ -9,8 +9,8 @@ run one after the other. What is finished is not made again: runs resume, studie
 and reports of the same command stay. At tiny scale, a run of a study takes about three minutes of a core. Figures 1, 6
 and 17 show the architecture. Perplexities of `evaluate` stand beside the published ones in <exhibit>.md and .png in
 --folder. Those of studies at tiny scale are of bytes, which can't be compared with the published ones, so in the
-pictures of Figures 5 and 8 these have a panel of their own. docs/fidelity.md says where this project differs from the
-paper.
+pictures of Figures 5 and 8 the published ones have a panel of their own. docs/fidelity.md says where this project
+differs from the paper.
 """
 
 import glob

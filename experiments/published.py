@@ -16,13 +16,16 @@ PERPLEXITIES = {
 """Those published, from and to, by the output of `evaluate`: read off Figures 5 and 8."""
 
 FINETUNED = {f"adapters, {steps} steps": f"{_TO_WIKITEXT}-lora-{steps}-test" for steps in (9, 12, 18, 24)}
-FINETUNED |= {"adapters, gpt": f"{_TO_WIKITEXT}-lora-gpt-24-test", "all weights": f"{_TO_WIKITEXT}-full-18-test-best"}
+FINETUNED |= {
+    "adapters, gpt": f"{_TO_WIKITEXT}-lora-gpt-24-test",
+    "all weights, all depths": f"{_TO_WIKITEXT}-full-18-test-best",
+}
 LLAMAS = {"diffeqformer": "llama_1b-validation", "llama": "llama_1b-llama-validation"}
 """What Figure 5 shows in one direction, and Figure 8 at the end: outputs by the name in pictures."""
 
 
 def draw_published(axis, outputs: dict[str, str]) -> None:
-    """Draw published perplexities as points, with the range within which they could be read off.
+    """Draw published perplexities as points; where only a range is known, its middle with the range as a bar.
 
     Args:
         axis: of matplotlib; its y axis gets the names, the first one on top.

@@ -28,7 +28,7 @@ def perplexities(workdir):
 
 
 def draw_published(axis, outputs):
-    print("published", *outputs)
+    print("published", axis.get_subplotspec().rowspan.start, *outputs)
     published.draw_published(axis, outputs)
 
 

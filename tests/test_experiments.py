@@ -235,9 +235,8 @@ def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp
         assert done.returncode == 0, done.stderr
         assert (folder / "figure.png").stat().st_size > 10_000
         lines = done.stdout.splitlines()
-        pictures = {line for line in lines if line.startswith("published ")}
-        [picture] = pictures
-        assert picture.startswith("published adapters, 9 steps ") and picture.endswith(" adapters, gpt all weights")
+        [picture] = {line for line in lines if line.startswith("published ")}
+        assert picture.startswith("published 0 adapters, 9 steps ") and picture.endswith(" all weights, all depths")
         return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
 
     both = trained(1)[0]

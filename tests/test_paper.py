@@ -152,7 +152,7 @@ def test_published_perplexities_are_drawn_where_they_were_read_off():
         drawn.append({name: (x, *ends[:, 0]) for name, x, ends in zip(names, line.get_xdata(), bars.get_segments())})
     adapters = {"9 steps": 23.5, "12 steps": 22.4, "18 steps": 21.4, "24 steps": 21.4, "gpt": 22.1}
     published = {f"adapters, {name}": (value, value, value) for name, value in adapters.items()}
-    assert drawn[0] == published | {"all weights": (20.0, 19.5, 20.5)}
+    assert drawn[0] == published | {"all weights, all depths": (20.0, 19.5, 20.5)}
     assert drawn[1] == {"diffeqformer": (9.7, 9.7, 9.7), "llama": (10.2, 10.2, 10.2)}
 
 

@@ -21,7 +21,7 @@ from common import (
     random_tokens,
     seconds,
     with_quartiles,
-)  # fmt: skip
+)
 
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError

@@ -10,8 +10,8 @@ use the baseline of 24 layers. --config.base=FOLDER fine-tunes any other run, wh
 Shape: GPT-medium's, with E = 100 (1.33 B parameters; 0.28 B as 18 layers).
 Hardware: 8 GPUs or TPU chips. On one device: --config.mesh.fsdp=1.
 Hyperparameters: as published.
-What to expect: not run. By the authors' Figure 5, perplexities of about 21.4 with LoRA at 18 and 24 steps, 22.4
-at 12, 23.5 at 9, and 22.1 for GPT; 19.5 to 20.5 at best when all weights are trained. By their script these are of the
+What to expect: not run. By the authors' Figure 5, perplexities of about 21.4 with LoRA at 18 and 24 steps, 22.4 at
+12, 23.5 at 9, and 22.1 for GPT; 19.5 to 20.5 at best when all weights are trained. By their script these are of the
 test split: compare them with `python -m diffeqformer.evaluate --split=test`, and the latter with `--step=best`, too.
 """
 

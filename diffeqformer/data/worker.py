@@ -13,7 +13,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class TaskTexts:
 
         tasks.configure(request["module"], request["tfds_dir"])
         self.task = tasks.add_task(request["task"], tokenizer, request["files"])
-        self.splits, local = self.task.splits, request["files"]
+        local = request["files"]
         self.texts = self.task.source.texts if local else None
         self.origin = self.texts.origin if local else tasks.CORPORA[request["task"]].origin
 
@@ -57,6 +57,11 @@ class TaskTexts:
         from diffeqformer.data.tasks import fetch
 
         fetch(self.task)
+
+    @property
+    def splits(self) -> Collection[str]:
+        """The names of the splits. TFDS knows them once the corpus is fetched."""
+        return self.task.splits
 
     def entry(self, split: str) -> dict:
         """The plan of a split."""

@@ -1,27 +1,27 @@
 """Tests of the TFDS builders, which `test_builders.py` runs in a separate process. A small server plays the hub."""
 
 import contextlib
-import functools
 import hashlib
-import http.server
 import io
 import json
+import os
 import pathlib
-import shutil
 import sys
 import tempfile
-import threading
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import seqio
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import shuffle
 
-from diffeqformer.data import builders
-from diffeqformer.errors import UserError
+import hub as hub_server
+
+HUB = hub_server.Hub()
+os.environ["HF_ENDPOINT"] = HUB.address  # read when it is imported
+
+from diffeqformer.data import builders  # noqa: E402
+from diffeqformer.errors import UserError  # noqa: E402
 
 ARTICLES = {  # our own sentences
     "train": [f" = Kettle {i} = \n \n The kettle no . {i} whistled @-@ twice . \n \n" for i in range(3)],
@@ -34,7 +34,7 @@ DUMMY = pathlib.Path(tempfile.mkdtemp())  # a manual_dir
 
 def write_parquet(path: pathlib.Path, texts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": list(texts)}), path, row_group_size=100)
+    path.write_bytes(hub_server.parquet(texts))
 
 
 for split, parts in ARTICLES.items():
@@ -91,7 +91,7 @@ def manual(tmp_path_factory) -> tuple[pathlib.Path, str]:
     """A folder with all data sets, made from files of a manual_dir without asking the hub, and what was printed."""
     folder, said = tmp_path_factory.mktemp("manual"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(builders, "_ask_hub", None)
+        patch.setattr(builders, "HfApi", None)
         for name in ("openwebtext", "wikitext103/raw", "wikitext103/detokenized"):
             prepare(name, folder, DUMMY)
     return folder, said.getvalue()
@@ -141,51 +141,29 @@ def test_missing_manual_files_are_refused(tmp_path):
         prepare("wikitext103/raw", tmp_path, tmp_path / "manual")
 
 
-class Hub(http.server.SimpleHTTPRequestHandler):
-    """Serves `answers` (path to JSON; an empty one means not found) and the files of a folder."""
-
-    def do_GET(self):
-        if (answer := self.server.answers.get(self.path)) is None:
-            return super().do_GET()
-        self.send_response(200 if answer else 404)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *arguments):
-        pass
+RAW, DETOKENIZED, OPENWEBTEXT = "Salesforce/wikitext", "dlwh/wikitext_103_detokenized", "Skylion007/openwebtext"
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A hub with both data sets in Parquet: WikiText in its repository, OpenWebText only as converted by the hub."""
-    folder = tmp_path / "hub"
-    handler = functools.partial(Hub, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.folder, address = folder, f"http://127.0.0.1:{server.server_port}"
-    listing = [{"type": "file", "path": "README.md"}, {"type": "file", "path": "wikitext-2-raw-v1/train-0.parquet"}]
+def hub(monkeypatch):
+    """A hub with WikiText in Parquet of its repository, and OpenWebText only as converted by the hub."""
+    files = {"README.md": b"", "wikitext-2-raw-v1/train-0.parquet": b""}
     for split, parts in ARTICLES.items():
         name = f"wikitext-103-raw-v1/{'validation' if split == 'valid' else split}-00000-of-00001.parquet"
-        path = folder / "datasets/Salesforce/wikitext/resolve/main" / name
         lines = "".join(parts).splitlines(keepends=True)
-        write_parquet(path, [line if line.strip() else "" for line in lines])
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        listing.append({"type": "file", "path": name, "lfs": {"oid": sha256}})
-    path = folder / "api/datasets/Skylion007/openwebtext/parquet/plain_text/train"
-    write_parquet(path / "2.parquet", PAGES[:3000])
-    write_parquet(path / "10.parquet", PAGES[3000:])  # the hub's order isn't that of the names
-    urls = [f"{address}/{path.relative_to(folder)}/{name}.parquet" for name in ("2", "10")]
-    server.answers = {
-        "/api/datasets/Salesforce/wikitext/tree/main?recursive=true": listing,
-        "/api/datasets/Skylion007/openwebtext/tree/main?recursive=true": [{"type": "file", "path": "openwebtext.py"}],
-        "/api/datasets/Skylion007/openwebtext/parquet": {"plain_text": {"train": urls}},
+        files[name] = hub_server.parquet(line if line.strip() else "" for line in lines)
+    HUB.stated.clear()
+    HUB.datasets = {
+        RAW: {"main": files},
+        OPENWEBTEXT: {
+            "main": {"openwebtext.py": b""},
+            hub_server.CONVERTED: {
+                "plain_text/train/0000.parquet": hub_server.parquet(PAGES[:3000]),
+                "plain_text/train/0001.parquet": hub_server.parquet(PAGES[3000:]),
+            },
+        },
     }
-    monkeypatch.setattr(builders, "HUB", address)
-    thread = threading.Thread(target=server.serve_forever, args=[0.02])
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    return HUB
 
 
 def test_wikitext_from_the_repository(hub, tmp_path):
@@ -196,19 +174,24 @@ def test_wikitext_from_the_repository(hub, tmp_path):
 
 
 def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
+    name = "plain_text/train/0000.parquet"
+    hub.stated[name] = None
     builder = prepare("openwebtext", tmp_path)
     assert texts(builder, "validation") == [PAGES[row] for row in builders.validation_rows(5000)]
     record = json.loads((tmp_path / "downloads" / "openwebtext.downloads.json").read_text())
-    path = hub.folder / "api/datasets/Skylion007/openwebtext/parquet/plain_text/train/2.parquet"
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    [entry] = [entry for url, entry in record.items() if url.endswith("/2.parquet")]
-    assert entry == {"bytes": path.stat().st_size, "sha256": sha256, "stated_by_hub": False}
-    assert f"SHA-256 {sha256}, none stated by the hub" in capsys.readouterr().out
+    content = hub.datasets[OPENWEBTEXT][hub_server.CONVERTED][name]
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert record[f"hf://datasets/{OPENWEBTEXT}@{hub_server.CONVERTED}/{name}"] == {
+        "bytes": len(content),
+        "sha256": sha256,
+        "stated_by_hub": False,
+        "commit": hub.commit(OPENWEBTEXT, hub_server.CONVERTED),
+    }
+    assert f"SHA-256 {sha256}, none stated by the hub" in capsys.readouterr().out and len(record) == 2
 
 
 def test_a_file_that_is_not_the_stated_one_is_refused(hub, tmp_path):
-    listing = hub.answers["/api/datasets/Salesforce/wikitext/tree/main?recursive=true"]
-    listing[-1]["lfs"]["oid"] = "0" * 64
+    hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
     with pytest.raises(UserError, match="test-.*parquet: SHA-256 .* but the hub states 0000"):
         prepare("wikitext103/raw", tmp_path)
 
@@ -216,51 +199,63 @@ def test_a_file_that_is_not_the_stated_one_is_refused(hub, tmp_path):
 def test_a_file_that_is_not_the_recorded_one_is_refused(hub, tmp_path):
     builder = prepare("openwebtext", tmp_path)
     record = tmp_path / "downloads" / "openwebtext.downloads.json"
-    again = tfds.download.DownloadConfig(download_mode=tfds.GenerateMode.FORCE_REDOWNLOAD)
+    again = tfds.download.DownloadConfig(download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS)
     builder.download_and_prepare(download_config=again)  # the same files: nothing to say
-    before = record.read_text()
-    path = hub.folder / "api/datasets/Skylion007/openwebtext/parquet/plain_text/train/10.parquet"
-    write_parquet(path, PAGES[3001:])
-    shutil.rmtree(tmp_path / "downloads" / "openwebtext")  # TFDS's cache, without which it notices nothing
-    with pytest.raises(UserError, match=r"10\.parquet: SHA-256 .*openwebtext\.downloads\.json records "):
+    before, branches = record.read_text(), hub.datasets[OPENWEBTEXT]
+    later = hub_server.parquet(PAGES[3001:])
+    branches[hub_server.CONVERTED] = {**branches[hub_server.CONVERTED], "plain_text/train/0001.parquet": later}
+    with pytest.raises(UserError, match=r"0001\.parquet: SHA-256 .*openwebtext\.downloads\.json records "):
         builder.download_and_prepare(download_config=again)
     assert record.read_text() == before
     record.write_text("{")
     with pytest.raises(UserError, match=r"openwebtext\.downloads\.json: this record can't be read"):
-        builder.download_and_prepare(
-            download_config=tfds.download.DownloadConfig(download_mode=tfds.GenerateMode.REUSE_CACHE_IF_EXISTS)
-        )
-    write_parquet(path, PAGES[3002:])  # this time TFDS notices, by its cache
-    with pytest.raises(UserError, match=r"a file of the hub isn't the one downloaded before .*10\.parquet"):
         builder.download_and_prepare(download_config=again)
 
 
-TREE = "tree/main?recursive=true"
+def test_an_interrupted_download_goes_on(hub, tmp_path):
+    files = hub.datasets[OPENWEBTEXT][hub_server.CONVERTED]
+    broken = {**files, "plain_text/train/0001.parquet": None}  # the hub lists it, and can't give it
+    hub.datasets[OPENWEBTEXT][hub_server.CONVERTED] = broken
+    with pytest.raises(UserError, match="^Skylion007/openwebtext: the hub answered 404; try again later"):
+        prepare("openwebtext", tmp_path)
+    [kept] = (tmp_path / "downloads").rglob("0000.parquet")
+    written = kept.stat().st_mtime_ns
+    hub.datasets[OPENWEBTEXT][hub_server.CONVERTED] = files
+    assert texts(prepare("openwebtext", tmp_path), "validation") and kept.stat().st_mtime_ns == written
+
+
+FOLDERS = {"a/train-0.parquet": b"", "b/train-0.parquet": b""}
 
 
 @pytest.mark.parametrize(
-    "path, value, sentence",
+    "branch, files, sentence",
     [
-        ("parquet", {"x": {"train": ["http://h/parquet/x/partial-train/0.parquet"]}}, "converted only a part"),
-        ("parquet", {"x": {"test": []}}, "parquet: the hub has no Parquet files of split 'train'"),
-        ("parquet", {"x": {}, "y": {}}, r"configurations \['x', 'y'\] instead of"),
-        ("parquet", {}, "openwebtext/parquet: the hub answered 404"),
-        (TREE, [{"path": "a/train-0.parquet"}, {"path": "b/train-0.parquet"}], "split 'train' is in several folders"),
-        (
-            TREE,
-            [{"path": "train-0.parquet"}],
-            r"Failed to get url http://.*/train-0\.parquet\. HTTP code: 404; try again",
-        ),
+        (hub_server.CONVERTED, {"x/partial-train/0.parquet": b""}, "converted only a part of split 'train'"),
+        (hub_server.CONVERTED, {"x/test/0.parquet": b""}, "the hub has no Parquet files of it"),
+        (hub_server.CONVERTED, {"x/train/0.parquet": b"", "y/train/0.parquet": b""}, "'train' is in several folders"),
+        (hub_server.CONVERTED, None, "the hub has no Parquet files of it"),
+        ("main", None, "the hub answered 404"),
+        ("main", FOLDERS, r"split 'train' is in several folders of the hub, \['a', 'b'\]"),
     ],
 )
-def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, path, value, sentence):
-    hub.answers[f"/api/datasets/Skylion007/openwebtext/{path}"] = value
-    with pytest.raises(UserError, match=sentence) as error:
+def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, files, sentence):
+    hub.datasets[OPENWEBTEXT][branch] = files
+    if files is None:
+        del hub.datasets[OPENWEBTEXT][branch]
+    if not hub.datasets[OPENWEBTEXT].get("main"):
+        del hub.datasets[OPENWEBTEXT]
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}") as error:
         prepare("openwebtext", tmp_path)
     assert "\n" not in str(error.value) and "manual_dir" in str(error.value)
 
 
+def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):
+    del hub.datasets[RAW]["main"]["wikitext-103-raw-v1/test-00000-of-00001.parquet"]
+    with pytest.raises(UserError, match=f"^{RAW}: the hub has no Parquet files of split 'test'; put them into manual_"):
+        prepare("wikitext103/raw", tmp_path)
+
+
 def test_a_missing_network_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr(builders, "HUB", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="^http://127.0.0.1:9/.*: the hub can't be reached; .* manual_dir"):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub can't be reached .*; try again later, .* manual_dir"):
         prepare("openwebtext", tmp_path)

@@ -1,29 +1,30 @@
 """TFDS builders of WikiText-103 and OpenWebText. Import this module only where TensorFlow may be imported.
 
 Importing it registers `wikitext103/detokenized`, `wikitext103/raw` and `openwebtext`. Their files are read from
-`manual_dir` if they exist there. Otherwise they are downloaded from the Hugging Face hub, which is queried for their
-names.
+`manual_dir` if they exist there. Otherwise they are downloaded from the Hugging Face hub by `huggingface_hub`, whose
+settings apply: HF_TOKEN, HF_ENDPOINT and others.
 """
 
+import glob
 import hashlib
 import io
 import itertools
 import json
 import math
 import pathlib
-import urllib.parse
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import requests
 import tensorflow_datasets as tfds
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import FileMetadataError, HTTPError, LocalEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
 from diffeqformer.data import files, wikitext
 from diffeqformer.data.seals import write_lasting
 from diffeqformer.errors import UserError
 
-HUB = "https://huggingface.co"
-TIMEOUT = 30  # seconds to wait for the hub's API
+CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
 OPENWEBTEXT_DOCUMENTS = 8_013_769
 VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
 
@@ -43,113 +44,101 @@ def validation_rows(count: int) -> np.ndarray:
     return np.random.default_rng(VALIDATION_SEED).permutation(count)[: math.ceil(VALIDATION_FRACTION * count)]
 
 
-def _ask_hub(url: str):
-    """The JSON at a URL of the hub. TFDS isn't used, because it retries for minutes and caches old answers."""
-    try:
-        answer = requests.get(url, timeout=TIMEOUT)
-        answer.raise_for_status()
-        return answer.json()
-    except requests.HTTPError as error:
-        found = f"the hub answered {error.response.status_code}"
-    except requests.JSONDecodeError:
-        found = "the answer isn't JSON"
-    except requests.RequestException:
-        found = "the hub can't be reached"
-    raise UserError(f"{url}: {found}; try again later, or put the files into manual_dir as docs/data.md says")
+def _unreachable(dataset: str, error: Exception) -> UserError:
+    """What a failed request to the hub means for the user."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    found = f"the hub answered {status}" if status else f"the hub can't be reached ({type(error).__name__})"
+    return UserError(f"{dataset}: {found}; try again later, or put the files into manual_dir as docs/data.md says")
 
 
-def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:
-    """The Parquet files of a data set on the hub: for each split, in order, (URL, SHA-256 if the hub states one).
+def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[str, str, dict[str, list[RepoFile]]]:
+    """The Parquet files of a data set on the hub: the branch that has them, its commit, and each split's files in order.
 
-    The repository's own Parquet files are preferred to the hub's automatic conversion.
+    The repository's own files are preferred to the hub's conversion, which is a branch of the same repository.
 
     Args:
         dataset: such as `Salesforce/wikitext`.
-        config: folder of the repository and name of the conversion's configuration; None if there is only one.
+        config: folder of the repository, which is also the conversion's configuration; None if there is only one.
 
     Raises:
         UserError: if the hub can't be reached, or a split has no files there or is incomplete.
     """
-    listing = f"{HUB}/api/datasets/{dataset}/tree/main?recursive=true"
-    found = {split: [] for split in splits}
-    for entry in sorted(_ask_hub(listing), key=lambda entry: entry["path"]):
-        path = pathlib.PurePosixPath(entry["path"])
-        if path.suffix != ".parquet" or config not in (None, *path.parts[:-1]):
+    hub, splits = HfApi(), tuple(splits)
+    for branch in ("main", CONVERTED):
+        try:
+            commit = hub.dataset_info(dataset, revision=branch).sha
+            tree = list(hub.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
+        except RevisionNotFoundError:
             continue
-        for split in found:
-            if path.name.startswith(split) or path.parent.name == split:
-                url = f"{HUB}/datasets/{dataset}/resolve/main/{urllib.parse.quote(entry['path'])}"
-                found[split].append((url, entry.get("lfs", {}).get("oid")))
-    if not any(found.values()):
-        listing = f"{HUB}/api/datasets/{dataset}/parquet"
-        configs = _ask_hub(listing)
-        name = config if config in configs else next(iter(configs), None)
-        if name is None or (name != config and len(configs) > 1):
-            raise UserError(
-                f"{listing}: configurations {sorted(configs)} instead of '{config}'; use manual_dir (docs/data.md)"
-            )
-        found = {split: [(url, None) for url in configs[name].get(split, [])] for split in found}
+        except HTTPError as error:
+            raise _unreachable(dataset, error) from None
+        found = {split: [] for split in splits}
+        for file in sorted((entry for entry in tree if isinstance(entry, RepoFile)), key=lambda file: file.path):
+            path = pathlib.PurePosixPath(file.path)
+            if path.suffix == ".parquet" and config in (None, *path.parts[:-1]):
+                for split in splits:
+                    if path.name.startswith(split) or path.parent.name in (split, f"partial-{split}"):
+                        found[split].append(file)
+        if any(found.values()):
+            _check_whole(dataset, found)
+            return branch, commit, found
+    raise UserError(f"{dataset}: the hub has no Parquet files of it; put its files into manual_dir (docs/data.md)")
+
+
+def _check_whole(dataset: str, found: dict[str, list[RepoFile]]) -> None:
+    """Check that each split is there, as a whole, and once."""
     for split, entries in found.items():
+        folders = {file.path.rpartition("/")[0] for file in entries}
         if not entries:
-            raise UserError(
-                f"{listing}: the hub has no Parquet files of split '{split}'; put them into manual_dir (docs/data.md)"
-            )
-        for url, _ in entries:
-            if "/partial-" in url:
-                raise UserError(
-                    f"{url}: the hub has converted only a part of the data; put all into manual_dir (docs/data.md)"
-                )
-        if len({url.rpartition("/")[0] for url, _ in entries}) > 1:
-            raise UserError(
-                f"{listing}: split '{split}' is in several folders; put the right one into manual_dir (docs/data.md)"
-            )
-    return found
+            problem = f"the hub has no Parquet files of split '{split}'; put them"
+        elif any(folder.endswith(f"partial-{split}") for folder in folders):
+            problem = f"the hub has converted only a part of split '{split}'; put all"
+        elif len(folders) > 1:
+            problem = f"split '{split}' is in several folders of the hub, {sorted(folders)}; put the right one"
+        else:
+            continue
+        raise UserError(f"{dataset}: {problem} into manual_dir (docs/data.md)")
 
 
-def download(dl_manager: tfds.download.DownloadManager, name: str, wanted: dict[str, list[tuple[str, str | None]]]):
-    """Download the files that `hub_files` found, and return the local paths of each split.
+def download(dl_manager: tfds.download.DownloadManager, name: str, dataset: str, config: str | None, splits) -> dict:
+    """Download the files that `hub_files` finds, and return the local paths of each split.
 
-    `<download_dir>/<name>.downloads.json` records size and SHA-256 of every file, and whether the hub stated that hash.
+    An interrupted download goes on where it stopped. `<download_dir>/<name>.downloads.json` records size and SHA-256 of
+    every file, the commit that it came from, and whether the hub stated that hash.
 
     Raises:
         UserError: if a download fails, or if a file's hash differs from the hub's or the recorded one.
     """
-    stated = dict(itertools.chain.from_iterable(wanted.values()))
+    branch, commit, wanted = hub_files(dataset, config, splits)
+    files = list(itertools.chain.from_iterable(wanted.values()))
+    where = pathlib.Path(dl_manager.download_dir) / name
     try:
-        paths = dl_manager.download({url: url for url in stated})
-    except tfds.download.DownloadError as error:  # its message names the URL
-        raise UserError(
-            f"{str(error).rstrip('.')}; try again later, or put the files into manual_dir (docs/data.md)"
-        ) from None
-    except requests.RequestException as error:
-        url = error.request.url if error.request else HUB
-        raise UserError(
-            f"{url}: the download broke off ({type(error).__name__}); try again, or put the files into manual_dir "
-            "(docs/data.md)"
-        ) from None
-    except ValueError as error:  # TFDS found a difference from its cache
-        raise UserError(
-            f"{name}: a file of the hub isn't the one downloaded before ({error}); if that is right, delete both"
-        ) from None
+        snapshot_download(
+            dataset, repo_type="dataset", revision=commit, local_dir=where,
+            allow_patterns=[glob.escape(file.path) for file in files],
+        )  # fmt: skip
+    except (HTTPError, LocalEntryNotFoundError, FileMetadataError) as error:
+        raise _unreachable(dataset, error) from None
     record = pathlib.Path(dl_manager.download_dir) / f"{name}.downloads.json"
     try:
         known = json.loads(record.read_text()) if record.exists() else {}
     except ValueError:
         raise UserError(f"{record}: this record can't be read; delete it to begin a new one") from None
-    for url, path in paths.items():
-        with open(path, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        before = known.get(url, {}).get("sha256")
-        for expected, source in ((stated[url], "the hub states"), (before, f"{record} records")):
+    for file in files:
+        url, path = f"hf://datasets/{dataset}@{branch}/{file.path}", where / file.path  # of any HF_ENDPOINT
+        with open(path, "rb") as content:
+            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        stated, before = file.lfs and file.lfs.sha256, known.get(url, {}).get("sha256")
+        for expected, source in ((stated, "the hub states"), (before, f"{record} records")):
             if expected not in (None, sha256):
                 raise UserError(
                     f"{url}: SHA-256 {sha256} in {path}, but {source} {expected}; delete the one that is wrong and try "
                     "again"
                 )
-        known[url] = {"bytes": pathlib.Path(path).stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated[url])}
-        print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated[url] else 'none stated by the hub'}")
+        known[url] = {"bytes": path.stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated), "commit": commit}
+        print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated else 'none stated by the hub'}")
     write_lasting(record, json.dumps(known, indent=1))
-    return {split: [paths[url] for url, _ in entries] for split, entries in wanted.items()}
+    return {split: [where / file.path for file in entries] for split, entries in wanted.items()}
 
 
 def manual_files(dl_manager: tfds.download.DownloadManager, name: str) -> list[pathlib.Path]:
@@ -197,11 +186,9 @@ class Wikitext103(tfds.core.GeneratorBasedBuilder):
                         f"{found[0].parent}: no file of split '{split}'; put one there: {split}.parquet, ..."
                     )
         elif self.builder_config.name == "raw":
-            paths = download(
-                dl_manager, self.name, hub_files("Salesforce/wikitext", "wikitext-103-raw-v1", self.SPLITS)
-            )
+            paths = download(dl_manager, self.name, "Salesforce/wikitext", "wikitext-103-raw-v1", self.SPLITS)
         else:
-            paths = download(dl_manager, self.name, hub_files("dlwh/wikitext_103_detokenized", None, self.SPLITS))
+            paths = download(dl_manager, self.name, "dlwh/wikitext_103_detokenized", None, self.SPLITS)
         return {split: self._generate_examples(paths[split]) for split in self.SPLITS}
 
     def _generate_examples(self, paths):
@@ -244,7 +231,7 @@ class Openwebtext(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager):
         paths = manual_files(dl_manager, self.name)
         if not paths:
-            paths = download(dl_manager, self.name, hub_files("Skylion007/openwebtext", None, ["train"]))["train"]
+            paths = download(dl_manager, self.name, "Skylion007/openwebtext", None, ["train"])["train"]
         counts = [files.count_texts(path) for path in paths]
         if sum(counts) != OPENWEBTEXT_DOCUMENTS:
             print(

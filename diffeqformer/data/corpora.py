@@ -4,13 +4,14 @@ A corpus of your own needs no change here: call `add_corpus` in a module that `c
 module only where TensorFlow may be imported.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import seqio
 import tensorflow as tf
+import tensorflow_datasets as tfds
 
-from diffeqformer.data import builders  # noqa: F401 (registers the TFDS builders)
+from diffeqformer.data import builders
 from diffeqformer.data.texts import CUTS, STDLIB_ORIGIN, StandardLibrary, uncut
 
 
@@ -27,6 +28,44 @@ class Corpus(NamedTuple):
     origin: str
     cut: Callable[[str], Iterator[str]] = uncut
     tokenizer: str = "gpt2"
+
+
+class OrderedTfds(seqio.TfdsDataSource):
+    """One of our TFDS data sets, downloaded and written when it is first read.
+
+    Its examples have an order, so TFDS refuses to shuffle them. SeqIO shuffles by default: files are then read in
+    random order, several at once, as those of any other data set.
+
+    Args:
+        name: of the builder, with configuration and version.
+        splits: names of its splits, which TFDS would know only once the data set is written.
+    """
+
+    READ_AT_ONCE = 16  # files when shuffling, as TFDS does for unordered data sets
+
+    def __init__(self, name: str, splits: Sequence[str]):
+        super().__init__(name, splits=splits)
+
+    def fetch(self) -> tfds.core.DatasetBuilder:
+        """Download and write the data set, unless it is there, and return its builder."""
+        self.tfds_dataset.builder.download_and_prepare()
+        return self.tfds_dataset.builder
+
+    def num_input_examples(self, split: str) -> int:
+        self.fetch()
+        return super().num_input_examples(split)
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        self.fetch()
+        return super().list_shards(split)
+
+    def get_dataset(self, split=tfds.Split.TRAIN, shuffle=True, seed=None, shard_info=None, **_):
+        how = tfds.ReadConfig(shuffle_seed=seed, skip_prefetch=True)
+        if shard_info:
+            how.input_context = tf.distribute.InputContext(shard_info.num_shards, shard_info.index)
+        if shuffle:
+            how.enable_ordering_guard, how.interleave_cycle_length = False, self.READ_AT_ONCE
+        return self.fetch().as_dataset(split=split, shuffle_files=shuffle, read_config=how)
 
 
 CORPORA: dict[str, Corpus] = {}
@@ -54,18 +93,18 @@ add_corpus(
 )
 add_corpus(
     "wikitext103",
-    seqio.TfdsDataSource("wikitext103/detokenized:1.0.0"),
+    OrderedTfds("wikitext103/detokenized:1.0.0", builders.Wikitext103.SPLITS),
     "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir",
     cut=CUTS["wikitext103"],
 )
 add_corpus(
     "wikitext103_raw",
-    seqio.TfdsDataSource("wikitext103/raw:1.0.0"),
+    OrderedTfds("wikitext103/raw:1.0.0", builders.Wikitext103.SPLITS),
     "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir",
     cut=CUTS["wikitext103_raw"],
 )
 add_corpus(
     "openwebtext",
-    seqio.TfdsDataSource("openwebtext:1.0.0"),
+    OrderedTfds("openwebtext:1.0.0", ("train", "validation")),
     "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; 0.0005 of it is validation",
 )

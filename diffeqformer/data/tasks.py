@@ -2,14 +2,15 @@
 
     import seqio
     from diffeqformer.data import tasks
-    seqio.get_mixture_or_task("wikitext103_gpt2").get_dataset(split="train", sequence_length={"targets": 1024})
+    seqio.get_dataset("wikitext103_gpt2", {"targets": 1024}, tasks.CONVERTER)
 
 The import registers every corpus with its usual tokenizer: python_stdlib_bytes, wikitext103_gpt2, wikitext103_raw_gpt2
 and openwebtext_gpt2, unless another program has taken that name. Nothing is opened or downloaded before a task is used.
 `add_task` registers others.
 
 Without a sequence length, a task's examples are documents: `targets`, their ids with end-of-text last, and
-`targets_pretokenized`, their text. With one, they are windows of as many ids (`windows`).
+`targets_pretokenized`, their text. With one, they are windows of as many ids (`windows`). Documents of white space
+alone are left out, as in training. An evaluator measures `diffeqformer.data.language_model.Perplexity`.
 """
 
 import functools
@@ -25,6 +26,7 @@ import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
+from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import LocalTexts, stored_documents, uncut
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
@@ -169,7 +171,13 @@ def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
-def windows(dataset: tf.data.Dataset, sequence_length: Mapping[str, int | None] | None) -> tf.data.Dataset:
+def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The documents that aren't blank, as in a token store."""
+    blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # Python's white space
+    return dataset.filter(lambda example: not tf.strings.regex_full_match(example["targets_pretokenized"], blank))
+
+
+def windows(dataset: tf.data.Dataset, sequence_length: Mapping[str, int | None] | None = None) -> tf.data.Dataset:
     """Concatenate documents and cut them into windows of `sequence_length["targets"]` ids.
 
     SeqIO itself would keep the beginning of each document alone. An incomplete last window is dropped. Without such a
@@ -207,7 +215,7 @@ def add_task(
     suffix: str = "",
     *,
     stored: Split | None = None,
-    preprocessors: Sequence[Callable] = (windows,),
+    preprocessors: Sequence[Callable] = (with_text, windows),
     **more,
 ) -> seqio.Task:
     """Register the SeqIO task `<corpus>_<tokenizer><suffix>`, replacing any earlier one of that name.
@@ -241,7 +249,7 @@ def add_task(
         source=source,
         preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
-        **more,
+        **{"metric_objs": [Perplexity()], **more},
     )
 
 

@@ -30,7 +30,11 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The same as bytes, which may begin or end within a character."""
+        return bytes(i for i in ids if i < 256)
 
     def save(self) -> str:
         """An empty string: the name is enough."""
@@ -114,7 +118,11 @@ class GPT2Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
-        return self._encoding.decode([i for i in ids if i < self.end_of_text], errors="replace")
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The same as bytes, which may begin or end within a character."""
+        return self._encoding.decode_bytes([i for i in ids if i < self.end_of_text])
 
     def save(self) -> str:
         """All pieces, in the order of their ids."""
@@ -175,6 +183,10 @@ class SentencePieceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text and other control ids are left out."""
         return self._processor.decode([int(i) for i in ids])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The same in UTF-8."""
+        return self.decode(ids).encode()
 
     def save(self) -> str:
         """The model file."""

@@ -1,6 +1,6 @@
 """Perplexities as SeqIO metrics, and the evaluation that computes them. Imports TensorFlow.
 
-docs/evaluation.md defines them; `plain_text` has the formulas. Two tasks score the same text: one scores disjoint
+docs/evaluation.md defines them. Two tasks score the same text: one scores disjoint
 windows, as in the paper; the other scores every token of every document.
 """
 
@@ -13,11 +13,12 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import tasks
+from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.plain_text import check_size, log_likelihoods_of, text_results, window_results
+from diffeqformer.inference.plain_text import check_size, log_likelihoods_of
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
 
@@ -62,7 +63,8 @@ class TextPerplexity(seqio.metrics.Metric):
         )  # fmt: skip
 
     def compute(self):
-        return text_results(self.log_likelihood, self.tokens, self.words, self.bytes, self.documents)
+        results = text_results(self.log_likelihood, self.tokens, self.words, self.bytes)
+        return {**results, "documents": self.documents}
 
 
 class AsTheyAre(seqio.FeatureConverter):
@@ -76,12 +78,6 @@ class AsTheyAre(seqio.FeatureConverter):
 
     def get_model_feature_lengths(self, task_feature_lengths):
         return task_feature_lengths
-
-
-def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The documents that aren't blank, as in a token store."""
-    blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # Python's white space
-    return dataset.filter(lambda example: not tf.strings.regex_full_match(example["targets_pretokenized"], blank))
 
 
 class Evaluation:
@@ -113,10 +109,10 @@ class Evaluation:
         text = corpus, tokenizer, {split: files} if files else None
         windows = tasks.add_task(
             *text, f"_windows_{window}", stored=stored, metric_objs=[WindowPerplexity],
-            preprocessors=[with_text, lambda texts: tasks.windows(texts, {"targets": window})],
+            preprocessors=[tasks.with_text, lambda texts: tasks.windows(texts, {"targets": window})],
         )  # fmt: skip
         self.task = documents = tasks.add_task(
-            *text, "_documents", stored=stored, preprocessors=[with_text], metric_objs=[TextPerplexity]
+            *text, "_documents", stored=stored, preprocessors=[tasks.with_text], metric_objs=[TextPerplexity]
         )
         tasks.fetch(documents)
         if split not in documents.splits:

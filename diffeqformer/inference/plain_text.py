@@ -1,43 +1,18 @@
-"""The formulas of perplexities, and their evaluation without SeqIO, where it isn't installed.
-
-docs/evaluation.md defines them. `diffeqformer.inference.perplexity` computes the same with SeqIO.
-"""
+"""Perplexities without SeqIO, where it isn't installed; `diffeqformer.inference.perplexity` computes them with it."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import open_texts, stored_documents
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
-LARGEST = 700.0  # exponents beyond this overflow
 GROUP = 4096  # windows held in memory at once
-
-
-def window_results(log_likelihood: float, tokens: int) -> dict[str, float]:
-    """The paper's perplexity, from the log-likelihood in nats of all tokens but the first of disjoint windows."""
-    loss = -log_likelihood / tokens
-    return {"paper_perplexity": math.exp(min(loss, LARGEST)), "paper_loss": loss, "paper_tokens": tokens}
-
-
-def text_results(log_likelihood: float, tokens: int, words: int, bytes: int, documents: int) -> dict[str, float]:
-    """The full perplexity, from the log-likelihood in nats of every token; also per word and per byte."""
-    loss = -log_likelihood / tokens
-    return {
-        "perplexity": math.exp(min(loss, LARGEST)),
-        "word_perplexity": math.exp(min(-log_likelihood / words, LARGEST)),
-        "bits_per_byte": -log_likelihood / math.log(2) / bytes,
-        "loss": loss,
-        "tokens": tokens,
-        "words": words,
-        "bytes": bytes,
-        "documents": documents,
-    }
 
 
 def check_size(corpus: str, split: str, tokens: int, window: int) -> None:
@@ -134,10 +109,10 @@ class PlainEvaluation:
             all_ids, scorer, show, lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text)
         )
         size = sum(len(text.encode()) for text, _ in self.documents)
-        return text_results(
+        results = text_results(
             sum(sums),
             tokens=sum(map(len, all_ids)) - len(all_ids),
             words=sum(len(text.split()) for text, _ in self.documents),
             bytes=self.stored.text_bytes if self.stored else size,  # a tokenizer may have normalized the text
-            documents=len(all_ids),
         )
+        return {**results, "documents": len(all_ids)}

@@ -1,0 +1,25 @@
+"""The formulas of perplexities. docs/evaluation.md defines them."""
+
+import math
+
+LARGEST = 700.0  # exponents beyond this overflow
+
+
+def window_results(log_likelihood: float, tokens: int) -> dict[str, float]:
+    """The paper's perplexity, from the log-likelihood in nats of all tokens but the first of disjoint windows."""
+    loss = -log_likelihood / tokens
+    return {"paper_perplexity": math.exp(min(loss, LARGEST)), "paper_loss": loss, "paper_tokens": tokens}
+
+
+def text_results(log_likelihood: float, tokens: int, words: int, bytes: int) -> dict[str, float]:
+    """The perplexity of a text from its log-likelihood in nats: per token and per word, and in bits per byte."""
+    loss = -log_likelihood / tokens
+    return {
+        "perplexity": math.exp(min(loss, LARGEST)),
+        "word_perplexity": math.exp(min(-log_likelihood / words, LARGEST)),
+        "bits_per_byte": -log_likelihood / math.log(2) / bytes,
+        "loss": loss,
+        "tokens": tokens,
+        "words": words,
+        "bytes": bytes,
+    }

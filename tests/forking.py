@@ -40,6 +40,7 @@ def become(request: dict) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     if "tensorflow" in sys.modules:
         preparation = sys.modules["diffeqformer.data.preparation"]
         preparation.subprocess = types.SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)

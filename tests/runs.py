@@ -101,14 +101,16 @@ def forking(*imports: str) -> subprocess.Popen:
     )
 
 
-def command(module: str, *arguments, environment: dict | None = None, input: str = "") -> subprocess.CompletedProcess:
+def command(
+    module: str, *arguments, environment: dict | None = None, input: str = "", folder: os.PathLike = ROOT
+) -> subprocess.CompletedProcess:
     """Run a command, or a module of tests/, in a fork of a process with the imports done.
 
-    `environment` is added to this process's.
+    `environment` is added to this process's, and `folder` is where it runs.
     """
     process = forking("tensorflow") if module in ("evaluate", "prepare") else forking()
-    with tempfile.TemporaryDirectory() as folder:
-        files = [pathlib.Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+    with tempfile.TemporaryDirectory() as temporary:
+        files = [pathlib.Path(temporary) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):
             file.write_text(text, encoding="utf-8")
         request = {
@@ -118,6 +120,7 @@ def command(module: str, *arguments, environment: dict | None = None, input: str
             ],
             "environment": {**os.environ, "XLA_FLAGS": FAST_COMPILATION, **(environment or {})},
             "files": [str(file) for file in files],
+            "folder": str(folder),
         }
         print(json.dumps(request), file=process.stdin, flush=True)
         status = int(process.stdout.readline())

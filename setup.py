@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=[*find_packages(include=["diffeqformer", "diffeqformer.*"]), "diffeqformer.configs"],
     package_dir={"diffeqformer.configs": "configs"},  # --config=tiny also works where there is no repository
-    package_data={"diffeqformer": ["py.typed"]},
+    package_data={"diffeqformer": ["py.typed", "inference/task_files/*.yaml"]},
     entry_points={"console_scripts": ["diffeqformer = diffeqformer.__main__:main"]},
     install_requires=[
         *(line.partition("#")[0].strip() for line in LIGHT.splitlines() if not line.startswith("#")),

@@ -12,12 +12,10 @@ import json
 import logging
 import os
 import pathlib
-import random
 import sys
 import time
 
 import jax
-import numpy as np
 from absl import flags
 from flax import nnx
 
@@ -26,16 +24,16 @@ from diffeqformer.checkpoint_folder import Step
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
-from diffeqformer.errors import UserError, did_you_mean
+from diffeqformer.errors import UserError
 from diffeqformer.inference.bars import plot
 from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
-from diffeqformer.inference.published import PERCENT, TASKS, describe
+from diffeqformer.inference.published import PERCENT, describe
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.inference.seeds import describe_means, setting
+from diffeqformer.inference.tasks import SEED, load_tasks
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
 
-SEED = 1234  # for drawing the few-shot examples, as in lm-eval
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
 
 
@@ -76,81 +74,6 @@ def check_model(workdir: str, step: Step, num_steps: list[int | None], window: i
             jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.grid(steps)), params)
         except UserError as error:
             raise UserError(f"{workdir}: {error}") from None
-
-
-def load_tasks(names: list[str], include: str | None):
-    """The tasks as `lm_eval.evaluator.evaluate` takes them, and their names.
-
-    Your own task files come before lm-eval's tasks of the same name. If no others are needed, lm-eval's aren't read.
-
-    Raises:
-        UserError: for a folder without task files, an unknown task, or a task whose data can't be loaded.
-    """
-    from lm_eval.tasks import TaskManager
-
-    manager = None
-    if include is not None:
-        if not pathlib.Path(include).is_dir():
-            raise UserError(f"--include: {include} isn't a folder; give one with lm-eval task files (.yaml)")
-        manager = TaskManager(include_path=include, include_defaults=False)
-        if not manager.all_subtasks:
-            raise UserError(f"--include: {include} has no lm-eval task file (.yaml with task: and dataset_path:)")
-    names = names or (manager.all_subtasks if manager else ["paper"])
-    names = list(dict.fromkeys(name for given in names for name in (TASKS if given == "paper" else [given])))
-    if manager is None or set(names) - set(manager.all_tasks):
-        manager = TaskManager(include_path=include)
-    for name in names:
-        if name not in manager.all_tasks:
-            raise UserError(f"--tasks: there is no task {name}{did_you_mean(name, manager.all_tasks)}")
-    return _load(manager, names)
-
-
-def _load(manager, names: list[str]) -> tuple[dict, list[str]]:
-    tasks, rows = [], []
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would report each of its attempts, twice
-    random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples
-    for name in names:
-        print(f"loading {name}", file=sys.stderr, flush=True)
-        try:
-            loaded = manager.load([name])
-        except Exception as error:  # a task file, its templates or a download can raise anything
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(
-                f"--tasks: {name} can't be loaded, {type(error).__name__}: {reason[:300]}; without a network take "
-                "--include with task files for local data"
-            ) from error
-        whole = loaded["groups"].get(name)
-        tasks += [whole] if whole else loaded["tasks"].values()
-        rows += [name] if whole else loaded["tasks"]  # the tasks of a tag
-    try:
-        return manager.load(tasks), rows
-    except ValueError as error:
-        raise UserError(f"--tasks: {error}; name each task once") from None
-
-
-def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
-    """Put `shots` examples, drawn with a fixed seed, before every question. A task file that sets 0 keeps its 0."""
-    for name, task in tasks["tasks"].items():
-        task.set_config(key="num_fewshot", value=0 if own[name] == 0 else shots)
-        task.set_fewshot_seed(seed=SEED)
-
-
-def check_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) -> None:
-    """Build one example of every task at every number of shots, so that errors appear before any work is done.
-
-    Raises:
-        UserError: if one can't be made.
-    """
-    for number in shots:
-        set_shots(tasks, own, number)
-        for name, task in tasks["tasks"].items():
-            try:
-                task.build_all_requests(limit=1)
-            except Exception as error:  # an error in a template, or too few examples to draw from
-                reason = (str(error).strip().splitlines() or [""])[0]
-                raise UserError(
-                    f"--tasks: an example of {name} with {number} shots can't be made, {type(error).__name__}: {reason}"
-                ) from error
 
 
 def run_harness(model, tasks: dict, limit: int | None) -> dict:
@@ -196,9 +119,14 @@ def write(folder: pathlib.Path, report: dict) -> None:
     write_json(folder / "results.json", {**report, "runs": runs}, default=str)
     documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
     write_json(folder / "documents.json", documents, indent=None)
-    tables = (describe(report["runs"]), describe_means(report["runs"]), describe_differences(report["runs"]))
-    write_text(folder / "results.md", "\n".join(filter(None, tables)))
+    write_text(folder / "results.md", "\n".join(filter(None, tables(report))))
     plot(report["runs"], folder / "downstream.png")
+
+
+def tables(report: dict) -> tuple[str, str, str]:
+    """The scores, their means over seeds, and the differences of models, as Markdown. The last two can be empty."""
+    runs = report["runs"]
+    return describe(runs, report["failed"]), describe_means(runs), describe_differences(runs)
 
 
 def write_samples(folder: pathlib.Path, run: dict, samples: dict[str, list[dict]]) -> None:
@@ -263,26 +191,26 @@ def run_all(options) -> None:
                 del opened  # frees the memory of a hypernetwork
             lead([model.scorer], lambda: study.run(workdir, model))
             del model
-    if study:
-        study.say()
+    with hosts.all_succeed("the results"):
+        if study:
+            study.say()
+            study.check_all_ran()
 
 
 class Study:
     """The tasks, and what models score on them, as process 0 runs them.
 
     Raises:
-        UserError: if a task or its examples can't be made, or the folder of the results.
+        UserError: if none of the tasks can be run, or the folder of the results can't be made.
     """
 
     def __init__(self, options, shots: list[int]):
         check_output(options.output, options.workdir[0])
         self.shots, self.log_samples = shots, options.log_samples
-        self.tasks, self.names = load_tasks(options.tasks, options.include)
-        self.own = {name: task.get_config("num_fewshot") for name, task in self.tasks["tasks"].items()}
-        for name, task in self.tasks["tasks"].items():
+        self.tasks = load_tasks(options.tasks, options.include, shots)
+        for name, task in self.tasks.loaded["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 hosts.check_one(f"--tasks: {name} is a task of generation, which")
-        check_examples(self.tasks, self.own, shots)
         self.folder = results_folder(options.output, options.workdir[0], "downstream")
         self.report = {
             "lm_eval": importlib.metadata.version("lm_eval"),
@@ -290,6 +218,7 @@ class Study:
             "limit": options.limit,
             "batch_size": options.batch_size,
             "include": options.include,
+            "failed": self.tasks.failed,
             "runs": [],
         }
 
@@ -299,13 +228,13 @@ class Study:
         config, about = model.opened.config, model.opened.about
         texts = about.data_sha256, about.validation_sha256
         for number in self.shots:
-            said = f"{len(self.names)} tasks, {number} shots"
+            said = f"{len(self.tasks.names)} tasks, {number} shots"
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
-            set_shots(self.tasks, self.own, number)
+            self.tasks.set_shots(number)
             start = time.monotonic()
             model.contexts.clear(), model.cut.clear()
-            results = run_harness(model, self.tasks, self.report["limit"])
-            rows = summary(results, self.names, model)
+            results = run_harness(model, self.tasks.loaded, self.report["limit"])
+            rows = summary(results, self.tasks.names, model)
             run = {
                 "label": label,
                 **header(workdir, model.opened),
@@ -327,17 +256,26 @@ class Study:
 
     def say(self) -> None:
         """Print the tables."""
-        runs = self.report["runs"]
-        print(f"\n{describe(runs)}\n{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
-        if means := describe_means(runs):
+        scores, means, differences = tables(self.report)
+        print(f"\n{scores}\n{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
+        if means:
             print(f"\n{means}Means over seeds (standard deviation).")
-        if differences := describe_differences(runs):
+        if differences:
             print(
                 f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "
                 "McNemar's exact test or a paired t-test, and not corrected for the number of tasks."
             )
         picture = " and downstream.png" if (self.folder / "downstream.png").exists() else ""
         print(f"\nThese tables, all metrics, the scores of each document{picture} are in {self.folder}")
+
+    def check_all_ran(self) -> None:
+        """Check that no task was left out.
+
+        Raises:
+            UserError: if one was.
+        """
+        if failed := self.tasks.failed:
+            raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {self.folder}/results.md")
 
 
 def prepare_lm_eval() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.inference import bars, paired, published, seeds
+from diffeqformer.inference import bars, paired, published, seeds, tasks
 from diffeqformer.inference.harness import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
@@ -259,6 +261,10 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
         ({"include": "nowhere"}, "--include: nowhere isn't a folder"),
         ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
         ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
+        (
+            {"include": str(tmp_path), "tasks": ["broken", "broke"]},
+            "--tasks: there is no task broke; did you mean brok",
+        ),
         ({"tasks": ["last_wort"]}, "--tasks: there is no task last_wort; did you mean last_word?"),
         (
             {"shots": ["5"], "tasks": ["piqa"]},
@@ -267,6 +273,98 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             downstream.run_all(options(runs, **changes))
+
+
+def write_task(folder, name, **fields):
+    """A task file like last_word.yaml, with other fields."""
+    lines = [f"include: {ROOT}/tests/data/tasks/last_word.yaml", f"task: {name}"]
+    (folder / f"{name}.yaml").write_text("\n".join(lines + [f"{key}: {json.dumps(fields[key])}" for key in fields]))
+
+
+def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path):
+    """One whose data set is a script, as LogiQA's on the hub, and one with too few examples."""
+    folder = shutil.copytree(ROOT / "tests/data/tasks", tmp_path / "tasks", ignore=shutil.ignore_patterns("pages*"))
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("raise SystemError('it was run')")
+    (tmp_path / "two.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
+    write_task(folder, "logiqa", dataset_path=str(tmp_path / "script"), dataset_kwargs={})
+    write_task(
+        folder, "few", fewshot_split="test", dataset_kwargs={"data_files": {"test": str(tmp_path / "two.jsonl")}}
+    )
+    done = command(
+        "downstream", f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", f"--include={folder}",
+        "--tasks=few,logiqa,piqa,last_word", "--output", tmp_path / "out",
+        environment={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    said = done.stderr.splitlines()
+    reasons = {
+        "few": "an example of few with 2 shots can't be made, ValueError: Sample larger than population or is negative",
+        "logiqa": "logiqa can't be loaded, RuntimeError: Dataset scripts are no longer supported, but found script.py",
+    }
+    assert said[said.index("loading few") + 1 : said.index("loading logiqa")] == [
+        f"diffeqformer: --tasks: {reasons['few']}; change its task file or --shots; few is left out"
+    ]
+    [sentence] = said[said.index("loading logiqa") + 1 : said.index("loading piqa")]
+    assert sentence.startswith(f"diffeqformer: --tasks: {reasons['logiqa']}; ")
+    assert f"take --include with a task file for local data, such as {tasks.OURS}/logiqa.yaml; logiqa is" in sentence
+    closing = f"diffeqformer: --tasks: few, logiqa didn't run; the reasons are in {tmp_path}/out/results.md"
+    assert done.returncode == 1 and said[-1] == closing, done.stderr
+
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert report["failed"] == reasons
+    assert [list(run["tasks"]) for run in report["runs"]] == 4 * [["piqa", "last_word"]]
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert all(part in done.stdout for part in text.split("\n\n"))
+    assert f"\nLogiQA wasn't run: {reasons['logiqa']}\n" in text and f"\nfew wasn't run: {reasons['few']}\n" in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+    scores, differences = lines[3:7], lines[9:]
+    assert [line[0] for line in scores] == ["LogiQA", "PIQA", "last_word", "few"]
+    assert scores[0][1:] == ["not run", "–", "–", "21.35 (1.61)", "21.35 (1.61)", "–", "–"]
+    assert scores[3][1:] == ["not run", *6 * ["–"]] and scores[1][1] == "5"
+    assert [line[0] for line in differences] == ["PIQA", "last_word"]
+    assert (tmp_path / "out" / "downstream.png").exists()
+
+
+def test_if_all_tasks_fail_nothing_is_scored(runs, tmp_path, local_tasks, monkeypatch, capsys):
+    monkeypatch.setattr(downstream, "run_harness", lambda *_: pytest.fail("it went to work"))
+    folder, output = tmp_path / "tasks", tmp_path / "out"
+    folder.mkdir()
+    for name in ("one", "two"):
+        write_task(folder, name, dataset_kwargs={"data_files": {"test": "nowhere.jsonl"}})
+    with pytest.raises(UserError, match="^--tasks: none of one, two can be run; see the reasons above$"):
+        downstream.run_all(options(runs, include=str(folder), output=str(output)))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("diffeqformer: ")]
+    assert len(said) == 2 and all("nowhere.jsonl" in line for line in said) and not list(output.iterdir())
+
+
+def test_logiqa_from_a_local_file_asks_what_lm_eval_asks(tmp_path, local_tasks):
+    """Rows of our own, in the columns of the original release."""
+    theirs = load_yaml(pathlib.Path(lm_eval.__file__).parent / "tasks/logiqa/logiqa.yaml")
+    ours = load_yaml(tasks.OURS / "logiqa.yaml")
+    data, prompt = {"dataset_path", "dataset_name", "dataset_kwargs"}, {"doc_to_text", "doc_to_target"}
+    assert theirs.keys() - ours.keys() == {"dataset_name", "training_split", "validation_split"}
+    assert all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - data - prompt)
+
+    rows = [
+        {"label": "a", "context": "All cats purr {{x}}", "question": "Tom?", "options": ["“Yes”", "it's", "no", "D"]},
+        {"label": " d\n", "context": " Two\nlines ", "question": "\\n <b>?", "options": ['"1"', "2\n", " 3", "é & ü"]},
+        {"label": "c", "context": "", "question": "Which?", "options": ["A one", "B two", "C three", "D", "fifth"]},
+    ]  # fmt: skip
+    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("test", "train")}
+    for path in files.values():
+        pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "logiqa.yaml").write_text(
+        f"include: {tasks.OURS}/logiqa.yaml\nfewshot_split: train\ndataset_kwargs: {json.dumps({'data_files': files})}"
+    )
+    task = tasks.load_tasks([], str(tmp_path), [0, 3]).loaded["tasks"]["logiqa"]
+    assert list(task.test_docs()) == list(task.fewshot_docs()) == rows
+    for row in rows:
+        number = theirs["doc_to_target"](row)
+        assert task.doc_to_text(row) == theirs["doc_to_text"](row) and task.doc_to_choice(row) == row["options"]
+        assert task.doc_to_target(row) == task.doc_to_target({**row, "label": number}) == number
+    for label in ("e", "", 4, -1):
+        with pytest.raises(ValueError, match="not in list"):
+            task.doc_to_target({**rows[0], "label": label})
 
 
 @pytest.mark.long

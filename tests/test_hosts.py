@@ -150,6 +150,22 @@ def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_st
         assert second.count("\n") == 1 and "Traceback" not in first
 
 
+@pytest.mark.slow
+def test_tasks_that_fail_end_all_processes_after_the_others_are_scored(tmp_path, short_stores):
+    finish(start(1, 1, [tmp_path / "run"], short_stores, "--config.steps=1"))
+    (tmp_path / "absent.yaml").write_text(
+        f"include: {ROOT}/tests/data/tasks/last_word.yaml\ntask: absent\n"
+        "dataset_kwargs: {data_files: {test: absent.jsonl}}\n"
+    )
+    shutil.copy(ROOT / "tests/data/tasks/everyday.yaml", tmp_path)
+    options = [f"--workdir={tmp_path / 'run'}", "--shots=0", f"--include={tmp_path}", f"--output={tmp_path / 'out'}"]
+    (said, first), (_, second) = finish(start_command("downstream", 2, 1, [options] * 2), 1)
+    assert first.splitlines()[-1].startswith("diffeqformer: --tasks: absent didn't run; ") and "| not run |" in said
+    assert second == "diffeqformer: the results: process 0 failed; see its message\n"
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(report["failed"]) == ["absent"] and list(report["runs"][0]["tasks"]) == ["piqa"]
+
+
 @pytest.mark.long
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
     for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):

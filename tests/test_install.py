@@ -4,6 +4,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -70,6 +71,11 @@ def trained(wheel, texts, tmp_path_factory):
     python = make_environment(tmp_path_factory.mktemp("whole"), needs, wheel)
     folder = tmp_path_factory.mktemp("empty")
     return folder, run(python, folder, "main", *SHORT, *texts).stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_task_files(wheel):
+    assert "diffeqformer/inference/task_files/logiqa.yaml" in zipfile.ZipFile(wheel).namelist()
 
 
 @pytest.mark.slow

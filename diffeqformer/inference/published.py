@@ -119,22 +119,23 @@ def shown_value(results: dict, shots: int) -> Value:
     return Value(scale * results[key], scale * error if is_number(error) else None, note)
 
 
-def describe(runs: list[dict]) -> str:
-    """The table of all runs, and a sentence on contexts that were cut.
+def describe(runs: list[dict], failed: dict[str, str]) -> str:
+    """The table of all runs, and sentences on contexts that were cut and on tasks that weren't run.
 
     Args:
         runs: as `diffeqformer.downstream` keeps them; label, field, shots and tasks are used.
+        failed: tasks that have no results, and why (`diffeqformer.inference.tasks.Tasks`).
     """
     rows = runs[0]["tasks"]
     metrics = {task: shown_metric(results).partition(",")[0] for task, results in rows.items()}
     examples = {task: results["examples"] for task, results in rows.items()}
-    text = table(columns_of(runs), published_columns(runs), metrics, examples)
+    text = table(columns_of(runs), published_columns(runs), metrics, examples, failed)
     if any(results["contexts_cut"] for run in runs for results in run["tasks"].values()):
         text += (
             "\n[n of m cut]: n of m contexts didn't fit into the window with what follows them, and lost their start, "
             "the examples first.\n"
         )
-    return text
+    return text + "".join(f"\n{TASKS.get(task, task)} wasn't run: {why}\n" for task, why in failed.items())
 
 
 def columns_of(runs: list[dict]) -> list[Column]:
@@ -153,7 +154,13 @@ def published_columns(runs: list[dict]) -> list[Column]:
     return [column for field in sorted({run["field"] for run in runs}) for column in PUBLISHED[field]]
 
 
-def table(columns: list[Column], published: list[Column], metrics: dict[str, str], examples: dict[str, int]) -> str:
+def table(
+    columns: list[Column],
+    published: list[Column],
+    metrics: dict[str, str],
+    examples: dict[str, int],
+    failed: Iterable[str] = (),
+) -> str:
     """Our columns beside the published ones, as a Markdown table in the layout of Tables 4 and 5.
 
     Args:
@@ -161,13 +168,13 @@ def table(columns: list[Column], published: list[Column], metrics: dict[str, str
         published: those to add if the paper has one of the tasks.
         metrics: task -> name of the metric shown, in the order of the rows; the paper's tasks come first.
         examples: task -> number of examples.
+        failed: further tasks, whose rows say that they weren't run.
     """
     shots = list(columns[0].values)
-    tasks = in_order(metrics)
     places = [  # (shots, column), one for each column of values
         (number, column)
         for number in shots
-        for column in columns + (published if set(tasks) & set(TASKS) else [])
+        for column in columns + (published if set(metrics) & set(TASKS) else [])
         if number in column.values
     ]
     above = [("Zero-shot" if n == 0 else "Five-shot" if n == 5 else f"{n}-shot") for n, _ in places]
@@ -177,8 +184,9 @@ def table(columns: list[Column], published: list[Column], metrics: dict[str, str
         ["---", "---:"] + ["---:"] * len(places),
         ["**Benchmark**", "**examples**", *(f"**{column.heading}**" for _, column in places)],
     ]
-    for task in tasks:
-        name = TASKS.get(task, task) + ("" if metrics[task] == "acc" else f" [{metrics[task]}]")
+    for task in in_order([*metrics, *failed]):
+        metric = metrics.get(task, "acc")
+        name = TASKS.get(task, task) + ("" if metric == "acc" else f" [{metric}]")
         values = [str(column.values[number].get(task, "–")) for number, column in places]
-        lines.append([name, f"{examples[task]:,}", *values])
+        lines.append([name, f"{examples[task]:,}" if task in examples else "not run", *values])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

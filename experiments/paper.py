@@ -38,7 +38,9 @@ WIKITEXT = flags.DEFINE_string(
     "wikitext", None, "wiki.valid.tokens of WikiText-103, for Figures 4 and 5 at tiny scale."
 )
 TASKS = flags.DEFINE_string(
-    "tasks", "tests/data/tasks", "Folder of lm-eval task files for Tables 4 and 5 at tiny scale; by default toy tasks."
+    "tasks",
+    None,
+    "Folder of lm-eval task files for Tables 4 and 5; by default toy tasks, or lm-eval's own at published scale.",
 )
 TEXT = flags.DEFINE_string("text", None, "The text of Figure 3; by default that of `analyze`.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "tokenizer.model", "A Llama's SentencePiece model, at published scale.")
@@ -138,7 +140,7 @@ DOWNSTREAM = Exhibit(
         study("perplexity"),
         downstream("downstream", (seeds("gpt"), seeds("diffeqformer")), "--include={tasks} --shots=0,1"),
     ),
-    (train("large:gpt"), train("large"), downstream("downstream", LARGE)),
+    (train("large:gpt"), train("large"), downstream("downstream", LARGE, "{include}")),
 )
 DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     tiny=(
@@ -152,7 +154,7 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     at_scale=(
         train("llama_1b:llama", LLAMA_FILE),
         train("llama_1b", LLAMA_FILE),
-        downstream("downstream-llama", LLAMA),
+        downstream("downstream-llama", LLAMA, "{include}"),
     ),
 )
 EMBEDDING = (study("embedding"),)
@@ -302,9 +304,14 @@ def commands_of(exhibit: Exhibit) -> list[Command]:
     needed = " ".join(command.line for command in commands)
     if "{wikitext}" in needed and not WIKITEXT.value and not LIST.value:
         sys.exit("--wikitext: must be WikiText-103's file wiki.valid.tokens for this figure at tiny scale")
-    files = {"folder": FOLDER.value, "wikitext": WIKITEXT.value or "wiki.valid.tokens", "tasks": TASKS.value}
+    files = {
+        "folder": FOLDER.value,
+        "wikitext": WIKITEXT.value or "wiki.valid.tokens",
+        "tasks": TASKS.value or "tests/data/tasks",
+    }
     files["tokenizer"] = TOKENIZER.value
     files = {name: shlex.quote(value) for name, value in files.items()}
+    files["include"] = "" if TASKS.value is None else f"--include={files['tasks']} --tasks=paper"
     files["text"] = "" if TEXT.value is None else shlex.quote(f"--text={TEXT.value}")
     return [command._replace(line=command.line.format(**files).strip()) for command in commands]
 

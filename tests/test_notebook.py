@@ -15,17 +15,7 @@ from diffeqformer.console.progress import Progress
 from environments import LIGHT, build_wheel, make_environment
 from flags import FAST_COMPILATION
 from helpers import ROOT
-
-TRAIN, FOLDER = 'FROM = "train one for a minute"', 'CHECKPOINT = "runs/tiny"'
-
-
-def opened_notebook(**changes: str):
-    """The notebook, with the texts of some code replaced."""
-    notebook = nbformat.read(ROOT / "colab" / "inspect_checkpoint.ipynb", as_version=4)
-    for cell in notebook.cells:
-        for old, new in changes.items():
-            cell.source = cell.source.replace(old, new)
-    return notebook
+from notebooks import FOLDER, TRAIN, executed, opened_notebook
 
 
 def test_forms_show_values_and_hide_code():
@@ -58,10 +48,8 @@ def test_the_notebook_runs_from_top_to_bottom(run, tmp_path, monkeypatch):
         progress.validation(step, {"loss": 2.0, "perplexity": value, "bits_per_byte": 3.0})
     progress.close()
     changes = {TRAIN: 'FROM = "folder"', FOLDER: f'CHECKPOINT = "{tmp_path}"', 'STEP = ""': 'STEP = "12"'}
-    notebook = opened_notebook(**changes)
     monkeypatch.setenv("XLA_FLAGS", FAST_COMPILATION)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
-    shown = [str(cell.get("outputs")) for cell in notebook.cells]
+    shown = executed(opened_notebook(**changes), ROOT)
     printed = "".join(shown)
     assert "toy: diffeqformer" in printed and "8.25" in printed
     assert printed.count("data:image/png;base64,") == 1 + 3 + 1 + 1  # history, spectra, sensitivity, perplexity

@@ -52,7 +52,7 @@ def _unreachable(dataset: str, error: Exception) -> UserError:
 
 
 def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[str, str, dict[str, list[RepoFile]]]:
-    """The Parquet files of a data set on the hub: the branch that has them, its commit, and each split's files in order.
+    """The Parquet files of a data set on the hub: the branch that has them, its commit, and the files of each split.
 
     The repository's own files are preferred to the hub's conversion, which is a branch of the same repository.
 

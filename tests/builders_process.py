@@ -257,5 +257,9 @@ def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):
 
 def test_a_missing_network_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub can't be reached .*; try again later, .* manual_dir"):
+    said = f"^{OPENWEBTEXT}: the hub can't be reached .*; try again later, .* manual_dir"
+    with pytest.raises(UserError, match=said):
+        prepare("openwebtext", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)  # HF_HUB_OFFLINE=1
+    with pytest.raises(UserError, match=said):
         prepare("openwebtext", tmp_path)

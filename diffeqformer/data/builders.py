@@ -5,19 +5,22 @@ Importing it registers `wikitext103/detokenized`, `wikitext103/raw` and `openweb
 settings apply: HF_TOKEN, HF_ENDPOINT and others.
 """
 
+import contextlib
 import glob
 import hashlib
 import io
 import itertools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tensorflow_datasets as tfds
+from etils import epath
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import FileMetadataError, HTTPError, LocalEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from diffeqformer.data import files, wikitext
@@ -25,7 +28,6 @@ from diffeqformer.data.seals import write_lasting
 from diffeqformer.errors import UserError
 
 CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
-FAILURES = (HTTPError, ConnectionError, LocalEntryNotFoundError, FileMetadataError)  # of requests to the hub
 OPENWEBTEXT_DOCUMENTS = 8_013_769
 VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
 
@@ -45,11 +47,37 @@ def validation_rows(count: int) -> np.ndarray:
     return np.random.default_rng(VALIDATION_SEED).permutation(count)[: math.ceil(VALIDATION_FRACTION * count)]
 
 
-def _unreachable(dataset: str, error: Exception) -> UserError:
-    """What a failed request to the hub means for the user."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    found = f"the hub answered {status}" if status else f"the hub can't be reached ({type(error).__name__})"
-    return UserError(f"{dataset}: {found}; try again later, or put the files into manual_dir as docs/data.md says")
+@contextlib.contextmanager
+def _asking_hub(dataset: str) -> Iterator[None]:
+    """Say what errors of `huggingface_hub` mean for the user, but for those of the disk, which have a number."""
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: of Xet, from where the hub's files come
+        if getattr(error, "errno", None) or isinstance(error, RevisionNotFoundError):
+            raise
+        asked = error.__cause__ or error  # the request that failed, if that made a file missing
+        status = getattr(getattr(asked, "response", None), "status_code", None)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        found = (
+            f"the hub answered {status}" if status else f"the hub can't be reached, {type(asked).__name__}: {reason}"
+        )
+        raise UserError(
+            f"{dataset}: {found}; try again later, or put the files into manual_dir as docs/data.md says"
+        ) from None
+
+
+def _on_disk(folder: epath.PathLike) -> pathlib.Path:
+    """A folder of TFDS.
+
+    Raises:
+        UserError: if it is a URL.
+    """
+    if "://" in os.fspath(folder):
+        raise UserError(
+            f"config.data.tfds_dir: a corpus must be written to this machine's disk first, and not to {folder}; choose "
+            "a folder here"
+        )
+    return pathlib.Path(folder)
 
 
 def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[str, str, dict[str, list[RepoFile]]]:
@@ -67,12 +95,11 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[
     hub, splits = HfApi(), tuple(splits)
     for branch in ("main", CONVERTED):
         try:
-            commit = hub.dataset_info(dataset, revision=branch).sha
-            tree = list(hub.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
+            with _asking_hub(dataset):
+                commit = hub.dataset_info(dataset, revision=branch).sha
+                tree = list(hub.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
         except RevisionNotFoundError:
             continue
-        except FAILURES as error:
-            raise _unreachable(dataset, error) from None
         found = {split: [] for split in splits}
         for file in sorted((entry for entry in tree if isinstance(entry, RepoFile)), key=lambda file: file.path):
             path = pathlib.PurePosixPath(file.path)
@@ -101,31 +128,31 @@ def _check_whole(dataset: str, found: dict[str, list[RepoFile]]) -> None:
         raise UserError(f"{dataset}: {problem} into manual_dir (docs/data.md)")
 
 
-def download(dl_manager: tfds.download.DownloadManager, name: str, dataset: str, config: str | None, splits) -> dict:
+def download(
+    dl_manager: tfds.download.DownloadManager, name: str, dataset: str, config: str | None, splits: Iterable[str]
+) -> dict[str, list[pathlib.Path]]:
     """Download the files that `hub_files` finds, and return the local paths of each split.
 
-    An interrupted download goes on where it stopped. `<download_dir>/<name>.downloads.json` records size and SHA-256 of
+    Files that are whole aren't downloaded again. `<download_dir>/<name>.downloads.json` records size and SHA-256 of
     every file, the commit that it came from, and whether the hub stated that hash.
 
     Raises:
         UserError: if a download fails, or if a file's hash differs from the hub's or the recorded one.
     """
-    branch, commit, wanted = hub_files(dataset, config, splits)
-    files = list(itertools.chain.from_iterable(wanted.values()))
-    where = pathlib.Path(dl_manager.download_dir) / name
-    try:
+    downloads = _on_disk(dl_manager.download_dir)
+    branch, commit, found = hub_files(dataset, config, splits)
+    wanted = list(itertools.chain.from_iterable(found.values()))
+    where, record = downloads / dataset, downloads / f"{name}.downloads.json"
+    with _asking_hub(dataset):
         snapshot_download(
             dataset, repo_type="dataset", revision=commit, local_dir=where,
-            allow_patterns=[glob.escape(file.path) for file in files],
+            allow_patterns=[glob.escape(file.path) for file in wanted],
         )  # fmt: skip
-    except FAILURES as error:
-        raise _unreachable(dataset, error) from None
-    record = pathlib.Path(dl_manager.download_dir) / f"{name}.downloads.json"
     try:
         known = json.loads(record.read_text()) if record.exists() else {}
     except ValueError:
         raise UserError(f"{record}: this record can't be read; delete it to begin a new one") from None
-    for file in files:
+    for file in wanted:
         url, path = f"hf://datasets/{dataset}@{branch}/{file.path}", where / file.path  # of any HF_ENDPOINT
         with open(path, "rb") as content:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()
@@ -139,13 +166,13 @@ def download(dl_manager: tfds.download.DownloadManager, name: str, dataset: str,
         known[url] = {"bytes": path.stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated), "commit": commit}
         print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated else 'none stated by the hub'}")
     write_lasting(record, json.dumps(known, indent=1))
-    return {split: [where / file.path for file in entries] for split, entries in wanted.items()}
+    return {split: [where / file.path for file in entries] for split, entries in found.items()}
 
 
 def manual_files(dl_manager: tfds.download.DownloadManager, name: str) -> list[pathlib.Path]:
     """The files in `<manual_dir>/<name>`, sorted by name; empty if there is no such folder."""
     try:
-        folder = pathlib.Path(dl_manager.manual_dir) / name
+        folder = _on_disk(dl_manager.manual_dir) / name
     except AssertionError:  # TFDS raises this if manual_dir is missing or empty
         return []
     found = sorted(path for path in folder.glob("*") if path.is_file() and not path.name.startswith("."))

@@ -4,7 +4,7 @@ A corpus of your own needs no change here: call `add_corpus` in a module that `c
 module only where TensorFlow may be imported.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import seqio
@@ -59,13 +59,24 @@ class OrderedTfds(seqio.TfdsDataSource):
         self.fetch()
         return super().list_shards(split)
 
-    def get_dataset(self, split=tfds.Split.TRAIN, shuffle=True, seed=None, shard_info=None, **_):
-        how = tfds.ReadConfig(shuffle_seed=seed, skip_prefetch=True)
+    def get_dataset(
+        self,
+        split: str | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard_info: seqio.ShardInfo | None = None,
+        *,
+        sequence_length: Mapping[str, int] | None = None,
+        use_cached: bool = False,
+        num_epochs: int | None = 1,
+    ) -> tf.data.Dataset:
+        """The examples of a split, by default train. As in SeqIO's class, the last three arguments change nothing."""
+        how = self.tfds_dataset.read_config.replace(shuffle_seed=seed, skip_prefetch=True)
         if shard_info:
             how.input_context = tf.distribute.InputContext(shard_info.num_shards, shard_info.index)
         if shuffle:
             how.enable_ordering_guard, how.interleave_cycle_length = False, self.READ_AT_ONCE
-        return self.fetch().as_dataset(split=split, shuffle_files=shuffle, read_config=how)
+        return self.fetch().as_dataset(split=split or tfds.Split.TRAIN, shuffle_files=shuffle, read_config=how)
 
 
 CORPORA: dict[str, Corpus] = {}

@@ -35,7 +35,7 @@ class NextToken(seqio.FeatureConverter):
         length = task_feature_lengths["targets"]
 
         def convert(example):
-            ids = example["targets"][:length]
+            ids = example["targets"]
             features = {
                 "decoder_input_tokens": ids,
                 "decoder_target_tokens": ids[1:],
@@ -61,7 +61,7 @@ class Perplexity(seqio.metrics.Metric):
     """Perplexity per token and per word, and bits per byte, of all ids but the first of each example.
 
     With windows, `perplexity` is the paper's. With whole documents, their end-of-text ids are among the tokens; they
-    have no words and no bytes. A word that a window cuts counts in both windows.
+    have no words and no bytes. A word that a window cuts counts in both windows. This holds for scores by `CONVERTER`.
     """
 
     model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE

@@ -12,12 +12,15 @@ def window_results(log_likelihood: float, tokens: int) -> dict[str, float]:
 
 
 def text_results(log_likelihood: float, tokens: int, words: int, bytes: int) -> dict[str, float]:
-    """The perplexity of a text from its log-likelihood in nats: per token and per word, and in bits per byte."""
-    loss = -log_likelihood / tokens
+    """The perplexity of a text from its log-likelihood in nats: per token and per word, and in bits per byte.
+
+    What has no tokens, words or bytes to be divided by is NaN.
+    """
+    loss, per_word, per_byte = (-log_likelihood / size if size else math.nan for size in (tokens, words, bytes))
     return {
         "perplexity": math.exp(min(loss, LARGEST)),
-        "word_perplexity": math.exp(min(-log_likelihood / words, LARGEST)),
-        "bits_per_byte": -log_likelihood / math.log(2) / bytes,
+        "word_perplexity": math.exp(min(per_word, LARGEST)),
+        "bits_per_byte": per_byte / math.log(2),
         "loss": loss,
         "tokens": tokens,
         "words": words,

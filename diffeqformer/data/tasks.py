@@ -225,7 +225,7 @@ def add_task(
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
         stored: its validation split in a token store, which does the same.
         preprocessors: those that come after the tokenization.
-        more: other arguments of `seqio.TaskRegistry.add`.
+        more: other arguments of `seqio.TaskRegistry.add`. Without metrics among them, the task has `Perplexity`.
 
     Raises:
         UserError: if there is no such corpus.
@@ -249,7 +249,7 @@ def add_task(
         source=source,
         preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
-        **{"metric_objs": [Perplexity()], **more},
+        **(more if {"metric_objs", "metric_fns"} & more.keys() else {**more, "metric_objs": [Perplexity()]}),
     )
 
 

@@ -48,7 +48,8 @@ class TaskTexts:
         from diffeqformer.data import tasks
 
         tasks.configure(request["module"], request["tfds_dir"])
-        self.task = tasks.add_task(request["task"], tokenizer, request["files"], preprocessors=())  # blank ones count
+        # without the usual preprocessors: `write_shard` itself leaves out blank documents, and counts them
+        self.task = tasks.add_task(request["task"], tokenizer, request["files"], preprocessors=())
         local = request["files"]
         self.texts = self.task.source.texts if local else None
         self.origin = self.texts.origin if local else tasks.CORPORA[request["task"]].origin

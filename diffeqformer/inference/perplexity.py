@@ -1,7 +1,7 @@
 """Perplexities as SeqIO metrics, and the evaluation that computes them. Imports TensorFlow.
 
-docs/evaluation.md defines them. Two tasks score the same text: one scores disjoint
-windows, as in the paper; the other scores every token of every document.
+docs/evaluation.md defines them. Two tasks score the same text: one scores disjoint windows, as in the paper; the other
+scores every token of every document.
 """
 
 import functools

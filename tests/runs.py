@@ -108,7 +108,7 @@ def command(
 
     `environment` is added to this process's, and `folder` is where it runs.
     """
-    process = forking("tensorflow") if module in ("evaluate", "prepare") else forking()
+    process = forking("tensorflow") if module in ("evaluate", "prepare", "pytest") else forking()
     with tempfile.TemporaryDirectory() as temporary:
         files = [pathlib.Path(temporary) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):

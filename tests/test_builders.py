@@ -153,6 +153,13 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
+def test_seqio():
+    """Run the tests of another file in a fork of a process with TensorFlow, without the import hook."""
+    done = command("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "tests/seqio_process.py")
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
 @pytest.mark.slow
 def test_builders_and_tasks(tmp_path):
     """Run the tests of other files in a process with TensorFlow and without the import hook.
@@ -161,7 +168,7 @@ def test_builders_and_tasks(tmp_path):
     """
     done = command("prepare", "--config=configs/tiny.py", "--config.data.processes=1", f"--config.data.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    files = [f"tests/{name}_process.py" for name in ("builders", "tasks", "seqio")]
+    files = ["tests/builders_process.py", "tests/tasks_process.py"]
     pytest_command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "STORES": str(tmp_path)}
     done = subprocess.run(pytest_command, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -1,0 +1,186 @@
+"""Every command of the README and of docs/, as a newcomer types them: in a clone, with an empty home.
+
+tests/documented.py says what is made small, what stands in for the hub and the cloud, and what is left out.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+import newcomer
+from documented import ELSEWHERE, FILES, LEFT_OUT, OUTPUT, PREPARED, ROWS, SNIPPETS, TPU, changed
+from flags import FAST_COMPILATION
+from helpers import ROOT
+from hub import Hub
+
+INDEX = re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+PAGES = ["README.md", *dict.fromkeys(f"docs/{page}" for page in INDEX)]
+FOLLOWED = [page for page in PAGES if str(pathlib.Path(page).parent) not in ELSEWHERE]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; `language` is empty for commands and output."""
+
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Those of a page in their order, then the commands of README's table."""
+    text = (ROOT / page).read_text()
+    fenced = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    blocks = [
+        Block(language, re.sub(f"^{indent}", "", block, flags=re.MULTILINE)) for indent, language, block in fenced
+    ]
+    for cell in re.findall(r"^\| (`.*?`) \|", text.partition("\n## Commands\n")[2].partition("\n## ")[0], re.MULTILINE):
+        blocks += [Block("", f"diffeqformer {command}\n") for command in re.findall("`(.*?)`", cell)]
+    return blocks
+
+
+def commands_of(block: Block) -> Iterator[str]:
+    """The commands of a block, each in one piece and without its comment. Three dots stand for the one before."""
+    before, command = "", ""
+    for line in block.text.replace("\\\n", "").splitlines():
+        command += line
+        try:
+            shlex.split(command, comments=True)
+        except ValueError:  # the quotation goes on
+            command += "\n"
+            continue
+        command = re.sub(r"\s+# .*", "", command)
+        before = re.sub(r"^\.\.\.", lambda _: before, command)
+        yield before
+        command = ""
+
+
+def left_out(command: str) -> list[str]:
+    """The patterns that leave a command out."""
+    return [pattern for pattern in LEFT_OUT if re.search(pattern, command)]
+
+
+def documented(page: str) -> Iterator[str]:
+    """All commands of a page."""
+    for block in blocks_of(page):
+        if not block.language and not block.text.startswith(OUTPUT):
+            yield from commands_of(block)
+
+
+PLANS = [command for page in FOLLOWED for command in documented(page) if TPU in command]
+
+
+def test_every_block_is_run_or_listed_and_the_table_lists_nothing_else():
+    pages = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md") if path.name != "README.md")
+    assert sorted(PAGES) == ["README.md", *pages]
+    assert {str(pathlib.Path(page).parent) for page in {*PAGES} - {*FOLLOWED}} == {*ELSEWHERE}
+    commands = [command for page in FOLLOWED for command in documented(page)]
+    matched = []
+    for command in commands:
+        matching = left_out(command) or changed(command)[1]
+        assert matching, f"tests/documented.py has no row for: {command}"
+        matched += matching
+    assert [row for row in [*LEFT_OUT, *ROWS] if row not in matched] == []
+    blocks = [block for page in FOLLOWED for block in blocks_of(page)]
+    for starts, language in ((OUTPUT, ""), (SNIPPETS, "yaml")):
+        texts = [block.text for block in blocks if block.language == language]
+        assert all(any(text.startswith(start) for text in texts) for start in starts)
+    assert {block.language for block in blocks} == {"", "python", "yaml"}
+    run = "\n".join(changed(command)[0] for command in commands)
+    assert [name for name in FILES if name.partition("/")[0] not in run and name not in "".join(FILES.values())] == []
+    assert [name for name in PREPARED if name not in run] == []
+
+
+class Newcomer:
+    """Somebody with a clone and an empty home, who types commands into a shell."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.clone, hub = folder / "diffeqformer", Hub()
+        newcomer.fill(hub)
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+            if (ROOT / name).exists():
+                self.write(name, (ROOT / name).read_bytes())
+                shutil.copymode(ROOT / name, self.clone / name)
+        for name, text in FILES.items():
+            self.write(name, text.encode())
+        (folder / "packages").mkdir()
+        about = "Metadata-Version: 2.1\nName: xprof\nVersion: 2.24.2\n"
+        with zipfile.ZipFile(folder / "packages" / "xprof-2.24.2-py3-none-any.whl", "w") as wheel:
+            for name, text in (("METADATA", about), ("WHEEL", "Wheel-Version: 1.0\n"), ("RECORD", "")):
+                wheel.writestr(f"xprof-2.24.2.dist-info/{name}", text)
+        self.environment = {
+            **os.environ,
+            **newcomer.environment(folder / "home", hub.address),
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.clone),  # as if it were installed
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FAST_COMPILATION,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(folder / "packages"),
+        }
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file in the clone."""
+        (self.clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.clone / name).write_bytes(content)
+
+    def type(self, command: str) -> str:
+        """Run a command as the table says. Returns what it printed if it didn't end well."""
+        command, _ = changed(command)
+        for name, needed in PREPARED.items():
+            if re.search(rf"(?<![\w/]){name}(?![\w/-])", command) and not (self.clone / name).exists():
+                assert self.type(needed) == ""
+        start = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.clone,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        print(f"{time.monotonic() - start:5.1f} s  {command}", flush=True)
+        failed = done.returncode or "Traceback" in done.stdout
+        return f"$ {command}\n{done.stdout}\nstatus {done.returncode}\n" if failed else ""
+
+    def follow(self, block: Block) -> list[str]:
+        """Do what a block says. Returns what commands printed that didn't end well."""
+        if block.language == "python":
+            self.write("snippet.py", block.text.encode())
+            return [self.type("python snippet.py")]
+        if block.language == "yaml":
+            [(name, changes)] = [SNIPPETS[start] for start in SNIPPETS if block.text.startswith(start)]
+            for old, new in changes.items():
+                block = block._replace(text=block.text.replace(old, new))
+            self.write(name, block.text.encode())
+        if block.language or block.text.startswith(OUTPUT):
+            return []
+        return [self.type(command) for command in commands_of(block) if not left_out(command) and TPU not in command]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    return Newcomer(tmp_path_factory.mktemp("newcomer"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in FOLLOWED if blocks_of(page)])
+def test_the_commands_of_a_page_run(page, reader):
+    said = [each for block in blocks_of(page) for each in reader.follow(block)]
+    assert "".join(said) == ""
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("command", PLANS)
+def test_a_documented_plan_for_tpus_is_made(command, reader):
+    assert reader.type(command) == ""

@@ -49,6 +49,8 @@ def joined(options: list[str]) -> str:
 
 
 SAMPLED = joined(SMALL_RUN)
+TEXTS = "--config.data.train_files='train/*.txt' --config.data.validation_files=validation.txt"
+LITTLE_TEXT = f"{TEXTS} --config.data.dir=little_stores"
 ROWS = [
     # what README's table and fragments leave to the reader
     Row(r"^diffeqformer main \.\.\. ", "diffeqformer main --config=tiny "),
@@ -58,6 +60,7 @@ ROWS = [
     Row(r"^--config", r"python -m diffeqformer.prepare --config=configs/tiny.py --config.data.dir=own_stores \g<0>"),
     # what stands in for something
     Row(r"^make train$", "python -m diffeqformer.main --config=configs/tiny.py"),  # without an installation
+    Row(r"remote=gs://(my-)?bucket", "remote=file://$PWD/bucket"),
     Row(r"gs://(my-)?bucket", "bucket"),  # a folder
     Row(r"/shared/", "shared/"),
     Row(r"^\.venv/bin/(pip|python)", r"\1"),
@@ -72,18 +75,24 @@ ROWS = [
     Row(r"experiments/(paper)\.py (?!--list)", r"tests/pretended_\1.py "),
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
-    Row(r"\bprepare "),
+    Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
+    Row(r"\bmain .*tiny(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),  # runs/tiny alone has the standard library
+    Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
+    Row(r"diffeqformer\.evaluate (?!.*--(files|task))", add="--files=text.txt"),
     Row(r"\bdownstream ", add="--limit=2"),
     Row(r"\bharness run", add="--limit 2"),
     Row(r"\bmaterialize "),
     Row(r"\banalyze "),
+    Row(r"diffeqformer\.analyze (?!.*--parts)", add="--parts=induction,sensitivity"),
     Row(r"\bode ", add="--windows=2 --refinements=2"),
     Row(r"\binspect "),
     Row(r"\bcompare "),
     Row(r"\bplan .*--topology=h100", add=joined(SMALL_MODEL)),
     Row(r"\bplan .*--topology=v", add=joined([*SMALL_MODEL, "--config.sequence_length=128"])),
+    Row(r"--search=12", "--search=2"),
+    Row(r"--topology=v(?!.*--(programs|search))", add="--programs=train"),
     Row(r"benchmarks/spectra\.py", add=joined(SMALL_MODEL)),
     Row(r"draws=400", "draws=4"),
     Row(r'^python -c "import argparse'),
@@ -94,6 +103,9 @@ ROWS = [
     Row(r"experiments/finetune_depths\.py "),
     Row(r"experiments/full_scale\.py"),
 ]
+
+FORKED = r"python -m diffeqformer\.(main|analyze|evaluate(?!.*--task)|generate|inspect|materialize|ode|downstream) "
+"""Commands whose process is a fork of one with the imports done. Those of README, and what downloads, are as typed."""
 
 PREPARED = {
     "runs/tiny": "python -m diffeqformer.main --config=tiny",

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import pytest
 
 import newcomer
-from documented import ELSEWHERE, FILES, LEFT_OUT, OUTPUT, PREPARED, ROWS, SNIPPETS, TPU, changed
+from documented import ELSEWHERE, FILES, FORKED, LEFT_OUT, OUTPUT, PREPARED, ROWS, SNIPPETS, TPU, changed
 from flags import FAST_COMPILATION
 from helpers import ROOT
 from hub import Hub
+from runs import command as run_in_fork
 
 INDEX = re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
 PAGES = ["README.md", *dict.fromkeys(f"docs/{page}" for page in INDEX)]
@@ -139,19 +140,17 @@ class Newcomer:
         for name, needed in PREPARED.items():
             if re.search(rf"(?<![\w/]){name}(?![\w/-])", command) and not (self.clone / name).exists():
                 assert self.type(needed) == ""
-        start = time.monotonic()
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self.clone,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        print(f"{time.monotonic() - start:5.1f} s  {command}", flush=True)
-        failed = done.returncode or "Traceback" in done.stdout
-        return f"$ {command}\n{done.stdout}\nstatus {done.returncode}\n" if failed else ""
+        start, words = time.monotonic(), shlex.split(command)
+        if re.match(FORKED, command) and "<" not in words:
+            done = run_in_fork(words[2].partition(".")[2], *words[3:], environment=self.environment, folder=self.clone)
+        else:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=self.clone, env=self.environment, input="", capture_output=True, text=True
+            )
+        said = done.stdout + done.stderr
+        failed = done.returncode or "Traceback" in said
+        print(f"{time.monotonic() - start:5.1f} s  {command}", said[-1500:] if failed else "", flush=True)
+        return f"$ {command}\n{said}\nstatus {done.returncode}\n" if failed else ""
 
     def follow(self, block: Block) -> list[str]:
         """Do what a block says. Returns what commands printed that didn't end well."""

@@ -72,7 +72,12 @@ ROWS = [
     Row(r"\bharness run", add="--include_path my_tasks"),
     Row(r"--tasks arc_easy", r"\g<0>,lambada_openai,logiqa,piqa"),  # those that docs/downstream.md has files for
     # training that is pretended; other studies of a clone have all their rows
-    Row(r"experiments/(paper)\.py (?!--list)", r"tests/pretended_\1.py "),
+    Row(r"experiments/(paper)\.py", r"tests/pretended_\1.py"),
+    Row(r"experiments/ablations\.py(.*medium\.py)", r"tests/pretended_study.py\1", add="--steps=3 --seeds=1"),
+    Row(r"experiments/(elastic)\.py --stage=times", r"tests/pretended_\1.py --stage=times"),
+    Row(r"experiments/(training_times)\.py(.* --results)", r"tests/pretended_\1.py\2"),
+    Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
+    Row(r"full_scale\.py --stage=rounding", add="--folder=runs/rounded"),
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
@@ -80,6 +85,7 @@ ROWS = [
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
+    Row(r"^diffeqformer evaluate", add="--stride=32"),
     Row(r"diffeqformer\.evaluate (?!.*--(files|task))", add="--files=text.txt"),
     Row(r"\bdownstream ", add="--limit=2"),
     Row(r"\bharness run", add="--limit 2"),
@@ -111,6 +117,7 @@ PREPARED = {
     "runs/tiny": "python -m diffeqformer.main --config=tiny",
     "runs/large": "python -m diffeqformer.main --config=large",
     "runs/large-gpt": "python -m diffeqformer.main --config=large:gpt",
+    "runs/rounded": "diffeqformer main --config=large --workdir=runs/rounded/large-bfloat16-2000_steps-seed_0",
     "bucket/runs/large": "python -m diffeqformer.main --config=large --workdir=bucket/runs/large",
 }
 """Runs that a page takes for granted, which are made when a command names one."""

@@ -81,7 +81,7 @@ ROWS = [
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
-    Row(r"\bmain .*tiny(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),  # runs/tiny alone has the standard library
+    Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),  # runs/tiny alone has the standard library
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
@@ -156,7 +156,8 @@ metadata: {{version: 1.0}}
 ARTICLES = "".join(row or "\n" for row in RAW["train"])
 EVERYDAY = [{"goal": page, "sol1": "Wait.", "sol2": "Go.", "label": i % 2} for i, page in enumerate(PAGES[:8])]
 FILES = {
-    **dict.fromkeys(("prompt.txt", "text.txt", "some.txt", "calibration.txt", "validation.txt"), PAGES[0] * 8),
+    **dict.fromkeys(("text.txt", "some.txt", "calibration.txt", "validation.txt"), PAGES[0] * 8),
+    "prompt.txt": "def main(",
     "prompts.txt": "def main(\n\nclass\n",
     "train/1.txt": "".join(PAGES[:4]),
     "train/2.txt": "".join(PAGES[4:8]),

@@ -82,7 +82,9 @@ ROWS = [
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
     Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),  # runs/tiny alone has the standard library
+    Row(r"mesh\.fsdp=16", "mesh.fsdp=1"),
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
+    Row(r"materialized-4", "materialized-2"),  # steps
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
     Row(r"^diffeqformer evaluate", add="--stride=32"),
@@ -92,7 +94,7 @@ ROWS = [
     Row(r"\bmaterialize "),
     Row(r"\banalyze "),
     Row(r"diffeqformer\.analyze (?!.*--parts)", add="--parts=induction,sensitivity"),
-    Row(r"\bode ", add="--windows=2 --refinements=2"),
+    Row(r"\bode ", add="--windows=1 --refinements=2"),
     Row(r"\binspect "),
     Row(r"\bcompare "),
     Row(r"\bplan .*--topology=h100", add=joined(SMALL_MODEL)),

@@ -81,14 +81,18 @@ ROWS = [
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
-    Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),  # runs/tiny alone has the standard library
+    Row(
+        r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT
+    ),  # runs/tiny alone has the standard library
+    Row(r"\bmain .*:lora ", add="--config.model.lora_rank=8"),
     Row(r"mesh\.fsdp=16", "mesh.fsdp=1"),
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
     Row(r"materialized-4", "materialized-2"),  # steps
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
     Row(r"^diffeqformer evaluate", add="--stride=32"),
-    Row(r"diffeqformer\.evaluate (?!.*--(files|task))", add="--files=text.txt"),
+    Row(r"(evaluate .*--stride)=128", r"\1=32"),
+    Row(r"diffeqformer\.evaluate (?!.*--(files|task|split))", add="--files=text.txt"),
     Row(r"\bdownstream ", add="--limit=2"),
     Row(r"\bharness run", add="--limit 2"),
     Row(r"\bmaterialize "),
@@ -101,7 +105,7 @@ ROWS = [
     Row(r"\bplan .*--topology=v", add=joined([*SMALL_MODEL, "--config.sequence_length=128"])),
     Row(r"--search=12", "--search=2"),
     Row(r"--topology=v(?!.*--(programs|search))", add="--programs=train"),
-    Row(r"benchmarks/spectra\.py", add=joined(SMALL_MODEL)),
+    Row(r"benchmarks/spectra\.py", add=joined([*SMALL_MODEL, "--dense=2"])),
     Row(r"draws=400", "draws=4"),
     Row(r'^python -c "import argparse'),
     Row(r"experiments/ablations\.py "),

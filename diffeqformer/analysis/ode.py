@@ -260,7 +260,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     smooth.set(
         xlabel="layer",
         ylabel="as a share of half the neighbours' difference",
-        title="between trained times: distance of kernels from their neighbours' mean",
+        title="between trained times: distance from neighbours' mean",
     )
     smooth.tick_params(axis="x", rotation=20)
     smooth.legend()

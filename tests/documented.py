@@ -116,7 +116,9 @@ ROWS = [
     Row(r"experiments/full_scale\.py"),
 ]
 
-FORKED = r"python -m diffeqformer\.(main|analyze|evaluate(?!.*--task)|generate|inspect|materialize|ode|downstream) "
+FORKED = (
+    r"python -m diffeqformer\.(main|analyze|evaluate(?!.*--(task|split))|generate|inspect|materialize|ode|downstream) "
+)
 """Commands whose process is a fork of one with the imports done. Those of README, and what downloads, are as typed."""
 
 PREPARED = {

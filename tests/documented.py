@@ -81,9 +81,8 @@ ROWS = [
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
-    Row(
-        r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT
-    ),  # runs/tiny alone has the standard library
+    # runs/tiny alone has the standard library
+    Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),
     Row(r"\bmain .*:lora ", add="--config.model.lora_rank=8"),
     Row(r"mesh\.fsdp=16", "mesh.fsdp=1"),
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short

@@ -25,7 +25,7 @@ from hub import Hub
 from runs import command as run_in_fork
 
 INDEX = re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
-PAGES = ["README.md", *dict.fromkeys(f"docs/{page}" for page in INDEX)]
+PAGES = ["README.md", "docs/README.md", *dict.fromkeys(f"docs/{page}" for page in INDEX)]
 FOLLOWED = [page for page in PAGES if str(pathlib.Path(page).parent) not in ELSEWHERE]
 
 
@@ -80,7 +80,7 @@ PLANS = [command for page in FOLLOWED for command in documented(page) if TPU in 
 
 
 def test_every_block_is_run_or_listed_and_the_table_lists_nothing_else():
-    pages = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md") if path.name != "README.md")
+    pages = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
     assert sorted(PAGES) == ["README.md", *pages]
     assert {str(pathlib.Path(page).parent) for page in {*PAGES} - {*FOLLOWED}} == {*ELSEWHERE}
     commands = [command for page in FOLLOWED for command in documented(page)]

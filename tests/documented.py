@@ -15,7 +15,7 @@ from newcomer import LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN
 ELSEWHERE = {"docs/extending": "tests/test_extending.py follows these pages in a repository that they change"}
 
 OUTPUT = (
-    "tiny: diffeqformer, ", "Preparing python_stdlib ", "  train step, 16 steps ", "word perplexity =",
+    "step 5,000/5,000 ", "Preparing python_stdlib ", "  train step, 16 steps ", "word perplexity =",
     "@inproceedings{",
     "configs/            one file ", "__main__\n", "wikitext103/detokenized/",
 )  # fmt: skip
@@ -97,6 +97,7 @@ ROWS = [
     Row(r"\bmaterialize "),
     Row(r"\banalyze "),
     Row(r"diffeqformer\.analyze (?!.*--parts)", add="--parts=induction,sensitivity"),
+    Row(r"diffeqformer\.ode (?!.*--files)", add="--files=text.txt"),
     Row(r"\bode ", add="--windows=1 --refinements=2"),
     Row(r"\binspect "),
     Row(r"\bcompare "),

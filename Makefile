@@ -37,7 +37,7 @@ test-shuffled: .venv/installed-test
 	$(SUITE) -p randomly $(PYTEST)
 
 test-slow: .venv/installed-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(SLOW)
 
 test-faults: .venv/installed-test
 	$(BIN)/python -m pytest -m faults tests/test_faults.py

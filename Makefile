@@ -2,7 +2,7 @@
 # make test       the test suite
 # make test-fast  a subset for use after every change
 # make test-shuffled  the test suite in random order; it prints its seed, PYTEST='--randomly-seed=N' repeats it
-# make test-slow  several processes, full disks, studies, every documented command and more: half an hour
+# make test-slow  several processes, full disks, studies, every documented command and more
 # make test-faults  an hour (or MINUTES=10) of signals, full disks, damage and more, all of which runs must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU

@@ -132,7 +132,7 @@ def compare(one, two, close: float = 1e-5) -> None:
 def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_stores):
     finish(start(1, 1, [tmp_path / "run"], short_stores, "--config.steps=1"))
     workdir = f"--workdir={tmp_path / 'run'}"
-    for module, option, sentence in (
+    for module, options, sentence in (
         ("evaluate", "--files=absent.txt", "--files: no file matches 'absent.txt'"),
         (
             "generate",
@@ -141,11 +141,11 @@ def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_st
         ),
         (
             "downstream",
-            "--include=tests/data/tasks",
+            "--include=tests/data/tasks --shots=0",
             "--tasks: sums is a task of generation, which needs a single process",
         ),
     ):
-        (_, first), (_, second) = finish(start_command(module, 2, 1, [[workdir, option]] * 2), 1)
+        (_, first), (_, second) = finish(start_command(module, 2, 1, [[workdir, *options.split()]] * 2), 1)
         assert sentence in first and first.splitlines()[-1].startswith("diffeqformer: ")
         assert second.count("\n") == 1 and "Traceback" not in first
 

@@ -11,12 +11,12 @@ can be opened on any machine without other files. A materialized model (`diffeqf
 import contextlib
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
@@ -30,16 +30,16 @@ from diffeqformer.checkpoint_folder import (
     Step,
     chosen_step,
     folder_of,
-    handlers,
     older,
     open_checkpoints,
-    open_read_only,
     readable,
+    steps_of,
 )
 from diffeqformer.config import saved_config
 from diffeqformer.data.seals import from_json, sealed, unsealed
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
+from diffeqformer.orbax import awaited, ocp
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
@@ -57,23 +57,30 @@ from diffeqformer.transformer import (
 
 
 @contextlib.contextmanager
-def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.CheckpointManager]:
-    """The manager of `open_checkpoints`, for a `with` block. Saves are complete when the block ends.
+def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.training.Checkpointer]:
+    """The checkpoints of a work folder, for a `with` block. Saves are complete when the block ends.
 
     If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
+
+    Raises:
+        UserError: as `open_checkpoints`.
     """
-    manager = open_checkpoints(workdir, kept, name)
+    checkpoints = open_checkpoints(folder_of(workdir, name), kept)
     try:
-        yield manager
+        yield checkpoints
     except Exception as error:
         if jax.process_count() == 1 or isinstance(error, Stopped):
-            manager.close()
+            checkpoints.close()
         raise
-    manager.close()
+    checkpoints.close()
 
 
 def save(
-    manager: ocp.CheckpointManager, step: int, state: dict, about: About, validation: dict[str, float] | None = None
+    checkpoints: ocp.training.Checkpointer,
+    step: int,
+    state: dict,
+    about: About,
+    validation: dict[str, float] | None = None,
 ) -> None:
     """Start saving the state after `step` steps, which may be donated as soon as this returns.
 
@@ -82,36 +89,40 @@ def save(
         validation: what the validation after this step found, with its `loss`; None if there was none.
     """
     about = dataclasses.replace(about, checksums=checksums.of_tree(state))
-    items = {"params": stored_arrays.standard_save(state["params"]), "about": ocp.args.JsonSave(about.to_json())}
+    items = {"params": state["params"], "about": about.to_json()}
     rest = {name: value for name, value in state.items() if name != "params"}
     if rest:
-        items["optimizer"] = stored_arrays.standard_save(rest)
-    with written(manager):
-        manager.save(step, args=ocp.args.Composite(**items), metrics=validation and sealed(validation))
+        items["optimizer"] = rest
+    with written(checkpoints):
+        checkpoints.wait()  # Orbax itself would wait too late
+        checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation and sealed(validation))
 
 
 def save_one_by_one(
-    workdir: epath.PathLike, step: int, shapes: dict, arrays: Iterator[tuple[Path, np.ndarray]], about: About
+    workdir: epath.PathLike, step: int, arrays: Iterator[tuple[Path, np.ndarray]], about: About
 ) -> None:
-    """Save parameters, each before the next one is made, as the only checkpoint of a folder.
+    """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
+
+    They are written twice: as they are made, from where they are mapped into memory, and as Orbax stores them.
 
     Args:
-        shapes: their shapes and types.
         arrays: makes the parameters, with their paths.
     """
-    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-
-    def record(found):
-        return dataclasses.replace(about, checksums=found).to_json()
-
-    own, items = stored_arrays.one_by_one(shapes, arrays, record)
-    with ocp.CheckpointManager(folder_of(workdir), options=options, item_handlers=handlers() | own) as manager:
-        with written(manager):
-            manager.save(step, args=ocp.args.Composite(**items))
+    made, found = {}, {}
+    with open_to_write(workdir, 1) as checkpoints, written(checkpoints):
+        beside = None if "://" in str(workdir) else workdir
+        with tempfile.TemporaryDirectory(prefix="parts-", dir=beside) as parts:
+            for path, array in arrays:
+                found[checksums.name_of_parameter(path)] = checksums.of_array(array)
+                array.tofile(file := f"{parts}/{'.'.join(path)}")
+                made[path] = np.asarray(np.memmap(file, array.dtype, "r", shape=array.shape))
+            about = dataclasses.replace(about, checksums=found)
+            items = {"params": traverse_util.unflatten_dict(made), "about": about.to_json()}
+            checkpoints.save_checkpointables(step, items)
 
 
 @contextlib.contextmanager
-def written(manager: ocp.CheckpointManager) -> Iterator[None]:
+def written(checkpoints: ocp.training.Checkpointer) -> Iterator[None]:
     """Turn an error of a save, in the foreground or background, into a UserError."""
     try:
         yield
@@ -121,53 +132,50 @@ def written(manager: ocp.CheckpointManager) -> Iterator[None]:
         if out_of_memory(error):
             raise
         raise UserError(
-            f"{manager.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, and "
-            "the same command resumes from the newest"
+            f"{checkpoints.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, "
+            "and the same command resumes from the newest"
         ) from error
 
 
-def check(manager: ocp.CheckpointManager, wait: bool = False) -> None:
-    """Check that no save in the background has failed. With `wait`, first wait for saves to finish.
-
-    `manager.check_for_errors` isn't enough: once it has raised an error, Orbax considers that save complete.
+def check(checkpoints: ocp.training.Checkpointer, wait: bool = False) -> None:
+    """Check that no save in the background has failed. With `wait`, first wait for it to end.
 
     Raises:
         UserError: if one has failed.
     """
-    with written(manager):
-        if wait or not manager.is_saving_in_progress():
-            manager.wait_until_finished()
+    with written(checkpoints):
+        if wait or not checkpoints.is_saving_in_progress():
+            checkpoints.wait()
 
 
-def read_about(manager: ocp.CheckpointManager, step: int) -> About:
+def read_about(folder: epath.Path, step: int) -> About:
     """The metadata stored in a checkpoint.
 
     Raises:
         UserError: if it can't be read.
     """
-    with readable(manager, step):
-        return About.from_json(_read_json(manager, step))
+    with readable(folder, step):
+        return About.from_json(_read_json(folder, step))
 
 
-def _read_json(manager: ocp.CheckpointManager, step: int) -> dict:
-    return manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+def _read_json(folder: epath.Path, step: int) -> dict:
+    """What Orbax saved as `about`, without waiting for other processes, as Orbax would."""
+    about = folder / str(step) / "about"
+    earlier = about / "metadata"  # of version 0 of Orbax's interface
+    return from_json((earlier if earlier.exists() else about / "data.json").read_text())
 
 
-def restore_state(manager: ocp.CheckpointManager, step: int, abstract_state: dict) -> dict:
+def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
     """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
 
     Raises:
         Damaged: if it can't be read, or isn't what was saved.
     """
-    recorded = read_about(manager, step).checksums
+    recorded = read_about(folder, step).checksums
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
-    with readable(manager, step):
-        restored = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract_state["params"]), optimizer=ocp.args.StandardRestore(rest)
-            ),
-        )
+    with readable(folder, step):
+        items = {"params": abstract_state["params"], "optimizer": rest}
+        restored = ocp.load_checkpointables(folder / str(step), items)
         state = {"params": restored["params"], **restored["optimizer"]}
         check_arrays(state, recorded)
     return state
@@ -183,18 +191,23 @@ def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
         checksums.check(checksums.of_tree(tree), recorded)
 
 
-def saved_arrays(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> dict[Path, Any]:
+def saved_arrays(folder: epath.Path, step: int, remedy: str = "") -> dict[Path, Any]:
     """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters.
 
     Raises:
         UserError: if they can't be read.
     """
-    with readable(manager, step, remedy):
-        return traverse_util.flatten_dict(manager.item_metadata(step)["params"].tree)
+    with readable(folder, step, remedy):
+        return traverse_util.flatten_dict(_saved_tree(folder, step, "params"))
+
+
+def _saved_tree(folder: epath.Path, step: int, item: str) -> Any:
+    """What Orbax knows of an item's arrays. `ocp.metadata` wouldn't say why it can't be read."""
+    return awaited(ocp.handlers.PyTreeHandler().metadata(folder / str(step) / item))
 
 
 def open_arrays(
-    manager: ocp.CheckpointManager, step: int, recorded: dict[str, str] | None, remedy: str = ""
+    folder: epath.Path, step: int, recorded: dict[str, str] | None, remedy: str = ""
 ) -> dict[Path, stored_arrays.StoredArray]:
     """The parameters of a checkpoint on disk, by path. Needs neither a model nor the devices of training.
 
@@ -204,22 +217,22 @@ def open_arrays(
     Raises:
         UserError: if they can't be read, now or later.
     """
-    reading = functools.partial(readable, manager, step, remedy)
-    saved = saved_arrays(manager, step, remedy)
+    reading = functools.partial(readable, folder, step, remedy)
+    saved = saved_arrays(folder, step, remedy)
     with reading():
-        return stored_arrays.open_arrays(saved, reading, recorded)
+        return stored_arrays.open_arrays(folder / str(step) / "params", saved, reading, recorded)
 
 
-def damage(manager: ocp.CheckpointManager, step: int) -> Damaged | None:
+def damage(folder: epath.Path, step: int) -> Damaged | None:
     """What is wrong with a checkpoint, as this process finds by reading all of it by itself; None if nothing is."""
-    reading = functools.partial(readable, manager, step)
+    reading = functools.partial(readable, folder, step)
     try:
         with reading():  # Orbax's own way would wait for other processes
-            record = from_json((manager.directory / str(step) / "about" / "metadata").read_text())
-            items = manager.item_metadata(step)
-            state = {"params": items["params"].tree, **items["optimizer"].tree}
-            saved = {(name,): array for name, array in checksums.named(state).items()}
-            for array in stored_arrays.open_arrays(saved, reading, About.from_json(record).checksums, "".join).values():
+            recorded = About.from_json(_read_json(folder, step)).checksums
+            arrays = open_arrays(folder, step, recorded)
+            rest = [tuple(name.split("/")) for name in checksums.named(_saved_tree(folder, step, "optimizer"))]
+            where = folder / str(step) / "optimizer"
+            for array in (arrays | stored_arrays.open_arrays(where, rest, reading, recorded, "/".join)).values():
                 array.verify()
     except Damaged as found:
         return found
@@ -236,11 +249,17 @@ class Checkpoint:
     about: About
 
 
-@contextlib.contextmanager
-def open_to_read(
-    workdir: epath.PathLike, option: str = "--workdir", step: Step = None
-) -> Iterator[tuple[ocp.CheckpointManager, int, About, ConfigDict]]:
-    """The checkpoints of a folder, opened for reading, and the step, metadata and config of one of them.
+class Opened(NamedTuple):
+    """The folder of a run's checkpoints, and the step, metadata and config of one of them."""
+
+    folder: epath.Path
+    step: int
+    about: About
+    config: ConfigDict
+
+
+def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step = None) -> Opened:
+    """A checkpoint of a work folder. Its arrays aren't read, and nothing is written.
 
     Args:
         option: the option that gave the folder.
@@ -250,16 +269,15 @@ def open_to_read(
         NoCheckpoint: if there is none.
         UserError: if there is none for that step, or it can't be read.
     """
+    folder = folder_of(workdir)
     with reachable(option, workdir):
-        there = folder_of(workdir).is_dir()
+        there = folder.is_dir()
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the folder of a run")
-    with open_read_only(folder_of(workdir)) as manager:
-        step = chosen_step(manager, step, workdir, "--step" if option == "--workdir" else f"{option}_step")
-        about = read_about(manager, step)
-        with readable(manager, step):
-            config = saved_config(about.config)
-        yield manager, step, about, config
+    step = chosen_step(folder, step, workdir, "--step" if option == "--workdir" else f"{option}_step")
+    about = read_about(folder, step)
+    with readable(folder, step):
+        return Opened(folder, step, about, saved_config(about.config))
 
 
 def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, ConfigDict]:
@@ -272,11 +290,10 @@ def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, Con
     step = None
     while True:
         try:
-            with open_to_read(workdir, step=step) as (_, _, about, config):
-                return about, config
+            _, _, about, config = open_to_read(workdir, step=step)
+            return about, config
         except Damaged as error:
-            with open_read_only(folder_of(workdir)) as manager:
-                step = older(manager, error.step)
+            step = older(folder_of(workdir), error.step)
             if step is None or not or_older:
                 raise
 
@@ -287,8 +304,7 @@ def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir, of, step) as (_, _, _, config):
-        return config
+    return open_to_read(workdir, of, step).config
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
@@ -300,18 +316,13 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
-    with open_to_write(workdir, 1, "frozen") as manager, written(manager):
+    with open_to_write(workdir, 1, "frozen") as checkpoints, written(checkpoints):
         record = sealed({**base, "checksums": checksums.of_tree({"params": params})})
-        items = {"params": stored_arrays.standard_save(params), "about": ocp.args.JsonSave(record)}
-        manager.save(0, args=ocp.args.Composite(**items))
-        manager.wait_until_finished()
+        checkpoints.save_checkpointables(0, {"params": params, "about": record})
 
 
-@contextlib.contextmanager
-def open_frozen(
-    workdir: epath.PathLike, base: dict
-) -> Iterator[tuple[ocp.CheckpointManager, dict[str, str] | None, str]]:
-    """The checkpoint of `save_frozen`, whose step is 0, its checksums, and the remedy if it can't be read.
+def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[str, str] | None, str]:
+    """The folder of `save_frozen`'s checkpoint, whose step is 0, its checksums, and the remedy if it can't be read.
 
     Raises:
         UserError: if it is missing, has another base, or can't be read.
@@ -321,13 +332,12 @@ def open_frozen(
         there = (folder / "0").is_dir()
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
-    with open_read_only(folder) as manager:
-        with readable(manager, 0, remedy):
-            theirs = unsealed(_read_json(manager, 0))
-            recorded = theirs.pop("checksums", None)
-        if theirs != base:
-            raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
-        yield manager, recorded, remedy
+    with readable(folder, 0, remedy):
+        theirs = unsealed(_read_json(folder, 0))
+        recorded = theirs.pop("checksums", None)
+    if theirs != base:
+        raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
+    return folder, recorded, remedy
 
 
 def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
@@ -336,8 +346,9 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
     Raises:
         UserError: if they are missing, come from another base, or can't be read.
     """
-    with open_frozen(workdir, base) as (manager, recorded, remedy), readable(manager, 0, remedy):
-        params = manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
+    folder, recorded, remedy = open_frozen(workdir, base)
+    with readable(folder, 0, remedy):
+        params = ocp.load(folder / "0", abstract, checkpointable_name="params")
         check_arrays({"params": params}, recorded)
     return params
 
@@ -360,24 +371,23 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
     Raises:
         UserError: if there is none.
     """
-    with open_to_read(workdir, of, step) as (manager, step, about, config):
-        model = abstract_model(config)
-        graph, params = split_model(model)
-        if mesh is None:
-            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            placed = jax.tree.map(lambda _: device, params)
-        else:
-            placed = shardings(divide_copies(model, mesh), partition_specs(model))
-        trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
-        replaced = "start again, with the newest checkpoint"  # a running training removes old ones
-        with readable(manager, step, "" if step == manager.latest_step() else replaced):
-            saved = manager.item_metadata(step)["params"].tree
-            target = jax.tree.map(_placed, trained, saved, select(placed, model.trains))
-            parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
-            check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
-            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
-            check_arrays({"params": restored}, about.checksums)
-            tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
+    folder, step, about, config = open_to_read(workdir, of, step)
+    model = abstract_model(config)
+    graph, params = split_model(model)
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        placed = jax.tree.map(lambda _: device, params)
+    else:
+        placed = shardings(divide_copies(model, mesh), partition_specs(model))
+    trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
+    replaced = "start again, with the newest checkpoint"  # a running training removes old ones
+    with readable(folder, step, "" if step == steps_of(folder)[-1] else replaced):
+        target = jax.tree.map(_placed, trained, _saved_tree(folder, step, "params"), select(placed, model.trains))
+        parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
+        check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
+        restored = ocp.load(folder / str(step), target, checkpointable_name="params")
+        check_arrays({"params": restored}, about.checksums)
+        tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     if frozen:
         rest = select(placed, lambda path: not model.trains(path))
         restored = merge_trees(
@@ -392,8 +402,8 @@ def load_on_all(workdir: epath.PathLike, step: Step = None) -> Checkpoint:
     Raises:
         UserError: on every process, if one can't open it or sees another one.
     """
-    with hosts.all_succeed("the checkpoint"), open_to_read(workdir, step=step) as (_, step, _, _):
-        pass
+    with hosts.all_succeed("the checkpoint"):
+        step = open_to_read(workdir, step=step).step
     hosts.check_same("--workdir: the checkpoint", f"{step:016x}", "start again, or wait until training has ended")
     with hosts.all_succeed("the checkpoint"):
         return load(workdir, make_mesh(), step)

@@ -6,13 +6,12 @@ import operator
 from collections.abc import Iterator
 from typing import Literal
 
-import orbax.checkpoint as ocp
-from absl import logging
 from etils import epath
-from orbax.checkpoint import checkpoint_managers as policies
 
+from diffeqformer import stored_arrays
 from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
+from diffeqformer.orbax import ocp
 
 REPLACED = "restore its files or, if a running training has replaced it, start again"
 """The remedy if a checkpoint of a run that may be training can't be read."""
@@ -38,7 +37,7 @@ class Damaged(UserError):
     """A checkpoint can't be read, or isn't what was saved.
 
     Args:
-        directory: the folder of the manager.
+        directory: the folder of the checkpoints.
         step: its training step.
     """
 
@@ -50,15 +49,6 @@ class Damaged(UserError):
     def found(self) -> str:
         """The message without its last part, the remedy."""
         return str(self).rsplit("; ", 1)[0]
-
-
-def handlers() -> dict[str, ocp.CheckpointHandler]:
-    """The Orbax handler of each item."""
-    return {
-        "params": ocp.StandardCheckpointHandler(),
-        "optimizer": ocp.StandardCheckpointHandler(),
-        "about": ocp.JsonCheckpointHandler(),
-    }
 
 
 def work_folder(workdir: epath.PathLike) -> epath.Path:
@@ -83,55 +73,57 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     return folder if "://" in str(folder) else folder.absolute()
 
 
-def open_checkpoints(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> ocp.CheckpointManager:
-    """The manager of a run's checkpoints, for writing. The newest `kept` are kept, and the one that validated best.
+def open_checkpoints(folder: epath.Path, kept: int) -> ocp.training.Checkpointer:
+    """The checkpoints in a folder, for writing. The newest `kept` are kept, and the one that validated best.
 
     Saves run in the background. The remains of an interrupted save are removed.
 
     Raises:
         UserError: if the folder can't be written, or one of its validations can't be read.
     """
+    policies = ocp.training.preservation_policies
     loss = operator.itemgetter("loss")
     best = policies.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(kept), best]),
-        best_fn=loss,  # without it, validations aren't saved
-        cleanup_tmp_directories=True,
-        enable_background_delete=True,
-    )
-    return _opened(folder_of(workdir, name), options)
+    with _opening(folder):
+        return ocp.training.Checkpointer(
+            folder,
+            context=stored_arrays.context(),
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(kept), best]),
+            cleanup_tmp_directories=True,
+        )
 
 
-def open_read_only(folder: epath.Path) -> ocp.CheckpointManager:
-    """The manager of the checkpoints in a folder, for reading. It writes nothing.
+def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
+    """The training step of the newest complete checkpoint; None if there is none."""
+    return checkpoints.latest.step if checkpoints.latest else None
 
-    Raises:
-        UserError: if the folder can't be read.
-    """
-    options = ocp.CheckpointManagerOptions(
-        read_only=True, save_interval_steps=0, create=False, lightweight_initialize=True
-    )
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # Orbax would warn that it only reads, which is intended
+
+@contextlib.contextmanager
+def _opening(folder: epath.Path) -> Iterator[None]:
     try:
-        return _opened(folder, options)
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def _opened(folder: epath.Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    try:
-        return ocp.CheckpointManager(folder, options=options, item_handlers=handlers())
+        yield
     except Exception as error:  # of the file system or a cloud client
         raise UserError(
             f"{folder}: these checkpoints can't be opened: {reason_of(error)}; check that the folder can be reached"
         ) from error
 
 
-def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
-    """The training step of one of the checkpoints in a work folder.
+def steps_of(folder: epath.Path) -> list[int]:
+    """The training steps of the complete checkpoints in a folder, in order.
+
+    Raises:
+        UserError: if the folder can't be read.
+    """
+    with _opening(folder):
+        found = ocp.path.step.standard_name_format().find_all(folder) if folder.exists() else ()
+        return sorted(checkpoint.step for checkpoint in found)
+
+
+def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
+    """The training step of one of the checkpoints in a folder.
 
     Args:
+        workdir: the work folder, for messages.
         option: the option that gave `step`.
 
     Raises:
@@ -139,12 +131,12 @@ def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathL
         NoSuchStep: if there is none for `step`.
         UserError: if no checkpoint has a validation, or one can't be read.
     """
-    steps = sorted(manager.all_steps())
+    steps = steps_of(folder)
     if not steps:
         raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")
     there = " or ".join(map(str, steps))
     if step == BEST:
-        best = best_step(manager)
+        best = best_step(folder)
         if best is None:
             raise UserError(f"{option}: no checkpoint in {workdir} was saved with a validation; give {there}")
         return best
@@ -155,7 +147,7 @@ def chosen_step(manager: ocp.CheckpointManager, step: Step, workdir: epath.PathL
     return steps[-1] if step is None else step
 
 
-def best_step(manager: ocp.CheckpointManager) -> int | None:
+def best_step(folder: epath.Path) -> int | None:
     """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation.
 
     Raises:
@@ -163,19 +155,19 @@ def best_step(manager: ocp.CheckpointManager) -> int | None:
         UserError: if it can't be read.
     """
     losses = {}
-    for step in sorted(manager.all_steps(), reverse=True):  # of equal ones, the newest, as in `open_checkpoints`
-        if validation := validation_of(manager.directory, step):
+    for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_checkpoints`
+        if validation := validation_of(folder, step):
             losses[step] = validation["loss"]
     return min(losses, key=losses.get, default=None)
 
 
-def older(manager: ocp.CheckpointManager, step: int) -> int | None:
+def older(folder: epath.Path, step: int) -> int | None:
     """The step of the checkpoint before another one; None if there is none."""
-    return max((other for other in manager.all_steps() if other < step), default=None)
+    return max((other for other in steps_of(folder) if other < step), default=None)
 
 
 @contextlib.contextmanager
-def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Iterator[None]:
+def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
     """Turn an error in reading a checkpoint's files, or a wrong checksum, into `Damaged`, which ends with a remedy."""
     try:
         yield
@@ -184,14 +176,16 @@ def readable(manager: ocp.CheckpointManager, step: int, remedy: str = "") -> Ite
     except Exception as error:  # from the file system, TensorStore or a file's content
         if out_of_memory(error):
             raise
+        if isinstance(error, KeyError) and error.__cause__:  # Orbax hides what went wrong behind one of its own
+            error = error.__cause__
         if not remedy:
-            before = older(manager, step)
+            before = older(folder, step)
             remedy = "restore its files, as there is none before it"
             if before is not None:
                 remedy = f"restore its files, or take the one before it with --step={before}, and in training with "
                 remedy += "--config.on_damage=older"
-        message = f"{manager.directory / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
-        raise Damaged(message, manager.directory, step) from error
+        message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
+        raise Damaged(message, folder, step) from error
 
 
 def validation_of(folder: epath.Path, step: int) -> dict | None:
@@ -242,7 +236,7 @@ def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
             print(f"{error.found}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
 
 
-def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
+def set_aside(folder: epath.Path, step: int) -> epath.Path:
     """Move a damaged checkpoint out of the folder, so that training can go on from the one before it.
 
     Returns:
@@ -251,7 +245,7 @@ def set_aside(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     Raises:
         UserError: if it can't be moved.
     """
-    return move_aside(manager.directory / str(step), manager.directory, str(step))
+    return move_aside(folder / str(step), folder, str(step))
 
 
 def move_aside(path: epath.Path, folder: epath.Path, name: str) -> epath.Path:

@@ -70,8 +70,8 @@ def read_run(folder: str) -> Validated:
     Raises:
         UserError: if it has no checkpoint or no validation yet, or can't be read.
     """
-    with checkpoint.open_to_read(folder) as (manager, step, about, config):
-        shapes = checkpoint.saved_arrays(manager, step, REPLACED)
+    checkpoints, step, about, config = checkpoint.open_to_read(folder)
+    shapes = checkpoint.saved_arrays(checkpoints, step, REPLACED)
     curves = read_curves(folder)
     if not curves.get(METRIC):
         raise UserError(f"{folder}: there is no validation here yet")

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 from absl import flags, logging
+from etils import epath
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step
+from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step, steps_of
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
@@ -58,21 +59,21 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
 
 
 def parameters(
-    manager, step: int, recorded: dict[str, str] | None, trains: bool, with_statistics: bool, remedy: str
+    folder: epath.Path, step: int, recorded: dict[str, str] | None, trains: bool, with_statistics: bool, remedy: str
 ) -> list[dict]:
     """One row for each parameter of a checkpoint, in the order of the model.
 
     Args:
-        manager: the manager of the checkpoint.
+        folder: of the checkpoints.
         recorded: their checksums, which are checked if they are read.
         trains: whether these parameters are trained.
         with_statistics: whether to compute statistics. Without them no array is read.
         remedy: what to do if they can't be read.
     """
-    saved = checkpoint.saved_arrays(manager, step, remedy)
+    saved = checkpoint.saved_arrays(folder, step, remedy)
     found = {}
     if with_statistics:
-        for path, array in checkpoint.open_arrays(manager, step, recorded, remedy).items():
+        for path, array in checkpoint.open_arrays(folder, step, recorded, remedy).items():
             found[path] = statistics(array.checked_blocks())
     rows = []
     for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
@@ -125,16 +126,16 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
     Raises:
         UserError: if there is no such checkpoint, or it can't be read.
     """
-    with checkpoint.open_to_read(workdir, step=step) as (manager, step, about, config):
-        steps, best, damage = sorted(manager.all_steps()), None, None
-        try:
-            best = best_step(manager)
-        except Damaged as error:
-            damage = error.found
-        rows = parameters(manager, step, about.checksums, True, with_statistics, REPLACED)
+    folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
+    steps, best, damage = steps_of(folder), None, None
+    try:
+        best = best_step(folder)
+    except Damaged as error:
+        damage = error.found
+    rows = parameters(folder, step, about.checksums, True, with_statistics, REPLACED)
     if config.model.lora_rank:
-        with checkpoint.open_frozen(workdir, about.base) as (manager, recorded, remedy):
-            rows += parameters(manager, 0, recorded, False, with_statistics, remedy)
+        frozen, recorded, remedy = checkpoint.open_frozen(workdir, about.base)
+        rows += parameters(frozen, 0, recorded, False, with_statistics, remedy)
     curves, model = read_curves(workdir), config.model
     return {
         "workdir": str(workdir),

@@ -48,38 +48,37 @@ def materialize(
         UserError: if there is no checkpoint, if the folder already has one or can't be written, if the model can't take
             that number of steps, or if its solver needs weights at several times within a step.
     """
-    with contextlib.ExitStack() as stack:
-        manager, step, about, config = stack.enter_context(checkpoint.open_to_read(workdir, step=step))
-        if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
-            raise UserError(
-                f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
-                "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "
-                "--config.base"
-            )
-        num_steps = config.model.num_steps if num_steps is None else num_steps
-        dtype = dtype or config.model.dtype
-        stored = checkpoint.open_arrays(manager, step, about.checksums, REPLACED)
-        if config.model.lora_rank:
-            frozen, recorded, remedy = stack.enter_context(checkpoint.open_frozen(workdir, about.base))
-            stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
-        if not output and "://" not in str(workdir):
-            check_links(pathlib.Path(workdir), "--workdir")
-        output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
-        trained = (about.materialized_from or {}).get("model", config.model.to_dict())
-        about = dataclasses.replace(
-            about,
-            config=discretized_config(config, num_steps, dtype).to_dict(),
-            materialized_from={"workdir": str(workdir), "step": step, "model": trained},
-            time_spent=None,
+    folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
+    if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
+        raise UserError(
+            f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
+            "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "
+            "--config.base"
         )
-        progress = show_progress("weights", "blocks")
-        shapes, arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
-        with new_checkpoints(output):
-            checked = show_progress("checksums", "arrays")
-            for done, array in enumerate(stored.values(), 1):
-                array.verify()  # in a pass of its own: each layer reads a part of it
-                checked(done, len(stored))
-            checkpoint.save_one_by_one(output, step, shapes, arrays, about)
+    num_steps = config.model.num_steps if num_steps is None else num_steps
+    dtype = dtype or config.model.dtype
+    stored = checkpoint.open_arrays(folder, step, about.checksums, REPLACED)
+    if config.model.lora_rank:
+        frozen, recorded, remedy = checkpoint.open_frozen(workdir, about.base)
+        stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
+    if not output and "://" not in str(workdir):
+        check_links(pathlib.Path(workdir), "--workdir")
+    output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+    trained = (about.materialized_from or {}).get("model", config.model.to_dict())
+    about = dataclasses.replace(
+        about,
+        config=discretized_config(config, num_steps, dtype).to_dict(),
+        materialized_from={"workdir": str(workdir), "step": step, "model": trained},
+        time_spent=None,
+    )
+    progress = show_progress("weights", "blocks")
+    arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
+    with new_checkpoints(output):
+        checked = show_progress("checksums", "arrays")
+        for done, array in enumerate(stored.values(), 1):
+            array.verify()  # in a pass of its own: each layer reads a part of it
+            checked(done, len(stored))
+        checkpoint.save_one_by_one(output, step, arrays, about)
     return output
 
 

@@ -1,25 +1,22 @@
-"""Arrays of a checkpoint on disk: read block by block, and written one by one.
+"""Arrays of a checkpoint on disk, read block by block.
 
 For arrays that don't fit into memory, or of which little is needed at a time. Orbax stores an array in chunks, and a
 chunk is read and decompressed as a whole. So blocks consist of whole chunks.
 """
 
-import asyncio
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
 from diffeqformer import checksums
+from diffeqformer.orbax import ocp
 from diffeqformer.parallel import memory
 
 Path = tuple[str, ...]
@@ -129,7 +126,8 @@ class StoredArray:
 
 
 def open_arrays(
-    saved: dict[Path, Any],
+    folder: epath.Path,
+    paths: Iterable[Path],
     reading: Callable[[], AbstractContextManager],
     recorded: dict[str, str] | None,
     name: Callable[[Path], str] = checksums.name_of_parameter,
@@ -137,19 +135,30 @@ def open_arrays(
     """Open the arrays of a checkpoint, by default its parameters. Only their metadata is read.
 
     Args:
-        saved: what Orbax says of each.
+        folder: of the item, as Orbax wrote it.
+        paths: of its arrays.
         reading: see `StoredArray`.
         recorded: their checksums by name; None if there are none.
         name: the name of the array with a path.
     """
-    names = {path: name(path) for path in saved}
+    names = {path: name(path) for path in paths}
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     with reading():
-        opening = {key: ts.open(_spec(array.directory, array.name), context=context) for key, array in saved.items()}
+        opening = {path: ts.open(_spec(folder, ".".join(path)), context=context) for path in names}
         return {
             path: StoredArray(array.result(), reading, names[path], recorded[names[path]] if recorded else None)
             for path, array in opening.items()
         }
+
+
+def context() -> ocp.Context:
+    """Orbax's settings for saving: arrays in chunks of at most `CHUNK_BYTES`, and `about` as JSON."""
+    context = ocp.Context()
+    context.array.saving.use_zarr3 = False  # the form of earlier checkpoints
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="about")
+    return context
 
 
 def _spec(folder: epath.Path, name: str) -> dict:
@@ -157,68 +166,3 @@ def _spec(folder: epath.Path, name: str) -> dict:
     base = f"{folder}/" if "://" in str(folder) else {"driver": "file", "path": f"{folder}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#index"}
     return {"driver": "zarr", "kvstore": kvstore, "open": True, "fill_missing_data_reads": False}
-
-
-def _save_args(tree: Any) -> Any:
-    return jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-
-
-def standard_save(tree: Any) -> ocp.args.StandardSave:
-    """Orbax's arguments for saving a tree of arrays, in chunks of at most `CHUNK_BYTES`."""
-    return ocp.args.StandardSave(tree, save_args=_save_args(tree))
-
-
-def one_by_one(
-    shapes: Any, arrays: Iterator[tuple[Path, np.ndarray]], about: Callable[[dict[str, str]], dict]
-) -> tuple[dict[str, ocp.CheckpointHandler], dict[str, ocp.args.CheckpointArgs]]:
-    """Orbax's handlers and arguments for saving `params` one by one, and then `about`.
-
-    An array is written before the next one is taken, so only one need be in memory. Works without background saves.
-
-    Args:
-        shapes: tree of the arrays' shapes.
-        arrays: the arrays, with their paths.
-        about: what is saved as `about` when the checksums of all arrays are known.
-    """
-    writer = _OneByOne(arrays)
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.ShapeDtypeStruct, writer),
-        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),  # Orbax warns if there is none
-    )
-    params = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    saved = ocp.args.PyTreeSave(shapes, save_args=_save_args(shapes))
-    return {"params": params, "about": _LateJson()}, {"params": saved, "about": _LateJsonSave(writer, about)}
-
-
-class _OneByOne(ocp.type_handlers.NumpyHandler):
-    def __init__(self, arrays):
-        super().__init__(deepcopy_host_arrays=False)
-        self._arrays = arrays
-        self.checksums, self.done = {}, False
-
-    async def serialize(self, values, infos, args=None):
-        places = {info.name: (shape, info, arg) for shape, info, arg in zip(values, infos, args)}
-        for path, array in self._arrays:
-            shape, info, arg = places.pop(".".join(path))
-            assert (array.shape, array.dtype) == (shape.shape, shape.dtype), path
-            self.checksums[checksums.name_of_parameter(path)] = checksums.of_array(array)
-            for write in await super().serialize([array], [info], [arg]):
-                write.result()
-            del array, write  # not kept while the next one is made
-        assert not places, list(places)
-        self.done = True
-        return []
-
-
-class _LateJson(ocp.JsonCheckpointHandler):
-    async def async_save(self, directory, item=None, args=None):
-        while not args.writer.done:  # if it fails, Orbax cancels this
-            await asyncio.sleep(0.01)
-        return await super().async_save(directory, args=ocp.args.JsonSave(args.content(args.writer.checksums)))
-
-
-@ocp.args.register_with_handler(_LateJson, for_save=True, for_restore=True)  # Orbax wants both
-@dataclasses.dataclass
-class _LateJsonSave(ocp.args.CheckpointArgs):
-    writer: _OneByOne
-    content: Callable[[dict[str, str]], dict]

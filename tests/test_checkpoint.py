@@ -1,6 +1,7 @@
 """Checkpoints: what is saved in the background, opened from elsewhere, and said when it fails."""
 
 import dataclasses
+import os
 import time
 
 import jax
@@ -19,21 +20,23 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
     config = toy_config(checkpoints_kept=9, model__vocab_multiple=16)
     program, state, _ = run_steps(config, make_mesh((1, 2, 1), jax.devices()[:2]), 2)
     about, saved = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash"), {}
-    with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=9) as manager:
         for step in range(2, 5):
             saved[step] = jax.tree.map(lambda leaf: np.array(leaf), state)
             checkpoint.save(manager, step, state, about)
             state, _ = program.train_step(state, tokens_of(step, config))  # donates what is being saved
-        manager.wait_until_finished()
+        checkpoint.check(manager, wait=True)
         unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
         unfinished.mkdir()
         assert checkpoint.load(tmp_path).step == 4 and unfinished.exists()  # opened beside the run
         for step, expected in saved.items():
             jax.tree.map(
-                np.testing.assert_array_equal, checkpoint.restore_state(manager, step, program.state_shapes), expected
+                np.testing.assert_array_equal,
+                checkpoint.restore_state(manager.directory, step, program.state_shapes),
+                expected,
             )
             recorded = checksums.of_tree(expected)
-            assert checkpoint.read_about(manager, step) == dataclasses.replace(about, checksums=recorded)
+            assert checkpoint.read_about(manager.directory, step) == dataclasses.replace(about, checksums=recorded)
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
 
@@ -49,7 +52,7 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
     with checkpoint.open_to_write(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, items, about)
         checkpoint.check(manager, wait=True)
-        monkeypatch.setattr(manager, "_finalize_checkpoint", fails)
+        monkeypatch.setattr(os, "rename", fails)
         checkpoint.save(manager, 2, items, about)
         while manager.is_saving_in_progress():
             time.sleep(0.01)
@@ -80,7 +83,7 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
         tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
     about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
-    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")

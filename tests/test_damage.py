@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import checkpoint, checksums
+from diffeqformer.checkpoint_folder import newest
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError
@@ -78,8 +79,8 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
         checkpoint.save(manager, 7, state, about, {"loss": 1.25})
     shapes = jax.eval_shape(lambda: state)
     shapes = jax.tree.map(lambda x: x.update(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), shapes)
-    folder = tmp_path / "run" / "checkpoints" / "7"  # where some files have random names
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    folder = checkpoint.folder_of(tmp_path / "run")
+    files = [path for path in pathlib.Path(folder / "7").rglob("*") if path.is_file()]  # some have random names
     files.sort(key=lambda path: (str(path.parent), path.stat().st_size, path.name))
     sizes = np.array([path.stat().st_size for path in files], float)
     random, noticed = np.random.RandomState(0), 0
@@ -91,10 +92,9 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
         else:
             flip(file, random.randint(len(whole)), random.randint(8))
         try:
-            with checkpoint.open_read_only(checkpoint.folder_of(tmp_path / "run")) as manager:
-                found = checkpoint.restore_state(manager, 7, shapes)
-                said = checkpoint.read_about(manager, 7)
-                best = checkpoint.chosen_step(manager, "best", tmp_path)
+            found = checkpoint.restore_state(folder, 7, shapes)
+            said = checkpoint.read_about(folder, 7)
+            best = checkpoint.chosen_step(folder, "best", tmp_path)
         except UserError as error:
             assert "7" in str(error) and ("can't be read" in str(error) or "damaged" in str(error)), error
             noticed += 1
@@ -123,7 +123,7 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
     expected = loop.train(toy_config("gpt", **changes), alone)
     shutil.copytree(alone, hurt)
     hurt_arrays(hurt / "checkpoints" / "6")  # an array
-    [record] = (hurt / "checkpoints" / "4" / "about").glob("metadata")
+    [record] = (hurt / "checkpoints" / "4" / "about").glob("data.json")
     record.write_text(record.read_text().replace('"steps": 6', '"steps": 7'))
     said = "hurt/checkpoints/6: this checkpoint can't be read: .*; restore its files"
     remedy = ", or take the one before it with --step=4, and in training with --config.on_damage=older$"
@@ -170,10 +170,10 @@ def run_with(**attributes) -> Run:
 def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
     config = toy_config("gpt", on_damage="older")
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_checkpoints(tmp_path, kept=3) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=3) as manager:
         for step in (1, 2):
             checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
-        manager.wait_until_finished()
+        checkpoint.check(manager, wait=True)
         run = run_with(config=config, checkpoints=manager)
         for error, passes in (
             (OSError(24, "Too many open files"), True),
@@ -181,27 +181,27 @@ def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
             (FileNotFoundError("gone"), False),
             (ValueError("Error decompressing"), False),
         ):
-            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(manager, 2):
+            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(manager.directory, 2):
                 raise error
             if passes:
                 with pytest.raises(checkpoint.Damaged):
                     go_back(run, 2, found.value)
-                assert manager.latest_step() == 2
+                assert newest(manager) == 2
         frozen = checkpoint.Damaged("frozen/0: damaged; restore it", epath.Path(tmp_path / "frozen"), 0)
         with pytest.raises(checkpoint.Damaged, match="frozen/0"):  # which every checkpoint needs
             go_back(run, 2, frozen)
-        assert manager.latest_step() == 2
+        assert newest(manager) == 2
         go_back(run, 2, found.value)
-        assert manager.latest_step() == 1 and (tmp_path / "damaged" / "2").is_dir()
+        assert newest(manager) == 1 and (tmp_path / "damaged" / "2").is_dir()
 
 
 def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):
-    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=2) as manager:
         for step in (1, 2):
             about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
             checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
-            manager.wait_until_finished()
-    records = [tmp_path / "checkpoints" / str(step) / "about" / "metadata" for step in (1, 2)]
+            checkpoint.check(manager, wait=True)
+    records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
     with pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
         checkpoint.newest_readable(tmp_path, or_older=False)
@@ -224,10 +224,10 @@ def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
         for step in (6, 7):
             checkpoint.save(manager, step, state, checkpoint.About(config.to_dict(), "bytes"))
     for item, file_of in (("params", "w"), ("optimizer", "m")):
-        with checkpoint.open_checkpoints(tmp_path, kept=3) as manager:
+        with checkpoint.open_to_write(tmp_path, kept=3) as manager:
             run = run_with(config=config, checkpoints=manager, folder=epath.Path(tmp_path))
             lost = checkpoint.Damaged("7: Gloo AllGather failed: Connection reset by peer; ...", manager.directory, 7)
-            assert checkpoint.damage(manager, 7) is None and set_aside_alone(run, 7, lost) is lost
+            assert checkpoint.damage(manager.directory, 7) is None and set_aside_alone(run, 7, lost) is lost
             assert not (tmp_path / "damaged" / "7").exists()
             whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / f"whole of {file_of}")
             for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():

@@ -117,11 +117,11 @@ def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
     """And has to if the newest one is damaged."""
     config = toy_config()
     params, about = split_model(lively_model(**config.model))[1], checkpoint.About(config.to_dict(), "bytes", "")
-    with checkpoint.open_checkpoints(tmp_path, kept=9) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=9) as manager:
         for step in (3, 5):
             grown = jax.tree.map(lambda leaf, step=step: step * leaf, params)
             checkpoint.save(manager, step, {"params": grown}, about, {"loss": float(step)})
-    (tmp_path / "checkpoints" / "5" / "about" / "metadata").write_text("{}")
+    (tmp_path / "checkpoints" / "5" / "about" / "data.json").write_text("{}")
     with pytest.raises(UserError, match=r"^config.base: .*/5[^;]*; restore .* another checkpoint \(config.base_step\)"):
         finetune.inherit(new_config(tmp_path), tmp_path / "new")
     for asked in ("3", "best"):
@@ -205,8 +205,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     opened = checkpoint.load(tmp_path / "parts", make_mesh((4, 2, 1)))
     assert opened.config.model.kind == "discretized" and opened.config.model.width == 32
     jax.tree.map(np.testing.assert_array_equal, split_model(opened.model)[1], whole)
-    with checkpoint.open_to_read(tmp_path / "parts") as (manager, step, _, _):
-        saved = flatten_dict(manager.item_metadata(step)["params"].tree)
+    saved = checkpoint.saved_arrays(*checkpoint.open_to_read(tmp_path / "parts")[:2])
     trained = flatten_dict(select(whole, opened.model.trains))
     assert set(saved) == set(trained) and (len(trained) < len(flatten_dict(whole))) == bool(rank)
     if rank:

@@ -274,7 +274,7 @@ def test_a_process_that_lost_another_one_says_so(monkeypatch):
 @pytest.mark.slow
 def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, short_stores):
     finish(start(2, 1, [tmp_path] * 2, short_stores))
-    [file] = (tmp_path / "checkpoints" / "24" / "about").glob("metadata")
+    [file] = (tmp_path / "checkpoints" / "24" / "about").glob("data.json")
     record = unsealed(json.loads(file.read_text()))
     record["checksums"]["optimizer/1/0/mu/token_embedding"] = 16 * "0"  # as if these had been others
     file.write_text(json.dumps(sealed(record)))

@@ -103,8 +103,7 @@ def test_what_is_frozen_is_listed_apart(adapters):
     )
     assert " kernel " not in train and " kernel " in frozen and "token_embedding" not in frozen
     with pytest.raises(UserError, match="these frozen weights belong to other adapters"):
-        with checkpoint.open_frozen(workdir, {**BASE, "step": 8}):
-            pass
+        checkpoint.open_frozen(workdir, {**BASE, "step": 8})
 
 
 def test_a_step_is_chosen_and_what_is_not_finite_is_said_loudly(tmp_path):
@@ -157,8 +156,7 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 4 * 2 * 5)
     stored = np.arange(6 * 3 * 10, dtype=np.float32).reshape(6, 3, 10)
     save_params(tmp_path, toy_config(), {1: {"array": stored}})
-    with checkpoint.open_to_read(tmp_path) as (manager, step, _, _):
-        [array] = checkpoint.open_arrays(manager, step, None).values()
+    [array] = checkpoint.open_arrays(*checkpoint.open_to_read(tmp_path)[:2], None).values()
     assert (array.shape, array.nbytes) == (stored.shape, stored.nbytes)
     for bytes_at_once, axes in ((1, None), (4 * 40, None), (10**6, None), (4 * 40, (0, 2)), (1, ())):
         blocks, again = array.blocks(bytes_at_once, axes), np.zeros_like(stored)
@@ -206,7 +204,7 @@ def test_a_command_without_its_folder_says_so():
 def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
     config = toy_config()
     save_params(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
-    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*metadata*")
+    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*.json")
     kept = json.loads(file.read_text())
     fields = "config tokenizer tokenizer_data base data_sha256 validation_sha256 validation_due checksums sha256"
     assert list(kept) == fields.split()
@@ -215,8 +213,8 @@ def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
         checkpoint.load_config(tmp_path)
     older = {name: kept[name] for name in ("config", "tokenizer", "data_sha256")}  # of the first version
     file.write_text(json.dumps(older | {"note": "of a later one"}))
-    with checkpoint.open_to_read(tmp_path) as (_, _, about, _):
-        assert about == checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+    about = checkpoint.open_to_read(tmp_path).about
+    assert about == checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
     for change, said in (
         ({"config": 3}, "'config' in its 'about' must be a dict, but it is int"),
         ({"tokenizer": None}, "'tokenizer' in its 'about' must be a str, but it is NoneType"),

@@ -239,15 +239,15 @@ def test_text_from_elsewhere_is_escaped_in_reports(tmp_path):
 
 def test_arrays_of_another_checkpoint_are_refused(tmp_path):
     config = toy_config("gpt")
-    with checkpoint.open_checkpoints(tmp_path, kept=2) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=2) as manager:
         for step in (1, 2):
             about = checkpoint.About(config.to_dict(), "bytes")
             checkpoint.save(manager, step, {"params": {"w": jnp.full(9, float(step))}, "step": jnp.int32(1)}, about)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
     shutil.copytree(tmp_path / "checkpoints" / "1" / "params", tmp_path / "checkpoints" / "2" / "params")
-    with checkpoint.open_read_only(checkpoint.folder_of(tmp_path)) as manager:
-        assert checkpoint.damage(manager, 1) is None
-        assert "this checkpoint can't be read: params/w" in str(checkpoint.damage(manager, 2))
+    folder = checkpoint.folder_of(tmp_path)
+    assert checkpoint.damage(folder, 1) is None
+    assert "this checkpoint can't be read: params/w" in str(checkpoint.damage(folder, 2))
 
 
 NESTED = "[" * 200_000
@@ -291,7 +291,7 @@ def test_a_stores_record_of_another_form_is_refused(change, small_store):
 def test_a_record_that_was_changed_is_refused(tmp_path):
     config = toy_config("gpt")
     save_params(tmp_path, config, {1: {"w": jnp.ones(2)}})
-    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("metadata")
+    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("data.json")
     record = json.loads(file.read_text())
     whole = {name: value for name, value in record.items() if name not in ("sha256", "checksums")}
     models = ({"kind": "nope"}, {"solver": None}, {"heads": 0}, {"dtype": "int8"}, {"training_depths": "x"})

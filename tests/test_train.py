@@ -185,8 +185,8 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     loop.train(config, tmp_path)
     assert set(curves(tmp_path)["validation/loss"]) == {3, 6, 9}
     assert set(curves(tmp_path)["dynamics/qk_radius"]) == {6, 9}
-    with checkpoint.open_to_read(tmp_path, step="best") as (_, step, _, _):
-        assert step == 9  # the one that was saved right after a validation
+    step = checkpoint.open_to_read(tmp_path, step="best").step
+    assert step == 9  # the one that was saved right after a validation
 
 
 @pytest.mark.long
@@ -218,17 +218,17 @@ def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": next(losses), "perplexity": 2.0, "bits_per_byte": 3.0})
     with pytest.raises(UserError, match="^loss: it is nan in the validation at step 4; the last good .* is step 2 "):
         loop.train(config, tmp_path)
-    with checkpoint.open_to_read(tmp_path, step="best") as (_, best, _, _):
-        assert best == checkpoint.load(tmp_path).step == 2
+    best = checkpoint.open_to_read(tmp_path, step="best").step
+    assert best == checkpoint.load(tmp_path).step == 2
 
 
 def test_a_materialized_model_is_not_trained_further(tmp_path):
     config = toy_config("gpt")
     program = Program(config, ONE_DEVICE)
     about = checkpoint.About(config.to_dict(), "bytes", materialized_from={"workdir": "run", "step": 1})
-    with checkpoint.open_checkpoints(tmp_path, kept=1) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
         checkpoint.save(manager, 1, {"params": first_state(program)["params"]}, about)
-        manager.wait_until_finished()
+        checkpoint.check(manager, wait=True)
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
 

@@ -80,7 +80,7 @@ def discretized_arrays(
     dtype: str,
     progress: Callable[[int, int], None],
     bytes_at_once: int = BYTES_AT_ONCE,
-) -> tuple[dict, Iterator[tuple[Path, np.ndarray]]]:
+) -> Iterator[tuple[Path, np.ndarray]]:
     """The parameters of `discretize`, one layer after the other, from arrays on disk.
 
     In memory are, at a time, the weights of one layer at all times, a block of its parameters, and those of its
@@ -93,7 +93,7 @@ def discretized_arrays(
         bytes_at_once: limit of a block, see `StoredArray.blocks`.
 
     Returns:
-        The tree of their shapes and types, and an iterator that makes them, with their paths.
+        An iterator that makes them, with their paths.
 
     Raises:
         UserError: if the model can't take that number of steps.
@@ -104,7 +104,7 @@ def discretized_arrays(
     layers = [_layer(model, name, stored, leaves, bytes_at_once) for name in model.field.layers()]
     times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
     others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
-    return shapes, itertools.chain(
+    return itertools.chain(
         ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
         _arrays_of_layers(layers, times, jnp.dtype(dtype), progress, bytes_at_once),
     )

@@ -18,9 +18,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped
-from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory, unforeseen
+from diffeqformer.orbax import awaited, ocp
 
 
 def define_flags() -> None:
@@ -165,8 +165,8 @@ def wait(what: str) -> None:
     notice.daemon = True
     notice.start()
     try:
-        a_week = 7 * 24 * 3600 * 1000  # in ms; a wait on the devices would time out after minutes
-        get_barrier_sync_fn()(key=what, timeout_ms=a_week)
+        a_week = 7 * 24 * 3600  # in seconds; a wait on the devices would time out after minutes
+        awaited(ocp.multihost.sync_global_processes(what, operation_id="diffeqformer", timeout=a_week))
     finally:
         notice.cancel()
 

@@ -128,8 +128,8 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     Raises:
         UserError: if the base was trained with another tokenizer.
     """
-    opened = checkpoint.open_to_read(config.base, "config.base", step_of_base(config))
-    with _reading_base(config), opened as (_, step, theirs, _):
+    with _reading_base(config):
+        _, step, theirs, _ = checkpoint.open_to_read(config.base, "config.base", step_of_base(config))
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import work_folder
+from diffeqformer.checkpoint_folder import newest, work_folder
 from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.results import title
@@ -186,7 +186,7 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     """
     config, clock, first = run.config, run.clock, int(state["step"])
     traced, tokens = traced_steps(config.profile_steps), config.batch_size * config.sequence_length
-    resumes = run.checkpoints.latest_step() is not None
+    resumes = newest(run.checkpoints) is not None
     progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths(), resumes)
     progress.config({name: get_field(config, name) for name in field_names(config)})
     dynamics = (
@@ -300,7 +300,7 @@ def save(
 def diverged(run: Run, found: str) -> str:
     """The message when the loss or the gradient is no longer finite."""
     checkpoint.check(run.checkpoints, wait=True)
-    saved = run.checkpoints.latest_step()
+    saved = newest(run.checkpoints)
     good = f"the last good checkpoint is step {saved or 0:,} in {run.folder}"
     if saved is None:
         good = "no checkpoint had been saved yet"

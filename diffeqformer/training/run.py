@@ -10,14 +10,21 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import Array, Int
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint import About
-from diffeqformer.checkpoint_folder import Damaged, check_validations, folder_of, may_pass, older, set_aside
+from diffeqformer.checkpoint_folder import (
+    Damaged,
+    check_validations,
+    folder_of,
+    may_pass,
+    newest,
+    older,
+    set_aside,
+)
 from diffeqformer.checksums import Differs
 from diffeqformer.config import check_resumable
 from diffeqformer.console.results import check_links
@@ -27,6 +34,7 @@ from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.errors import UserError
+from diffeqformer.orbax import ocp
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.training import finetune
@@ -46,7 +54,7 @@ class Run:
         folder: holds checkpoints and curves; no other run writes there.
         program: the compiled functions.
         splits: the token store's `train` and `validation`.
-        checkpoints: the manager of the run's checkpoints, and the only writer of new ones.
+        checkpoints: the run's, and the only writer of new ones.
         about: the record of the next checkpoint, except that `validation_due` and `time_spent` are the newest one's.
         clock: counts where the run's time goes.
         verified: the check of the token store, which goes on in the background; None: it isn't checked.
@@ -56,7 +64,7 @@ class Run:
     folder: epath.Path
     program: Program
     splits: dict[str, Split]
-    checkpoints: ocp.CheckpointManager
+    checkpoints: ocp.training.Checkpointer
     about: About
     clock: Stopwatch
     verified: concurrent.futures.Future | None = None
@@ -247,7 +255,7 @@ def newest_seen(run: Run) -> int | None:
     Raises:
         UserError: if processes see different ones.
     """
-    step = run.checkpoints.latest_step()
+    step = newest(run.checkpoints)
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
     return step
@@ -262,7 +270,7 @@ def at_newest(run: Run) -> Run:
     while True:
         step, saved, error = newest_seen(run), None, None
         try:
-            saved = checkpoint.read_about(run.checkpoints, step)
+            saved = checkpoint.read_about(run.checkpoints.directory, step)
         except Damaged as raised:
             error = raised
         if hosts.anywhere(error is not None):
@@ -281,7 +289,7 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
         Damaged: if it can't be read or isn't what was saved, unless `config.on_damage` takes an older one.
     """
     while True:
-        step, state, error = run.checkpoints.latest_step(), None, None
+        step, state, error = newest(run.checkpoints), None, None
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
         try:
@@ -313,7 +321,7 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
     if hosts.anywhere(not goes_back(run, step, error)):
         raise error
     if hosts.is_first():
-        moved = set_aside(run.checkpoints, step)
+        moved = set_aside(run.checkpoints.directory, step)
         print(f"{error.found}; it is now {moved}, and the one before it is taken", flush=True)
     hosts.wait("a damaged checkpoint is set aside")
     run.checkpoints.reload()
@@ -322,7 +330,7 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
 def goes_back(run: Run, step: int, error: Damaged) -> bool:
     """Whether the run may set a damaged checkpoint aside and go on from the one before it."""
     own = error.directory == run.checkpoints.directory  # and not that of frozen parameters
-    before = older(run.checkpoints, step)
+    before = older(run.checkpoints.directory, step)
     return run.config.on_damage == "older" and before is not None and own and not may_pass(error)
 
 
@@ -332,11 +340,11 @@ def set_aside_alone(run: Run, step: int, error: Damaged) -> UserError:
     The checkpoint is set aside if `goes_back` allows it, so that the same command goes on from the one before it. But
     the reason may be that another process has ended. So only damage counts that this process finds by itself.
     """
-    found = checkpoint.damage(run.checkpoints, step)
+    found = checkpoint.damage(run.checkpoints.directory, step)
     if found is None or not goes_back(run, step, found):
         return error
     try:
-        set_aside(run.checkpoints, step)
+        set_aside(run.checkpoints.directory, step)
     except UserError as failed:
         if (run.checkpoints.directory / str(step)).exists():  # else another process was faster
             return failed
@@ -361,7 +369,7 @@ def first_state(run: Run) -> dict:
 def restored_state(run: Run, step: int, shapes: dict) -> dict:
     """The state that was saved after `step` steps, together with the frozen parameters, which were saved once."""
     trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
-    state = checkpoint.restore_state(run.checkpoints, step, {**shapes, "params": trained})
+    state = checkpoint.restore_state(run.checkpoints.directory, step, {**shapes, "params": trained})
     if frozen:
         state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(run.folder, frozen, run.about.base))
     return state

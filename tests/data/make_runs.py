@@ -25,6 +25,7 @@ from diffeqformer import checkpoint  # noqa: E402
 from diffeqformer.config import base_config  # noqa: E402
 from diffeqformer.console.progress import read_curves  # noqa: E402
 from diffeqformer.errors import Stopped  # noqa: E402
+from diffeqformer.orbax import ocp  # noqa: E402
 from diffeqformer.training import loop, run  # noqa: E402
 from helpers import ONE_DEVICE, TEXTS, change, make_store, toy_config  # noqa: E402
 
@@ -54,12 +55,10 @@ def config_of(name: str):
 
 def digest(workdir) -> str:
     """Of all that the newest checkpoint holds of the state, to the last bit."""
-    items = {name: checkpoint.ocp.args.StandardRestore() for name in ("params", "optimizer")}
-    with checkpoint.open_to_read(workdir) as (manager, step, _, _):
-        state = manager.restore(step, args=checkpoint.ocp.args.Composite(**items))
-    leaves = jax.tree_util.tree_leaves_with_path({name: state[name] for name in items})
+    folder, step, _, _ = checkpoint.open_to_read(workdir)
+    state = ocp.load_checkpointables(folder / str(step), {"params": None, "optimizer": None})
     sum = hashlib.sha256()
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         sum.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
     return sum.hexdigest()
 

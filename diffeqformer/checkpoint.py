@@ -11,12 +11,10 @@ can be opened on any machine without other files. A materialized model (`diffeqf
 import contextlib
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from etils import epath
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
@@ -96,29 +94,6 @@ def save(
     with written(checkpoints):
         checkpoints.wait()  # Orbax itself would wait too late
         checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation and sealed(validation))
-
-
-def save_one_by_one(
-    workdir: epath.PathLike, step: int, arrays: Iterator[tuple[Path, np.ndarray]], about: About
-) -> None:
-    """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
-
-    They are written twice: as they are made, from where they are mapped into memory, and as Orbax stores them.
-
-    Args:
-        arrays: makes the parameters, with their paths.
-    """
-    made, found = {}, {}
-    with open_to_write(workdir, 1) as checkpoints, written(checkpoints):
-        beside = None if "://" in str(workdir) else workdir
-        with tempfile.TemporaryDirectory(prefix="parts-", dir=beside) as parts:
-            for path, array in arrays:
-                found[checksums.name_of_parameter(path)] = checksums.of_array(array)
-                array.tofile(file := f"{parts}/{'.'.join(path)}")
-                made[path] = np.asarray(np.memmap(file, array.dtype, "r", shape=array.shape))
-            about = dataclasses.replace(about, checksums=found)
-            items = {"params": traverse_util.unflatten_dict(made), "about": about.to_json()}
-            checkpoints.save_checkpointables(step, items)
 
 
 @contextlib.contextmanager

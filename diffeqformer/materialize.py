@@ -9,12 +9,15 @@ command that takes a run also takes it.
 import contextlib
 import dataclasses
 import pathlib
+import tempfile
 from collections.abc import Iterator
 
+import numpy as np
 from absl import flags, logging
 from etils import epath
+from flax import traverse_util
 
-from diffeqformer import checkpoint
+from diffeqformer import checkpoint, checksums
 from diffeqformer.checkpoint_folder import REPLACED, Step
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_links
@@ -22,7 +25,7 @@ from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import MODELS
+from diffeqformer.transformer import MODELS, Path
 
 
 def materialize(
@@ -78,8 +81,31 @@ def materialize(
         for done, array in enumerate(stored.values(), 1):
             array.verify()  # in a pass of its own: each layer reads a part of it
             checked(done, len(stored))
-        checkpoint.save_one_by_one(output, step, arrays, about)
+        save_one_by_one(output, step, arrays, about)
     return output
+
+
+def save_one_by_one(
+    workdir: epath.PathLike, step: int, arrays: Iterator[tuple[Path, np.ndarray]], about: checkpoint.About
+) -> None:
+    """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
+
+    They are written twice: as they are made, from where they are mapped into memory, and as Orbax stores them.
+
+    Args:
+        arrays: makes the parameters, with their paths.
+    """
+    made, found = {}, {}
+    with checkpoint.open_to_write(workdir, 1) as checkpoints, checkpoint.written(checkpoints):
+        beside = None if "://" in str(workdir) else workdir
+        with tempfile.TemporaryDirectory(prefix="parts-", dir=beside) as parts:
+            for path, array in arrays:
+                found[checksums.name_of_parameter(path)] = checksums.of_array(array)
+                array.tofile(file := f"{parts}/{'.'.join(path)}")
+                made[path] = np.asarray(np.memmap(file, array.dtype, "r", shape=array.shape))
+            about = dataclasses.replace(about, checksums=found)
+            items = {"params": traverse_util.unflatten_dict(made), "about": about.to_json()}
+            checkpoints.save_checkpointables(step, items)
 
 
 @contextlib.contextmanager

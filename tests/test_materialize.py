@@ -15,7 +15,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
-from diffeqformer.materialize import materialize
+from diffeqformer.materialize import materialize, save_one_by_one
 from diffeqformer.stored_arrays import StoredArray
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
@@ -116,6 +116,22 @@ def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_pa
     assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 20
 
 
+def test_arrays_saved_one_by_one_are_written_in_small_files(tmp_path, monkeypatch):
+    """What belongs into one file is in memory until it is written."""
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**14)
+    random = np.random.RandomState(0)
+    expected = {("head", name): random.randn(5, 2000).astype(np.float32) for name in "abc"}
+    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
+    save_one_by_one(tmp_path, 1, iter(expected.items()), about)
+    folder, step, about, _ = checkpoint.open_to_read(tmp_path)
+    for path, array in checkpoint.open_arrays(folder, step, about.checksums).items():
+        array.verify()
+        np.testing.assert_array_equal(array[...], expected[path])
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoints").rglob("d/*")]
+    assert sum(sizes) > 3 * 36_000 and max(sizes) < 2**15
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
 @pytest.mark.long
 def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
     """Arrays of 134 MB add less than 100 to a process's peak, which it reached with a small model."""
@@ -125,7 +141,7 @@ def test_a_layer_needs_not_be_in_memory(tmp_path, monkeypatch):
         shapes = split_model(abstract_model(config))[1]
         flat = traverse_util.flatten_dict(shapes).items()
         arrays = ((path, np.broadcast_to(np.ones((), leaf.dtype), leaf.shape)) for path, leaf in flat)
-        checkpoint.save_one_by_one(tmp_path / name, 1, arrays, checkpoint.About(config.to_dict(), "bytes"))
+        save_one_by_one(tmp_path / name, 1, arrays, checkpoint.About(config.to_dict(), "bytes"))
     done = command("materialize_process", tmp_path / "small", tmp_path / "large")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) < 100e6 < 134e6 < max(leaf.size * 4 for _, leaf in flat)

@@ -23,7 +23,6 @@ setup(
     entry_points={"console_scripts": ["diffeqformer = diffeqformer.__main__:main"]},
     install_requires=[
         *(line.partition("#")[0].strip() for line in LIGHT.splitlines() if not line.startswith("#")),
-        "huggingface_hub>=2.4",
         "importlib_resources>=6",  # needed by tensorflow-datasets, which does not declare it
         "seqio>=0.0.20",
         "tensorflow>=2.20",

@@ -13,7 +13,7 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from diffeqformer.data import builders, tasks
+from diffeqformer.data import sources, tasks
 from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.tokenizers import GPT2Tokenizer
 from hub import parquet
@@ -39,7 +39,7 @@ def corpora():
     seqio.set_tfds_data_dir_override(str(TFDS))
     config = tfds.download.DownloadConfig(manual_dir=manual, num_shards=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builders, "VALIDATION_FRACTION", 0.01)
+        patch.setattr(sources, "VALIDATION_FRACTION", 0.01)
         patch.setattr(tasks, "open_tokenizer", lambda kind: GPT2)  # where GPT-2's files come from is tested elsewhere
         tfds.builder("openwebtext", data_dir=TFDS).download_and_prepare(download_config=config)
         yield

@@ -102,7 +102,7 @@ def test_local_files_take_the_place_of_wikitext(tmp_path, monkeypatch):
     assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
     assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
     assert len(texts("openwebtext")) == 2  # a text file is a document there
-    monkeypatch.setattr("diffeqformer.data.texts.MOST_SHARDS", 2)
+    monkeypatch.setattr("diffeqformer.data.sources.MOST_SHARDS", 2)
     files["validation"] = files["validation"][:1] * 2 + files["validation"][1:]
     assert len(tasks.LocalFiles(files).list_shards("validation")) == 2
     assert [texts("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw]

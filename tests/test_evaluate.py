@@ -276,13 +276,16 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
 
 @pytest.mark.long
 def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, monkeypatch, tmp_path):
-    """In the light installation. The same for a token store, and a corpus that needs more says so."""
+    """In the light installation. The same for a token store, and a split of a corpus of the hub can be scored, too.
+
+    A corpus of the user's own needs SeqIO, and says so.
+    """
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
     opened = checkpoint.load(workdir)
     store = make_store(tmp_path / "store", {"train": [["other"]], "validation": [[d for d in DOCUMENTS if d.strip()]]})
     assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
     stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
-    options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None)
+    options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None, tfds_dir=None)
     plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], 8, 3)
     for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
         scorer = Scorer(opened.model, None, 8)
@@ -293,8 +296,19 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     evaluation = PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=normalized)
     assert evaluation.full(scorer, lambda *_: None)["bits_per_byte"] == pytest.approx(expected["bits_per_byte"] / 2)
     assert len(plain.first_windows(3)) == 3
-    with pytest.raises(UserError, match="^the corpus openwebtext needs seqio, which the light installation leaves"):
-        text_options.open_text(options, opened, "openwebtext", None, 8, 3)
+    manual = tmp_path / "downloads" / "manual" / "wikitext103" / "raw"
+    manual.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
+    options = types.SimpleNamespace(module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path))
+    evaluation = text_options.open_text(options, opened, "wikitext103_raw", None, 8, 3)
+    assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
+    options.split = "tests"
+    with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
+        text_options.open_text(options, opened, "wikitext103_raw", None, 8, 3)
+    opened.config.data.module = "my_corpora"
+    with pytest.raises(UserError, match="^the corpus mine needs seqio, which the light installation leaves"):
+        text_options.open_text(options, opened, "mine", None, 8, 3)
 
 
 def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):

@@ -1,15 +1,19 @@
 """Each corpus of the hub, from an empty folder to the scores of a trained model, by the commands that a user types.
 
 Nothing stands in for a part of the program. The hub has small data sets under their real names, in their real form.
+Where SeqIO isn't installed, the stores are the same.
 """
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from diffeqformer.data.store import open_store
+from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import GPT2Tokenizer
 from diffeqformer.data.wikitext import articles
 from flags import FAST_COMPILATION
@@ -30,6 +34,29 @@ def typed(home: pathlib.Path, address: str, name: str, *options: str) -> str:
     done = command(name, *options, environment=environment(home, address), folder=home)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def typed_without_seqio(home: pathlib.Path, address: str, name: str, *options: str) -> str:
+    """The same in processes that find neither SeqIO nor TensorFlow."""
+    home.mkdir(exist_ok=True)
+    hidden = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "without_seqio"), str(ROOT)])}
+    command = [sys.executable, "-m", f"diffeqformer.{name}", *options]
+    variables = os.environ | environment(home, address) | hidden
+    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_same(one: pathlib.Path, other: pathlib.Path) -> None:
+    """Check that two stores have the same ids, hashes, counts and origin, however many shards they have."""
+    about, stores = [read_about(folder) for folder in (one, other)], [open_store(x, "gpt2", 32) for x in (one, other)]
+    assert about[0]["origin"] == about[1]["origin"] and stores[0].keys() == stores[1].keys()
+    for split in stores[0]:
+        totals = [{key: store["splits"][split][key] for key in ("tokens", "documents", "bytes")} for store in about]
+        empty = [sum(shard["empty"] for shard in store["splits"][split]["shards"]) for store in about]
+        first, second = (store[split] for store in stores)
+        assert first.sha256 == second.sha256 and totals[0] == totals[1] and empty[0] == empty[1]
+        np.testing.assert_array_equal(first.ids(0, first.size), second.ids(0, second.size))
 
 
 def check_store(home: pathlib.Path, task: str, texts: dict[str, list[str]]) -> None:
@@ -69,6 +96,12 @@ def test_wikitext103_from_nothing(tmp_path):
     assert "\nFinished. Checkpoints and curves are in runs/wikitext103_small" in said
     for folder in (hand, home):
         check_store(folder, "wikitext103", DETOKENIZED)
+    light, store = tmp_path / "light", "token_stores/wikitext103-gpt2"
+    typed_without_seqio(light, hub.address, "prepare", "--config=wikitext103_small", TFDS)
+    check_same(light / store, home / store)
+    record = "tfds/downloads/wikitext103.downloads.json"
+    assert json.loads((light / record).read_text()) == json.loads((home / record).read_text())
+    assert not (light / "tfds/wikitext103").exists()  # TFDS' form of it
     scored = "--split=test", "--num_steps=3", "--perplexity=paper"
     typed(home, NOWHERE, "evaluate", "--workdir=runs/wikitext103_small", *scored)
     [loss] = losses(home, "runs/wikitext103_small")
@@ -90,6 +123,10 @@ def test_openwebtext_from_nothing(tmp_path, monkeypatch):
     texts["train"] = [text for row, text in enumerate(PAGES) if row not in rows]
     for folder in (hand, home):
         check_store(folder, "openwebtext", texts)
+    light, store = tmp_path / "light", "token_stores/openwebtext-gpt2"
+    typed_without_seqio(light, hub.address, "prepare", "--config=large", *SMALL, "--config.data.processes=2")
+    check_same(light / store, home / store)
+    assert len(read_about(light / store)["splits"]["train"]["shards"]) == 2
     record = json.loads((home / "tfds/downloads/openwebtext.downloads.json").read_text())
     assert len(record) == 2 and all(entry["stated_by_hub"] for entry in record.values())
     pretrain = "--config=finetune_openwebtext_to_wikitext103:pretrain"
@@ -109,13 +146,21 @@ def test_openwebtext_from_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_data_set_of_ones_own_whose_splits_are_known_once_it_is_written(tmp_path):
-    """Here raw WikiText as the hub has it: a row for each line, with the tokens that it is published with."""
+    """Here raw WikiText as the hub has it: a row for each line, with the tokens that it is published with.
+
+    Without SeqIO, the corpus of ours with that text has the same ids.
+    """
     by_hand(tmp_path, "wikitext103/raw", RAW)
     (tmp_path / "my_corpus.py").write_text(MY_CORPUS)
     mine = "--config.data.task=mine", "--config.data.module=my_corpus"
     assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", TFDS, *mine)
     texts = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
     check_store(tmp_path, "mine", {split: list(articles(text)) for split, text in texts.items()})
+    raw = "--config.data.task=wikitext103_raw"
+    typed_without_seqio(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", TFDS, raw)
+    stores = tmp_path / "token_stores"
+    own, named = (open_store(stores / f"{task}-gpt2", "gpt2", 32) for task in ("mine", "wikitext103_raw"))
+    assert {split: own[split].sha256 for split in own} == {split: named[split].sha256 for split in named}
 
 
 MY_CORPUS = """

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ import pytest
 
 import diffeqformer
 from diffeqformer.__main__ import COMMANDS
+from diffeqformer.data import CORPUS_NAMES
 from environments import (
     LIGHT,
     build_wheel,
@@ -20,6 +22,8 @@ from environments import (
     run,
 )
 from helpers import ROOT
+from hub import parquet
+from newcomer import DETOKENIZED, PAGES, RAW
 
 LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
 SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1", "--config.sample.length=8"]
@@ -65,12 +69,28 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(wheel, texts, tmp_path_factory):
-    """The folder in which the whole package has trained, and what it printed."""
+    """The Python of the whole package, the folder in which it has trained, and what it printed."""
     needs = requirements_of(wheel)
     assert {re.match(r"[\w.-]+", text)[0] for text in needs} >= LEFT_OUT
     python = make_environment(tmp_path_factory.mktemp("whole"), needs, wheel)
     folder = tmp_path_factory.mktemp("empty")
-    return folder, run(python, folder, "main", *SHORT, *texts).stdout
+    return python, folder, run(python, folder, "main", *SHORT, *texts).stdout
+
+
+@pytest.fixture(scope="module")
+def tfds(tmp_path_factory):
+    """A folder of TFDS with files of all corpora in its manual_dir."""
+    folder = tmp_path_factory.mktemp("tfds")
+    for name, texts in (
+        ("wikitext103/detokenized", DETOKENIZED),
+        ("wikitext103/raw", RAW),
+        ("openwebtext", {"": PAGES}),
+    ):
+        manual = folder / "downloads" / "manual" / name
+        manual.mkdir(parents=True)
+        for split, rows in texts.items():
+            (manual / f"{split}-0.parquet").write_bytes(parquet(rows))
+    return folder
 
 
 @pytest.mark.slow
@@ -80,19 +100,19 @@ def test_a_wheel_has_the_task_files(wheel):
 
 @pytest.mark.slow
 def test_a_wheel_trains_from_an_empty_folder(trained):
-    folder, said = trained
+    _, folder, said = trained
     assert "Preparing python_stdlib into token_stores/python_stdlib-bytes" in said and "tiny: diffeqformer, " in said
     assert sorted(path.name for path in folder.iterdir()) == ["runs", "token_stores"]
     assert (folder / "runs" / "tiny" / "checkpoints" / "3").is_dir()
 
 
 @pytest.mark.slow
-def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_path_factory):
+def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, tmp_path_factory):
     python = make_environment(tmp_path_factory.mktemp("light"), LIGHT, wheel)
     where = [python, "-c", "import diffeqformer; print(diffeqformer.__file__); import tensorflow"]
     done = subprocess.run(where, cwd="/", env=environment_variables(), capture_output=True, text=True)
     assert done.stdout.startswith(str(python.parent.parent)) and "No module named 'tensorflow'" in done.stderr
-    folder, said = trained
+    whole, folder, said = trained
     lines = run(python, folder).stdout.splitlines()
     assert lines[0].startswith("main ") and len(lines) == len(COMMANDS) + 2
 
@@ -108,9 +128,19 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_pat
     data = re.compile("^data: .*", re.MULTILINE)
     again = run(python, empty, "main", *SHORT, *texts).stdout
     assert data.findall(again) == data.findall(said)  # with the hash of all ids
+    counts = re.compile("^  (?:from|train:|validation:) .*|.* documents, .*", re.MULTILINE)  # and hashes
+    data_dir = f"--config.data.tfds_dir={tfds}", "--config.sequence_length=64", "--config.data.processes=1"
+    asked = [["prepare", "--config=tiny", f"--config.data.task={task}", *data_dir] for task in CORPUS_NAMES[1:]]
+    for arguments in (*asked, ["evaluate", workdir, "--task=wikitext103", "--split=test", f"--tfds_dir={tfds}"]):
+        told = []
+        for each in (python, whole):
+            told.append(counts.findall(run(each, folder, *arguments).stdout))
+            shutil.rmtree(folder / "token_stores")
+            (folder / "token_stores").mkdir()
+        assert told[0] == told[1] and told[0], arguments
     for arguments, sentence in [
-        (["prepare", "--config=tiny", "--config.data.task=wikitext103"], "the corpus wikitext103 needs seqio, tensor"),
-        (["evaluate", workdir, "--task=wikitext103"], "the corpus wikitext103 needs seqio, tensorflow, tensorflow_"),
+        (["prepare", "--config=tiny", "--config.data.module=mine"], "config.data.module: mine needs seqio, tensorflow"),
+        (["evaluate", workdir, "--module=mine"], "--module: mine needs seqio, tensorflow, tensorflow_datasets, tensor"),
         (["downstream", workdir], "lm_eval: lm-evaluation-harness isn't installed"),
         (["harness", "run"], "harness needs lm-evaluation-harness"),
         (["inspect", "--workdir=gs://bucket/run"], "--workdir: gs://bucket/run needs a package"),

@@ -11,7 +11,8 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from diffeqformer.data import builders
+from diffeqformer.data import builders  # noqa: F401 (registers the data sets)
+from diffeqformer.data.sources import HUB_CORPORA
 from diffeqformer.data.texts import CUTS, STDLIB_ORIGIN, StandardLibrary, uncut
 
 
@@ -102,20 +103,5 @@ add_corpus(
     STDLIB_ORIGIN,
     tokenizer="bytes",
 )
-add_corpus(
-    "wikitext103",
-    OrderedTfds("wikitext103/detokenized:1.0.0", builders.Wikitext103.SPLITS),
-    "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir",
-    cut=CUTS["wikitext103"],
-)
-add_corpus(
-    "wikitext103_raw",
-    OrderedTfds("wikitext103/raw:1.0.0", builders.Wikitext103.SPLITS),
-    "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir",
-    cut=CUTS["wikitext103_raw"],
-)
-add_corpus(
-    "openwebtext",
-    OrderedTfds("openwebtext:1.0.0", ("train", "validation")),
-    "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; 0.0005 of it is validation",
-)
+for _name, _texts in HUB_CORPORA.items():
+    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", _texts.splits), _texts.origin, cut=CUTS.get(_name, uncut))

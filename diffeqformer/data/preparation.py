@@ -173,6 +173,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
     print(f"  from {plan['origin']}", flush=True)
     todo = [(split, i, splits[split]["shards"]) for split in SPLITS for i in range(splits[split]["shards"])]
     todo = [shard for shard in todo if finished(partial, *shard[:2]) is None]
+    task["found"] = plan["found"]
     workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
     write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
     about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}

@@ -9,16 +9,16 @@ from absl import logging
 
 from diffeqformer.errors import UserError
 
-PACKAGES = ("seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text", "huggingface_hub")
+PACKAGES = ("seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text")
 
 
 def not_installed() -> list[str]:
-    """Those of the packages that corpora need that aren't installed; nothing is imported."""
+    """Those of the packages around SeqIO that aren't installed; nothing is imported."""
     return [name for name in PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
 def check_installed(what: str) -> None:
-    """Check that SeqIO, TensorFlow and what downloads corpora are installed.
+    """Check that SeqIO and what it needs are installed.
 
     Args:
         what: what needs them, for the message.

@@ -27,6 +27,7 @@ import tensorflow as tf
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
+from diffeqformer.data.sources import writing
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import LocalTexts, stored_documents, uncut
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
@@ -143,11 +144,16 @@ def fetch(task: seqio.Task) -> None:
         UserError: if it can't be downloaded or written.
     """
     if isinstance(task.source, seqio.TfdsDataSource):
-        try:
+        with writing():
             task.source.tfds_dataset.builder.download_and_prepare()
-        except OSError as error:
-            where = error.filename or "its folder"
-            raise UserError(f"config.data.tfds_dir: {where}: {error.strerror or error}") from None
+
+
+def examples(task: seqio.Task, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
+    """The examples of one of `count` shards in order: their text as UTF-8, and their ids."""
+    shard_info = seqio.ShardInfo(index, count) if count > 1 else None
+    dataset = task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
+    for example in dataset.as_numpy_iterator():
+        yield example["targets_pretokenized"], example["targets"]
 
 
 def one_sentence(error: Exception) -> str:

@@ -1,6 +1,7 @@
-"""Documents without SeqIO: those of local files, and of Python's standard library.
+"""Documents without SeqIO: those of local files, of Python's standard library, and of the hub's corpora.
 
 `diffeqformer.data.tasks` gives them to SeqIO. Where SeqIO isn't installed, they are prepared and scored as they are.
+All have the same methods: `fetch` comes first, and `found` is what another process takes from this one in its place.
 """
 
 import hashlib
@@ -15,13 +16,12 @@ import numpy as np
 
 from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.data.files import PLAIN, kind, read_texts
-from diffeqformer.data.quiet import check_installed
+from diffeqformer.data.sources import HUB_CORPORA, HubTexts, in_groups
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
-MOST_SHARDS = 256  # for a split of local files: each costs a tenth of a second, and an open file in training
 VALIDATION_PART = 50  # one in this many files of the standard library
 STDLIB_ORIGIN = f"standard library of Python {platform.python_version()}"
 
@@ -45,14 +45,17 @@ class LocalTexts:
         cut: splits the content of a text file into documents.
     """
 
+    found = None
+
     def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
         self.splits, self.files, self.cut = tuple(files), files, cut
 
+    def fetch(self) -> None:
+        """There is nothing to fetch."""
+
     def groups(self, split: str) -> list[Sequence[str]]:
         """The files of each shard."""
-        files = self.files[split]
-        count = min(len(files), MOST_SHARDS)
-        return [files[i * len(files) // count : (i + 1) * len(files) // count] for i in range(count)]
+        return in_groups(self.files[split])
 
     def sizes(self, split: str) -> list[int]:
         """The bytes of each shard's files."""
@@ -78,7 +81,10 @@ class LocalTexts:
 class StandardLibrary:
     """The `.py` files of this Python's standard library without its tests, as one shard; one document per file."""
 
-    splits, origin = ("train", "validation"), STDLIB_ORIGIN
+    splits, origin, found = ("train", "validation"), STDLIB_ORIGIN, None
+
+    def fetch(self) -> None:
+        """There is nothing to fetch."""
 
     def sizes(self, split: str) -> list[int]:
         """Unknown."""
@@ -116,17 +122,24 @@ def stdlib_files(split: str) -> list[pathlib.Path]:
     return files
 
 
-def open_texts(corpus: str, files: dict[str, Sequence[str]] | None) -> LocalTexts | StandardLibrary:
+def open_texts(
+    corpus: str, files: dict[str, Sequence[str]] | None, tfds_dir: str = ""
+) -> LocalTexts | StandardLibrary | HubTexts:
     """The documents of a corpus, or of the local files that replace it.
 
+    Args:
+        files: paths of each split, if any.
+        tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
+
     Raises:
-        UserError: if the corpus needs SeqIO and it isn't installed, or there is no such corpus.
+        UserError: if there is no such corpus.
     """
     if files:
         return LocalTexts(files, CUTS.get(corpus, uncut))
     if corpus == "python_stdlib":
         return StandardLibrary()
-    check_installed(f"the corpus {corpus}")
+    if corpus in HUB_CORPORA:
+        return HUB_CORPORA[corpus](tfds_dir)
     raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
 
 

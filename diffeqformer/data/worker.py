@@ -3,7 +3,7 @@
 Requests arrive as lines of JSON on standard input. Answers are lines of JSON on the original standard output; anything
 else that is printed goes to standard error. The first request names the task. `plan` fetches the corpus and asks for
 the list of work, and `shard` writes one shard. Shard i of n holds the documents of the i-th of the source's n files, so
-the shards don't depend on the number of processes. Without SeqIO, it does the same for texts that don't need it.
+the shards don't depend on the number of processes. Where SeqIO isn't installed, it does the same without it.
 """
 
 import hashlib
@@ -59,6 +59,8 @@ class TaskTexts:
 
         fetch(self.task)
 
+    found = None  # SeqIO finds the corpus again in each process
+
     @property
     def splits(self) -> Collection[str]:
         """The names of the splits. TFDS knows them once the corpus is fetched."""
@@ -72,25 +74,32 @@ class TaskTexts:
 
     def examples(self, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
         """The documents of one of `count` shards, as UTF-8 and as ids."""
-        import seqio
+        from diffeqformer.data.tasks import examples
 
-        shard_info = seqio.ShardInfo(index, count) if count > 1 else None
-        dataset = self.task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
-        for example in dataset.as_numpy_iterator():
-            yield example["targets_pretokenized"], example["targets"]
+        return examples(self.task, split, index, count)
 
 
 class PlainTexts:
-    """The same without SeqIO, where it isn't installed: for local files and the standard library."""
+    """The same where SeqIO isn't installed.
+
+    Raises:
+        UserError: if there is no such corpus, or it needs SeqIO.
+    """
 
     def __init__(self, request: dict, tokenizer: Tokenizer):
         if request["module"]:
             check_installed(f"config.data.module: {request['module']}")
-        self.texts, self.tokenizer = open_texts(request["task"], request["files"]), tokenizer
+        self.texts, self.tokenizer = open_texts(request["task"], request["files"], request["tfds_dir"]), tokenizer
         self.splits, self.origin = self.texts.splits, self.texts.origin
+        self.texts.found = request.get("found")
 
     def fetch(self) -> None:
-        """There is nothing to fetch."""
+        self.texts.fetch()
+
+    @property
+    def found(self) -> dict | None:
+        """What `fetch` has found, for the other processes."""
+        return self.texts.found
 
     def entry(self, split: str) -> dict:
         """The plan of a split."""
@@ -114,7 +123,7 @@ def plan(texts: TaskTexts | PlainTexts, request: dict) -> None:
         raise UserError(
             f"config.data.task: {request['task']} has no split {missing[0]}; a store needs {' and '.join(SPLITS)}"
         )
-    answer(origin=texts.origin, splits={split: texts.entry(split) for split in SPLITS})
+    answer(origin=texts.origin, found=texts.found, splits={split: texts.entry(split) for split in SPLITS})
 
 
 def write_shard(

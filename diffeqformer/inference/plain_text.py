@@ -60,14 +60,15 @@ class PlainEvaluation:
     """The text of one split, to be scored by one or more models: `diffeqformer.inference.perplexity.Evaluation`.
 
     Args:
-        corpus: name of the corpus, which must be the standard library unless there are files or a store.
+        corpus: name of the corpus.
         window: tokens of a window.
         stride: tokens between the starts of the full perplexity's windows.
         files: local files to use instead of the corpus, if any.
         stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
+        tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
 
     Raises:
-        UserError: if the corpus needs SeqIO, there is no such split, or less text in it than one window.
+        UserError: if there is no such corpus or split, it can't be fetched, or has less text than one window.
     """
 
     def __init__(
@@ -79,14 +80,16 @@ class PlainEvaluation:
         stride: int,
         files: Sequence[str] | None = None,
         stored: Split | None = None,
+        tfds_dir: str = "",
     ):
         self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
         if stored:
             self.documents = list(stored_documents(stored, tokenizer))
         else:
-            texts = open_texts(corpus, {split: files} if files else None)
+            texts = open_texts(corpus, {split: files} if files else None, tfds_dir)
             if split not in texts.splits:
                 raise UserError(f"--split: {corpus} has {', '.join(texts.splits)}, but it is '{split}'")
+            texts.fetch()
             every = (text for text in texts.documents(split) if text.strip())
             self.documents = [(text, [*tokenizer.encode(text), self.end_of_text]) for text in every]
         stream = np.array([i for _, ids in self.documents for i in ids], np.int32)

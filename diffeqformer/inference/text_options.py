@@ -7,7 +7,7 @@ from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.data import quiet
+from diffeqformer.data import CORPUS_NAMES, quiet
 from diffeqformer.data.preparation import matching_files, store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import Split, open_store, read_about, verify
@@ -94,21 +94,24 @@ def window_of(options, opened: Checkpoint) -> int:
 def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
     """The text to score, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
 
-    Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`, if that can read the text.
+    Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`.
 
     Raises:
-        UserError: if there is no such text, or less than one window.
+        UserError: if there is no such text, less than one window, or a user's corpus and SeqIO isn't installed.
     """
     stored = None if files or options.files == "" else stored_text(opened, task, options.split, options.remote)
+    data = opened.config.data
+    tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
     if quiet.not_installed():
         if options.module:
             quiet.check_installed(f"--module: {options.module}")
-        return PlainEvaluation(task, options.split, opened.tokenizer, window, stride, files, stored)
+        if data.module and not (files or stored or task in CORPUS_NAMES):
+            quiet.check_installed(f"the corpus {task}")
+        return PlainEvaluation(task, options.split, opened.tokenizer, window, stride, files, stored, tfds_dir)
     quiet.import_tensorflow()
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
-    data = opened.config.data
     if stored:
         return Evaluation(task, options.split, opened.tokenizer, window, stride, stored=stored)
     if data.module and options.module is None and not files and task not in tasks.CORPORA:
@@ -116,7 +119,6 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
             f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
             "--module=NAME"
         )
-    tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
     tasks.configure(options.module or "", tfds_dir, "--module")
     return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
 

@@ -1,0 +1,278 @@
+"""The corpora of the hub: their files, and the documents in them.
+
+`diffeqformer.data.builders` makes TFDS data sets of them. Where TFDS isn't installed, `diffeqformer.data.texts` opens
+them, and they are prepared and scored as they are. The folders are those of TFDS in both cases.
+"""
+
+import contextlib
+import io
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from diffeqformer.data import files, wikitext
+from diffeqformer.errors import UserError
+
+OPENWEBTEXT_DOCUMENTS = 8_013_769
+VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
+MOST_SHARDS = 256  # of a split: each costs a tenth of a second, and an open file in training
+
+
+def in_groups(paths: Sequence[str]) -> list[Sequence[str]]:
+    """The files of each shard: one, or some consecutive ones if there are very many."""
+    count = min(len(paths), MOST_SHARDS)
+    return [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
+
+
+def validation_rows(count: int) -> np.ndarray:
+    """The rows of OpenWebText that make up the validation split, in order, as int64 of shape [ceil(0.0005 count)].
+
+    They are the test part of Hugging Face datasets' `train_test_split(test_size=0.0005, seed=2357, shuffle=True)`.
+    """
+    return np.random.default_rng(VALIDATION_SEED).permutation(count)[: math.ceil(VALIDATION_FRACTION * count)]
+
+
+def downloads_folder(tfds_dir: str) -> str:
+    """Where TFDS downloads to.
+
+    Args:
+        tfds_dir: `config.data.tfds_dir`; empty for TFDS' own default.
+    """
+    usual = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
+    return os.path.join(tfds_dir or os.path.expanduser(usual), "downloads")
+
+
+def _on_disk(folder: str | os.PathLike) -> pathlib.Path:
+    if "://" in os.fspath(folder):
+        raise UserError(
+            f"config.data.tfds_dir: a corpus must be written to this machine's disk first, and not to {folder}; choose "
+            "a folder here"
+        )
+    return pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Turn errors of the disk that gets a corpus into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or "its folder"
+        raise UserError(f"config.data.tfds_dir: {where}: {error.strerror or error}") from None
+
+
+def manual_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files in a folder, sorted by name; empty if there is no such folder.
+
+    Raises:
+        UserError: if the folder is empty.
+    """
+    found = sorted(path for path in folder.glob("*") if path.is_file() and not path.name.startswith("."))
+    if folder.is_dir() and not found:
+        raise UserError(f"{folder}: the folder is empty; put the files there, or remove it to download them")
+    return found
+
+
+class HubTexts:
+    """The documents of a corpus of the hub.
+
+    name: of the TFDS data set, which is also the folder of its files in manual_dir.
+    dataset, config: of the hub.
+    on_hub: the splits that it has there.
+    splits: those that we make of them.
+    origin: a description for readers; written into the token store.
+    found: JSON that says what `find` has found. Another process can take it from here.
+
+    Args:
+        tfds_dir: folder of TFDS; empty for its own default.
+    """
+
+    name: str
+    dataset: str
+    config: str | None = None
+    splits = on_hub = ("train", "validation", "test")
+    origin: str
+
+    def __init__(self, tfds_dir: str = ""):
+        self.tfds_dir, self.found = tfds_dir, None
+
+    def fetch(self) -> None:
+        """Find the files in the folders that TFDS would use.
+
+        Raises:
+            UserError: as `find`, or if the disk can't be written.
+        """
+        downloads = downloads_folder(self.tfds_dir)
+        with writing():
+            self.find(downloads, os.path.join(downloads, "manual"))
+
+    def find(self, downloads: str | os.PathLike, manual: str | os.PathLike | None) -> None:
+        """Find the files: those of `manual`, or else those of an earlier download, or else download them.
+
+        Args:
+            downloads, manual: TFDS' download_dir and manual_dir, if there is one.
+
+        Raises:
+            UserError: if they can't be downloaded, or don't make up the corpus.
+            OSError: if the folder of downloads can't be written.
+        """
+        if paths := manual_files(_on_disk(manual) / self.name) if manual else []:
+            print(f"{self.name}: reading {len(paths)} files of {paths[0].parent}")
+            by_split = self.parted(paths)
+        else:
+            from diffeqformer.data import hub
+
+            name, folder = self.name.partition("/")[0], _on_disk(downloads)
+            by_split = hub.downloaded(folder, name, self.dataset, self.on_hub)
+            by_split = by_split or hub.download(folder, name, self.dataset, self.config, self.on_hub)
+        self.found = {"files": {split: [str(path) for path in paths] for split, paths in by_split.items()}}
+
+    def parted(self, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+        """The files of manual_dir by split, by the beginnings of their names.
+
+        Raises:
+            UserError: if a split has none.
+        """
+        found = {split: [] for split in self.on_hub}
+        for path in paths:
+            for split in found:
+                if path.name.removeprefix("wiki.").startswith(split[:5]):  # `valid` is short for validation
+                    found[split].append(path)
+        for split in found:
+            if not found[split]:
+                raise UserError(f"{paths[0].parent}: no file of split '{split}'; put one there: {split}.parquet, ...")
+        return found
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard."""
+        return in_groups(self.found["files"][split])
+
+    def shards(self, split: str) -> int:
+        """The number of shards."""
+        return len(self.groups(split))
+
+    def sizes(self, split: str) -> list[int]:
+        """The bytes of each shard's files."""
+        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all.
+
+        Raises:
+            UserError: if a file can't be read.
+        """
+        return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
+
+    def texts(self, path: str) -> Iterator[str]:
+        """The documents of a file."""
+        raise NotImplementedError
+
+
+class DetokenizedWikitext(HubTexts):
+    """WikiText-103 as prose. The hub's rows are used unchanged. Whether each is one article couldn't be checked."""
+
+    name, dataset = "wikitext103/detokenized", "dlwh/wikitext_103_detokenized"
+    origin = "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir"
+
+    def texts(self, path: str) -> Iterator[str]:
+        """The articles of a file."""
+        if files.kind(path) in files.PLAIN:
+            return map(wikitext.detokenize, wikitext.articles_of_lines(files.read_lines(path)))
+        return files.read_texts(path)
+
+
+class RawWikitext(HubTexts):
+    """WikiText-103 as tokens, one article per document. A file may end within an article, so a split is one shard."""
+
+    name, dataset, config = "wikitext103/raw", "Salesforce/wikitext", "wikitext-103-raw-v1"
+    origin = "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir"
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """All files, as one shard."""
+        return [self.found["files"][split]]
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """As in the other corpora."""
+        paths = itertools.chain(*self.groups(split)[index::count])
+        return wikitext.articles_of_lines(itertools.chain.from_iterable(map(self.texts, paths)))
+
+    def texts(self, path: str) -> Iterator[str]:
+        """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
+        if files.kind(path) in files.PLAIN:
+            yield from files.read_lines(path)
+        else:
+            for row in files.read_texts(path):
+                yield from io.StringIO(row if row.endswith("\n") else row + "\n", newline="\n")
+
+
+class OpenWebText(HubTexts):
+    """OpenWebText: `train` in the order of the source's rows, `validation` in the order of `validation_rows`.
+
+    The split is the published one if the hub's rows are still in their original order, which couldn't be checked. Their
+    number, 8,013,769, is checked, and a difference is printed. `validation` is one shard, because it needs all files.
+    """
+
+    name, dataset = "openwebtext", "Skylion007/openwebtext"
+    splits, on_hub = ("train", "validation"), ("train",)
+    origin = (
+        "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; "
+        f"{VALIDATION_FRACTION} of it is validation"
+    )
+
+    def find(self, downloads: str | os.PathLike, manual: str | os.PathLike | None) -> None:
+        """As in the other corpora. Then count the rows of each file."""
+        super().find(downloads, manual)
+        counts = [files.count_texts(path) for path in self.found["files"]["train"]]
+        self.found["counts"] = dict(zip(self.found["files"]["train"], counts))
+        if sum(counts) != OPENWEBTEXT_DOCUMENTS:
+            print(
+                f"{self.name}: {sum(counts):,} documents instead of {OPENWEBTEXT_DOCUMENTS:,},"
+                " so the validation split isn't the published one"
+            )
+
+    def parted(self, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+        """All files are of the split that the hub has."""
+        return {"train": paths}
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard."""
+        paths = self.found["files"]["train"]
+        return in_groups(paths) if split == "train" else [paths]
+
+    def sizes(self, split: str) -> list[int]:
+        """The bytes of each shard's files; unknown for validation, which takes little of them."""
+        return super().sizes(split) if split == "train" else []
+
+    def number(self, split: str) -> int:
+        """The number of documents."""
+        count = sum(self.found["counts"].values())
+        rows = len(validation_rows(count))
+        return rows if split == "validation" else count - rows
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """As in the other corpora."""
+        counts = self.found["counts"]
+        starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
+        rows = validation_rows(sum(counts.values()))
+        paths = itertools.chain(*self.groups(split)[index::count])
+        if split == "validation":
+            texts = {}
+            for path in paths:
+                here = rows[(rows >= starts[path]) & (rows < starts[path] + counts[path])] - starts[path]
+                found = files.pick_texts(path, here.tolist())
+                texts |= {starts[path] + row: text for row, text in found.items()}
+            yield from (texts[row] for row in rows.tolist())
+        else:
+            left_out = set(rows.tolist())
+            for path in paths:
+                for row, text in enumerate(files.read_texts(path), starts[path]):
+                    if row not in left_out:
+                        yield text
+
+
+HUB_CORPORA = {"wikitext103": DetokenizedWikitext, "wikitext103_raw": RawWikitext, "openwebtext": OpenWebText}
+"""The class of each corpus."""

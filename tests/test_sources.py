@@ -1,0 +1,282 @@
+"""The hub's corpora without TensorFlow: which files are taken, what is recorded, and their documents in order.
+
+A small server plays the hub.
+"""
+
+import errno
+import functools
+import hashlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from diffeqformer.data import hub as downloads
+from diffeqformer.data import sources
+from diffeqformer.data.texts import open_texts
+from diffeqformer.data.wikitext import articles
+from diffeqformer.errors import UserError
+from hub import CONVERTED, Hub, parquet
+from newcomer import DETOKENIZED, PAGES, RAW, fill
+
+WIKITEXT, OPENWEBTEXT = "Salesforce/wikitext", "Skylion007/openwebtext"
+LAST = "plain_text/train/0001.parquet"  # of OpenWebText's files
+
+
+@functools.cache
+def server() -> Hub:
+    return Hub()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub with all three data sets, OpenWebText only as converted by the hub."""
+    fill(server())
+    server().stated.clear()
+    template = f"{server().address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server().address)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return server()
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """No hub, and nothing may ask for one."""
+    monkeypatch.setattr(downloads, "HfApi", None)
+
+
+def fetched(corpus: str, folder) -> sources.HubTexts:
+    texts = open_texts(corpus, None, str(folder))
+    texts.fetch()
+    return texts
+
+
+def record(folder, name: str = "openwebtext") -> dict:
+    return json.loads((folder / "downloads" / f"{name}.downloads.json").read_text())
+
+
+def by_hand(folder, name: str, **files: bytes):
+    """Put files into manual_dir; `a__parquet` is a.parquet."""
+    manual = folder / "downloads" / "manual" / name
+    manual.mkdir(parents=True)
+    for file, content in files.items():
+        (manual / file.replace("__", ".")).write_bytes(content)
+    return manual
+
+
+def test_validation_rows_are_those_of_hugging_face():
+    """Computed with datasets 5.2.0: Dataset.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]."""
+    assert sources.validation_rows(2000).tolist() == [79]
+    assert sources.validation_rows(2001).tolist() == [79, 1706]
+    assert sources.validation_rows(4001).tolist() == [1788, 151, 2470]
+    assert sources.validation_rows(10_000).tolist() == [8290, 1229, 4733, 8519, 1700]
+    rows = sources.validation_rows(sources.OPENWEBTEXT_DOCUMENTS)
+    assert (
+        rows.dtype == np.int64
+        and len(rows) == 4007
+        and rows[:5].tolist() == [4327249, 4286500, 2184614, 4793011, 1709068]
+    )
+    digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+    assert digest == "df00c240445075043bc15359133182a5a0d4e241fbff007f3664c958a9e4997e"
+
+
+def test_openwebtext_is_a_shard_for_each_file_without_the_rows_of_validation(tmp_path, nowhere, monkeypatch):
+    """All shards give all rows, in their order; another process takes what this one has found."""
+    parts = [PAGES[:900], PAGES[900:901], PAGES[901:]]
+    by_hand(tmp_path, "openwebtext", **{f"{i}__parquet": parquet(part) for i, part in enumerate(parts)})
+    found = fetched("openwebtext", tmp_path).found
+    texts = open_texts("openwebtext", None, "")
+    texts.found = json.loads(json.dumps(found))
+    rows = sources.validation_rows(len(PAGES)).tolist()
+    assert list(texts.documents("validation")) == [PAGES[row] for row in rows] and rows != sorted(rows)
+    expected = [page for row, page in enumerate(PAGES) if row not in rows]
+    for count in (3, 2):
+        monkeypatch.setattr(sources, "MOST_SHARDS", count)
+        shards = [list(texts.documents("train", index, count)) for index in range(texts.shards("train"))]
+        assert len(shards) == count and list(itertools.chain(*shards)) == expected
+    assert texts.shards("validation") == 1 and len(expected) == texts.number("train")
+
+
+def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere):
+    """So a split is one shard. WikiText's own files, detokenized, are a shard each."""
+    text = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
+    half = len(RAW["train"]) // 2 + 3
+    files = {f"{split}__parquet": parquet(rows) for split, rows in RAW.items() if split != "train"}
+    files |= {"train-0__parquet": parquet(RAW["train"][:half]), "train-1__parquet": parquet(RAW["train"][half:])}
+    by_hand(tmp_path, "wikitext103/raw", **files)
+    raw = fetched("wikitext103_raw", tmp_path)
+    assert list(raw.documents("train")) == list(articles(text["train"])) and raw.shards("train") == 1
+    own = {f"wiki__{split[:5]}__tokens": content.encode() for split, content in text.items()}
+    by_hand(tmp_path, "wikitext103/detokenized", **own, train2__jsonl=b'{"text": "As it @-@ is"}')
+    prose = fetched("wikitext103", tmp_path)
+    assert [len(list(prose.documents("train", i, 2))) for i in (0, 1)] == [1, 20] and prose.shards("train") == 2
+    assert "1,905" in list(prose.documents("train"))[1] and "1 @,@ 905" in next(raw.documents("train"))
+    assert next(prose.documents("train")) == "As it @-@ is"
+
+
+def test_missing_manual_files_are_refused(tmp_path, nowhere):
+    folder = by_hand(tmp_path, "wikitext103/raw")
+    with pytest.raises(UserError, match="raw: the folder is empty"):
+        fetched("wikitext103_raw", tmp_path)
+    (folder / "train.txt").write_text("\n")
+    with pytest.raises(UserError, match="raw: no file of split 'validation'; put one there"):
+        fetched("wikitext103_raw", tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["TFDS_DATA_DIR", "HOME"])
+def test_the_folder_is_that_of_tfds(tmp_path, variable, monkeypatch, nowhere):
+    monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    by_hand(tmp_path / ("tensorflow_datasets" * (variable == "HOME")), "openwebtext", a__parquet=parquet(PAGES))
+    assert len(fetched("openwebtext", "").found["files"]["train"]) == 1
+
+
+def test_wikitext_from_the_repository(hub, tmp_path):
+    """Both forms share a record."""
+    hub.datasets[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
+    texts = fetched("wikitext103_raw", tmp_path)
+    assert list(texts.documents("test")) == list(articles("".join(row or "\n" for row in RAW["test"])))
+    assert list(fetched("wikitext103", tmp_path).documents("test")) == DETOKENIZED["test"]
+    found = record(tmp_path, "wikitext103")
+    assert len(found) == 6 and all(entry["stated_by_hub"] for entry in found.values())
+
+
+def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
+    hub.stated[LAST] = None
+    texts = fetched("openwebtext", tmp_path)
+    assert list(texts.documents("validation")) == [PAGES[row] for row in sources.validation_rows(len(PAGES))]
+    content = hub.datasets[OPENWEBTEXT][CONVERTED][LAST]
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert record(tmp_path)[f"hf://datasets/{OPENWEBTEXT}@{CONVERTED}/{LAST}"] == {
+        "bytes": len(content),
+        "sha256": sha256,
+        "stated_by_hub": False,
+        "commit": hub.commit(OPENWEBTEXT, CONVERTED),
+    }
+    said = capsys.readouterr().out
+    assert f"SHA-256 {sha256}, none stated by the hub" in said and len(record(tmp_path)) == 2
+    assert "2,500 documents instead of 8,013,769, so the validation split isn't the published" in said
+
+
+def test_a_file_that_is_not_the_stated_one_is_refused(hub, tmp_path):
+    hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
+    with pytest.raises(UserError, match="test-.*parquet: SHA-256 .* but the hub states 0000"):
+        fetched("wikitext103_raw", tmp_path)
+
+
+def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, tmp_path, monkeypatch):
+    """What an earlier one had in addition is left out. A file of other content isn't whole."""
+    files = hub.datasets[OPENWEBTEXT][CONVERTED]
+    fetched("openwebtext", tmp_path)
+    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
+    del files[LAST]  # the hub has cut the data set anew
+    files["plain_text/train/0000-more.parquet"] = parquet(PAGES[1500:])
+    again = fetched("openwebtext", tmp_path)
+    assert len(record(tmp_path)) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, "HfApi", None)
+        without = fetched("openwebtext", tmp_path)
+    assert without.found == again.found and len(again.found["files"]["train"]) == 2
+    files[LAST] = b""
+    (tmp_path / "downloads" / OPENWEBTEXT / "plain_text/train/0000.parquet").write_bytes(parquet(["other"]))
+    hub.datasets.clear()
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404; try again later"):
+        fetched("openwebtext", tmp_path)
+
+
+def test_a_file_that_is_not_the_recorded_one_is_refused(hub, tmp_path):
+    fetched("openwebtext", tmp_path)
+    place = tmp_path / "downloads" / "openwebtext.downloads.json"
+    before = place.read_text()
+    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
+    fetched("openwebtext", tmp_path)  # the same again: nothing to say
+    assert place.read_text() == before
+    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
+    hub.datasets[OPENWEBTEXT][CONVERTED][LAST] = parquet(PAGES[1501:])
+    with pytest.raises(UserError, match=r"0001\.parquet: SHA-256 .*openwebtext\.downloads\.json records "):
+        fetched("openwebtext", tmp_path)
+    assert place.read_text() == before
+    place.write_text("{")
+    with pytest.raises(UserError, match=r"openwebtext\.downloads\.json: this record can't be read"):
+        fetched("openwebtext", tmp_path)
+
+
+def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
+    files = hub.datasets[OPENWEBTEXT][CONVERTED]
+    hub.datasets[OPENWEBTEXT][CONVERTED] = {**files, LAST: None}  # the hub lists it, and can't give it
+    with pytest.raises(UserError, match="^Skylion007/openwebtext: the hub answered 404; try again later"):
+        fetched("openwebtext", tmp_path)
+    [kept] = (tmp_path / "downloads").rglob("0000.parquet")
+    written = kept.stat().st_mtime_ns
+    hub.datasets[OPENWEBTEXT][CONVERTED] = files
+    assert fetched("openwebtext", tmp_path).number("validation") == 2 and kept.stat().st_mtime_ns == written
+
+
+FOLDERS = {"a/train-0.parquet": b"", "b/train-0.parquet": b""}
+
+
+@pytest.mark.parametrize(
+    "branch, files, sentence",
+    [
+        (CONVERTED, {"x/partial-train/0.parquet": b""}, "converted only a part of split 'train'"),
+        (CONVERTED, {"x/test/0.parquet": b""}, "the hub has no Parquet files of it"),
+        (CONVERTED, {"x/train/0.parquet": b"", "y/train/0.parquet": b""}, "'train' is in several folders"),
+        (CONVERTED, None, "the hub has no Parquet files of it"),
+        ("main", None, "the hub answered 404"),
+        ("main", FOLDERS, r"split 'train' is in several folders of the hub, \['a', 'b'\]"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, files, sentence):
+    hub.datasets[OPENWEBTEXT][branch] = files
+    if files is None:
+        del hub.datasets[OPENWEBTEXT][branch]
+    if not hub.datasets[OPENWEBTEXT].get("main"):
+        del hub.datasets[OPENWEBTEXT]
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}") as error:
+        fetched("openwebtext", tmp_path)
+    assert "\n" not in str(error.value) and "manual_dir" in str(error.value)
+
+
+def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):
+    del hub.datasets[WIKITEXT]["main"]["wikitext-103-raw-v1/test-00000-of-00001.parquet"]
+    sentence = f"^{WIKITEXT}: the hub has no Parquet files of split 'test'; put them into manual_"
+    with pytest.raises(UserError, match=sentence):
+        fetched("wikitext103_raw", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (RuntimeError("Task error: CAS\nmore"), "the hub can't be reached, RuntimeError: Task error: CAS; try again"),
+        (OSError("Consistency check failed\nmore"), "the hub can't be reached, OSError: Consistency check failed; try"),
+        (OSError(errno.ENOSPC, "No space left", "0.parquet"), "config.data.tfds_dir: 0.parquet: No space left$"),
+    ],
+)
+def test_a_download_that_breaks_off_is_one_sentence(hub, monkeypatch, tmp_path, error, sentence):
+    """It names the hub, or the disk."""
+
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(downloads, "snapshot_download", broken)
+    with pytest.raises(UserError, match=f"^({OPENWEBTEXT}: )?{sentence}"):
+        fetched("openwebtext", tmp_path)
+
+
+def test_corpora_are_not_downloaded_to_a_url():
+    sentence = "^config.data.tfds_dir: .* this machine's disk first, and not to gs://bucket/d"
+    with pytest.raises(UserError, match=sentence):
+        fetched("openwebtext", "gs://bucket/d")
+
+
+def test_a_missing_network_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    said = f"^{OPENWEBTEXT}: the hub can't be reached, .*; try again later, .* manual_dir"
+    with pytest.raises(UserError, match=said):
+        fetched("openwebtext", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)  # HF_HUB_OFFLINE=1
+    with pytest.raises(UserError, match=said):
+        fetched("openwebtext", tmp_path)

@@ -307,6 +307,21 @@ def test_a_worker_holds_the_lock(tmp_path, monkeypatch):
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_only_the_first_worker_looks_for_the_corpus(tmp_path, monkeypatch):
+    """The others are told which files it has found, so that nothing is downloaded or counted twice."""
+    splits = {split: {"shards": 2, "documents": None, "file_sizes": []} for split in ("train", "validation")}
+    plan = {"origin": "", "splits": splits, "found": {"files": {"train": ["a.parquet"]}}}
+    told, data = [], toy_config(data__task="openwebtext", data__processes=3).data
+    for name in ("write_shards", "account_of", "finish"):
+        monkeypatch.setattr(preparation, name, lambda *_: None)
+    (tmp_path / "partial").mkdir()
+    preparation._prepare(
+        data, TOKENIZER, None, tmp_path / "store", tmp_path / "partial",
+        lambda task: told.append(task.get("found")) or mock.Mock(plan=lambda: plan),
+    )  # fmt: skip
+    assert told == [None, plan["found"], plan["found"]]
+
+
 def test_a_worker_takes_its_task_before_it_imports_anything_slow():
     """So that all workers get theirs at once; and it ends without a word if there is none."""
     for begun in ("", '{"task": "python_st'):

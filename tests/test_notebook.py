@@ -3,12 +3,14 @@
 import importlib.metadata
 import importlib.util
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 
 import nbformat
 import pytest
+import setuptools
 from nbclient import NotebookClient
 from packaging.requirements import Requirement
 
@@ -32,7 +34,10 @@ def test_a_wheel_or_a_repository_is_installed(source, tmp_path, monkeypatch):
     (tmp_path / "diffeqformer-1-any.whl").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    ran, [cell] = [], [cell for cell in opened_notebook().cells if "REPOSITORY =" in cell.source]
+    asked, ran, [cell] = [], [], [cell for cell in opened_notebook().cells if "REPOSITORY =" in cell.source]
+    monkeypatch.setattr(setuptools, "setup", lambda *, install_requires, **_: asked.extend(install_requires))
+    runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*asked, "pytest; extra == 'dev'"])
     monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: getattr(sys.modules.get(name), "__version__", "1"))
     exec(cell.source.replace('SOURCE = ""', f'SOURCE = "{source}"'), {})

@@ -1,4 +1,4 @@
-"""Runs that an earlier version of the code left half-trained are opened and resumed (tests/data/make_runs.py)."""
+"""Runs that other versions of the code or of JAX left half-trained are opened and go on (tests/data/make_runs.py)."""
 
 import json
 import pathlib
@@ -16,14 +16,19 @@ from helpers import TEXTS, make_store
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "data"))
 from make_runs import HERE, KINDS, SAVED, STEPS, config_of, digest  # noqa: E402
 
+RUNS = [("runs", name) for name in KINDS]
+RUNS += [(archive, name) for archive in ("runs-jax-0.10", "runs-jax-0.12") for name in ("diffeqformer", "lora")]
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> pathlib.Path:
-    """The folder in which the runs were made, without the copies that were trained to the end."""
-    folder = tmp_path_factory.mktemp("runs")
-    with tarfile.open(HERE / "runs.tar.xz") as tar:
-        tar.extractall(folder, filter="data")
-    make_store(folder / "stores" / "python_stdlib-bytes", {"train": [TEXTS], "validation": [TEXTS[:9]]})
+def unpacked(tmp_path_factory) -> pathlib.Path:
+    """A folder with the contents of every archive, and the token store of its runs."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    for archive in {archive for archive, _ in RUNS}:
+        with tarfile.open(HERE / f"{archive}.tar.xz") as tar:
+            tar.extractall(folder / archive, filter="data")
+        store = folder / archive / "stores" / "python_stdlib-bytes"
+        make_store(store, {"train": [TEXTS], "validation": [TEXTS[:9]]})
     return folder
 
 
@@ -36,18 +41,19 @@ def check_curves(name, expected) -> dict[str, dict[int, float]]:
     return curves
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("archive, name", RUNS)
 def test_an_old_run_is_read_to_the_last_bit_and_goes_on_as_it_would_have_then(
-    name, runs, monkeypatch, one_device_loop, capsys
+    archive, name, unpacked, monkeypatch, one_device_loop, capsys
 ):
-    monkeypatch.chdir(runs)
+    monkeypatch.chdir(unpacked / archive)
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # as on the machine on which they were made
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     expected = json.loads(pathlib.Path("expected.json").read_text())[name]
     assert digest(name) == expected["saved"]
     assert max(check_curves(name, expected)["train/loss"]) == SAVED
     loop.train(config_of(name), name)
-    assert re.search(rf"goodput: train steps took [\d.]+% of the [\d:]+ since step {SAVED}; ", capsys.readouterr().out)
+    since = f" since step {SAVED}" if archive == "runs" else ""  # the older version recorded no time
+    assert re.search(rf"goodput: train steps took [\d.]+% of the [\d:]+{since}; ", capsys.readouterr().out)
     curves = check_curves(name, expected)
     assert {str(step) for step in curves["train/loss"]} == set(expected["train"])
     assert {str(step) for step in curves["validation/loss"]} == set(expected["validation"])

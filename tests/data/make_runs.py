@@ -1,8 +1,13 @@
-"""Make runs.tar.xz: half-trained runs of every kind of model, which later versions of the code must open and resume.
+"""Make half-trained runs, which later versions of the code and of JAX must open and resume.
 
-    python tests/data/make_runs.py
+    python tests/data/make_runs.py runs-jax-0.12.tar.xz diffeqformer alternative lora
 
-Made on 2026-11-22 with the code of commit 1455846. Make them again only for a change that is meant to break old runs.
+- runs.tar.xz: of every kind of model, made on 2026-11-22 with the code of commit 1455846, jax 0.10.2 and version 0 of
+  Orbax's interface
+- runs-jax-0.10.tar.xz, runs-jax-0.12.tar.xz: of some, made on 2026-11-27 with jax 0.10.2 and 0.12.0.1, on Python 3.11
+  and 3.13, and version 1 of that interface
+
+Make them again only for a change that is meant to break old runs.
 """
 
 import contextlib
@@ -29,7 +34,7 @@ from diffeqformer.orbax import ocp  # noqa: E402
 from diffeqformer.training import loop, run  # noqa: E402
 from helpers import ONE_DEVICE, TEXTS, change, make_store, toy_config  # noqa: E402
 
-SHAPE = dict(  # as small as it gets: seven runs in 300 kB
+SHAPE = dict(  # as small as it gets: a run in 40 kB
     width=2, heads=1, mlp=8, num_steps=2, max_length=16, time_embed_dim=2, sinusoidal_dim=2, dropout=0.1
 )
 FIELDS = {"diffeqformer": "llama", "llama": "llama"}  # of the others: gpt
@@ -63,16 +68,16 @@ def digest(workdir) -> str:
     return sum.hexdigest()
 
 
-def main() -> None:
+def main(archive: str, *names: str) -> None:
     run.make_mesh = lambda *_: ONE_DEVICE
-    target, expected, calls = HERE / "runs.tar.xz", {}, []
+    target, expected, calls = HERE / archive, {}, []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         make_store(pathlib.Path("stores/python_stdlib-bytes"), {"train": [TEXTS], "validation": [TEXTS[:9]]})
         now = loop.hosts.Notice.now
-        for name in KINDS:
+        for name in names:
             calls.clear()
-            loop.hosts.Notice.now = lambda notice: calls.append(notice) or len(calls) == SAVED
+            loop.hosts.Notice.now = lambda notice, _: calls.append(notice) or len(calls) == SAVED
             with contextlib.suppress(Stopped):
                 loop.train(config_of(name), name)
             shutil.copytree(name, f"{name}-whole")
@@ -88,10 +93,10 @@ def main() -> None:
             }
         pathlib.Path("expected.json").write_text(json.dumps(expected, indent=1))
         with tarfile.open(target, "w:xz", preset=9) as tar:
-            for name in (*KINDS, "expected.json"):
+            for name in (*names, "expected.json"):
                 tar.add(name)
     print(f"{target}: {target.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -168,13 +168,18 @@ def bytes_of_loops(program: Program, num_steps: int) -> Loops:
     traced = program.train_step.trace(program.state_shapes, tokens, num_steps).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)
     found = [scan for scan in scans(traced) if scan.params["length"] == steps]
-    written = {scan: size(scan.outvars[scan.params["num_carry"] :]) for scan in found}
+    written = {scan: size(stacked(scan.outvars, scan.params["jaxpr"].out_avals)) for scan in found}
     # Parts of the loss can be as many as steps, but write less.
     forward, backward = (
         max((scan for scan in found if scan.params["reverse"] == reverse), key=written.get) for reverse in (False, True)
     )
-    read = size(forward.invars[forward.params["num_consts"] + forward.params["num_carry"] :])
+    read = size(stacked(forward.invars, forward.params["jaxpr"].in_avals))
     return Loops(read, written[forward], written[backward])
+
+
+def stacked(variables: list, in_a_step: list) -> list:
+    """The arrays with a row for each step of a scan. What steps share or hand on has the same shape inside."""
+    return [outside for outside, inside in zip(variables, in_a_step) if outside.aval.shape != inside.shape]
 
 
 def size(variables: list) -> int:

@@ -38,7 +38,7 @@ def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
     "jax, flax, fits",
     [
         ("0.10.2", "0.12.8", True),
-        ("0.11.2", "0.12.12", True),
+        ("0.12.0.1", "0.12.12", True),
         ("0.11.0.dev1", "0.12.9", False),
         ("0.10.2", "0.12.12", True),
     ],

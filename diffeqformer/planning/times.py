@@ -128,12 +128,27 @@ def transfer_seconds(line: str, chip: Tpu, slice_size: int) -> float:
     payload = max(arrays) if phase else sum(arrays)
     if kind == "collective-permute":
         return payload / chip.link_rate
-    group = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    devices = [int(device) for device in group[1].split(",")] if group else list(range(slice_size))
-    if kind == "reduce-scatter" and not group:
-        raise ValueError(f"the devices of this reduce-scatter can't be read: {line.strip()}")
-    payload *= {"reduce-scatter": len(devices), "all-reduce": 2}.get(kind, 1)
-    return payload * (1 - 1 / len(devices)) / chip.link_rate
+    devices = group_size(line, slice_size)
+    payload *= {"reduce-scatter": devices, "all-reduce": 2}.get(kind, 1)
+    return payload * (1 - 1 / devices) / chip.link_rate
+
+
+def group_size(line: str, slice_size: int) -> int:
+    """How many devices take part in a collective together: {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}.
+
+    A part of an axis has its size last: {'b':(1)2}.
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(counted[1])
+    if of_mesh := re.search(r"replica_groups=mesh\[([^]]*)\][^{]* \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"(\w+)'?=(\d+)", of_mesh[1]))
+        axes = re.findall(r"(\w+)'?(?::\(\d+\)(\d+))?(?:,|$)", of_mesh[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if " reduce-scatter" in line or re.search(r"replica_groups=(?!\{\})", line):
+        raise ValueError(f"the devices of this collective can't be read: {line.strip()}")
+    return slice_size
 
 
 class Network:

@@ -11,6 +11,7 @@ from diffeqformer.planning.hlo import Module, name_of
 from diffeqformer.planning.times import COLLECTIVE, cause_of
 
 SMALL = 2**16  # bytes of values that don't matter
+TEMPORARY = r"^allocation \d+: size (\d+)(?:, page \d+)?, preallocated-temp:"  # in the main memory, which has no color
 CAUSES = {"generator": "weights and their gradient", "loss": "logits and the loss", "update": "update"}
 
 
@@ -31,7 +32,7 @@ def temporaries_by_cause(module: Module, buffers: str, ranges: str) -> dict[str,
 
 def size_of_temporaries(buffers: str) -> int:
     """The bytes of the part of the main memory that all temporary values share."""
-    return sum(map(int, re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", buffers, re.M)))
+    return sum(map(int, re.findall(TEMPORARY, buffers, re.M)))
 
 
 def memory_cause(module: Module, line: str, body: str) -> str:
@@ -60,8 +61,8 @@ def moved_cause(sources: tuple[str, ...]) -> str:
 
 def values(buffers: str) -> dict[str, tuple[int, int]]:
     """The offset and the size of every temporary value in the main memory, by its name."""
-    heap = re.search(r"^allocation \d+: size \d+, preallocated-temp:\n((?: value: .*\n)*)", buffers, re.M)
-    found = re.findall(r"value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", heap[1] if heap else "")
+    heap = re.search(TEMPORARY + r"\n((?: value: .*\n)*)", buffers, re.M)
+    found = re.findall(r"value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", heap[2] if heap else "")
     return {name: (int(offset), int(size)) for name, size, offset in found if int(size) >= SMALL}
 
 

@@ -26,6 +26,7 @@ from diffeqformer.checkpoint_folder import (
     Damaged,
     NoCheckpoint,
     Step,
+    begin_save,
     chosen_step,
     folder_of,
     older,
@@ -68,7 +69,8 @@ def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints")
         yield checkpoints
     except Exception as error:
         if jax.process_count() == 1 or isinstance(error, Stopped):
-            checkpoints.close()
+            with contextlib.suppress(Exception):  # which would hide this one
+                checkpoints.close()
         raise
     checkpoints.close()
 
@@ -92,8 +94,7 @@ def save(
     if rest:
         items["optimizer"] = rest
     with written(checkpoints):
-        checkpoints.wait()  # Orbax itself would wait too late
-        checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation and sealed(validation))
+        begin_save(checkpoints, step, items, validation and sealed(validation))
 
 
 @contextlib.contextmanager
@@ -136,8 +137,10 @@ def read_about(folder: epath.Path, step: int) -> About:
 def _read_json(folder: epath.Path, step: int) -> dict:
     """What Orbax saved as `about`, without waiting for other processes, as Orbax would."""
     about = folder / str(step) / "about"
-    earlier = about / "metadata"  # of version 0 of Orbax's interface
-    return from_json((earlier if earlier.exists() else about / "data.json").read_text())
+    try:
+        return from_json((about / "data.json").read_text())
+    except FileNotFoundError:
+        return from_json((about / "metadata").read_text())  # of version 0 of Orbax's interface
 
 
 def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
@@ -293,7 +296,8 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
     with open_to_write(workdir, 1, "frozen") as checkpoints, written(checkpoints):
         record = sealed({**base, "checksums": checksums.of_tree({"params": params})})
-        checkpoints.save_checkpointables(0, {"params": params, "about": record})
+        begin_save(checkpoints, 0, {"params": params, "about": record})
+        checkpoints.wait()
 
 
 def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[str, str] | None, str]:
@@ -356,7 +360,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
         placed = shardings(divide_copies(model, mesh), partition_specs(model))
     trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
     replaced = "start again, with the newest checkpoint"  # a running training removes old ones
-    with readable(folder, step, "" if step == steps_of(folder)[-1] else replaced):
+    with readable(folder, step, "" if step == max(steps_of(folder), default=step) else replaced):
         target = jax.tree.map(_placed, trained, _saved_tree(folder, step, "params"), select(placed, model.trains))
         parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
         check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Literal
 
@@ -93,6 +94,22 @@ def open_checkpoints(folder: epath.Path, kept: int) -> ocp.training.Checkpointer
         )
 
 
+def begin_save(checkpoints: ocp.training.Checkpointer, step: int, items: dict, validation: dict | None = None) -> None:
+    """Start saving in the background, after the save before it has ended. `checkpoints.wait()` raises its errors.
+
+    What is saved may be donated as soon as this returns.
+    """
+    checkpoints.wait()  # Orbax itself would wait too late
+    saving = checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation)
+    threading.Thread(target=_end, args=(saving,), daemon=True).start()
+
+
+def _end(saving) -> None:
+    """Let a save's own thread and event loop end, which Orbax would keep."""
+    with contextlib.suppress(Exception):
+        saving.result()
+
+
 def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
     """The training step of the newest complete checkpoint; None if there is none."""
     return checkpoints.latest.step if checkpoints.latest else None
@@ -174,18 +191,24 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # from the file system, TensorStore or a file's content
-        if out_of_memory(error):
-            raise
-        if isinstance(error, KeyError) and error.__cause__:  # Orbax hides what went wrong behind one of its own
-            error = error.__cause__
-        if not remedy:
-            before = older(folder, step)
-            remedy = "restore its files, as there is none before it"
-            if before is not None:
-                remedy = f"restore its files, or take the one before it with --step={before}, and in training with "
-                remedy += "--config.on_damage=older"
+        while isinstance(error, (KeyError, ocp.errors.InvalidLayoutError)) and error.__cause__:
+            error = error.__cause__  # Orbax hides what went wrong, even an interrupt, behind errors of its own
+        if out_of_memory(error) or not isinstance(error, Exception):
+            raise error from None
+        remedy = remedy or _remedy(folder, step)
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
+
+
+def _remedy(folder: epath.Path, step: int) -> str:
+    try:
+        before = older(folder, step)
+    except UserError:
+        return "restore its files"
+    if before is None:
+        return "restore its files, as there is none before it"
+    other = f"take the one before it with --step={before}, and in training with --config.on_damage=older"
+    return f"restore its files, or {other}"
 
 
 def validation_of(folder: epath.Path, step: int) -> dict | None:

@@ -70,16 +70,16 @@ def read_run(folder: str) -> Validated:
     Raises:
         UserError: if it has no checkpoint or no validation yet, or can't be read.
     """
-    checkpoints, step, about, config = checkpoint.open_to_read(folder)
-    shapes = checkpoint.saved_arrays(checkpoints, step, REPLACED)
+    opened = checkpoint.open_to_read(folder)
+    shapes = checkpoint.saved_arrays(opened.folder, opened.step, REPLACED)
     curves = read_curves(folder)
     if not curves.get(METRIC):
         raise UserError(f"{folder}: there is no validation here yet")
     return Validated(
         folder,
-        config,
-        about.data_sha256,
-        about.validation_sha256,
+        opened.config,
+        opened.about.data_sha256,
+        opened.about.validation_sha256,
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
         curves[METRIC],
         max(curves.get("train/tokens_per_second", {}).values(), default=None),

@@ -18,11 +18,11 @@ from etils import epath
 from flax import traverse_util
 
 from diffeqformer import checkpoint, checksums
-from diffeqformer.checkpoint_folder import REPLACED, Step
+from diffeqformer.checkpoint_folder import REPLACED, Step, begin_save
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_links
 from diffeqformer.console.terminal import show_progress
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, reason_of
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import MODELS, Path
@@ -90,22 +90,48 @@ def save_one_by_one(
 ) -> None:
     """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
 
-    They are written twice: as they are made, from where they are mapped into memory, and as Orbax stores them.
+    They are written twice: as they are made, to files that are then mapped into memory, and as Orbax stores them.
 
     Args:
         arrays: makes the parameters, with their paths.
+
+    Raises:
+        UserError: if they can't be written.
     """
     made, found = {}, {}
     with checkpoint.open_to_write(workdir, 1) as checkpoints, checkpoint.written(checkpoints):
-        beside = None if "://" in str(workdir) else workdir
+        beside = None if "://" in str(workdir) else checkpoints.directory
         with tempfile.TemporaryDirectory(prefix="parts-", dir=beside) as parts:
             for path, array in arrays:
                 found[checksums.name_of_parameter(path)] = checksums.of_array(array)
-                array.tofile(file := f"{parts}/{'.'.join(path)}")
-                made[path] = np.asarray(np.memmap(file, array.dtype, "r", shape=array.shape))
+                made[path] = mapped(f"{parts}/{'.'.join(path)}", array)
             about = dataclasses.replace(about, checksums=found)
-            items = {"params": traverse_util.unflatten_dict(made), "about": about.to_json()}
-            checkpoints.save_checkpointables(step, items)
+            try:
+                begin_save(checkpoints, step, {"params": traverse_util.unflatten_dict(made), "about": about.to_json()})
+                checkpoints.wait()
+            except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
+                with contextlib.suppress(Exception):
+                    checkpoints.cancel()
+                    checkpoints.wait()
+                raise
+
+
+def mapped(path: str, array: np.ndarray) -> np.ndarray:
+    """An array as a new file that is mapped into memory.
+
+    Raises:
+        UserError: if the file can't be written.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return np.asarray(np.memmap(path, array.dtype, "r", shape=array.shape))
+    except OSError as error:
+        folder = path.rpartition("/")[0]
+        raise UserError(
+            f"{folder}: the arrays can't be kept here until they are saved: {reason_of(error)}; make room, or, if the "
+            "output is on gs://, set TMPDIR to another folder"
+        ) from error
 
 
 @contextlib.contextmanager

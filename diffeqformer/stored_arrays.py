@@ -158,6 +158,7 @@ def context() -> ocp.Context:
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     context.array.saving.ocdbt_target_data_file_size = CHUNK_BYTES  # so much is kept in memory until it is written
     context.memory.deepcopy_host_arrays = False  # nobody changes them
+    context.asynchronous.timeout_secs = 24 * 3600  # a large model on a slow disk
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="about")
     return context

@@ -144,6 +144,8 @@ def run(tmp_path_factory):
     params = drawn(config.model)[1]
     params["depth"]["layers"]["qkv"]["constant"] += 0.3
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_to_write(workdir, kept=1) as manager:
-        checkpoint.save(manager, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about)
+    with checkpoint.open_to_write(workdir, kept=1) as checkpoints:
+        checkpoint.save(
+            checkpoints, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about
+        )
     return workdir

@@ -161,9 +161,9 @@ def tokens_of(step: int, config) -> np.ndarray:
 def save_params(workdir: pathlib.Path, config, params_by_step: dict[int, dict], **about) -> None:
     """Write checkpoints of some parameters. `about` changes what they say of themselves."""
     about = {"config": config.to_dict(), "tokenizer": "bytes", "data_sha256": "hash", **about}
-    with checkpoint.open_to_write(workdir, kept=9) as manager:
+    with checkpoint.open_to_write(workdir, kept=9) as checkpoints:
         for step, params in params_by_step.items():
-            checkpoint.save(manager, step, {"params": params}, checkpoint.About(**about))
+            checkpoint.save(checkpoints, step, {"params": params}, checkpoint.About(**about))
 
 
 def first_state(program: Program) -> dict:

@@ -2,9 +2,12 @@
 
 import dataclasses
 import os
+import pathlib
+import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,23 +23,23 @@ def test_a_save_in_the_background_is_untouched_by_later_steps_and_by_readers(tmp
     config = toy_config(checkpoints_kept=9, model__vocab_multiple=16)
     program, state, _ = run_steps(config, make_mesh((1, 2, 1), jax.devices()[:2]), 2)
     about, saved = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash"), {}
-    with checkpoint.open_to_write(tmp_path, kept=9) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=9) as checkpoints:
         for step in range(2, 5):
             saved[step] = jax.tree.map(lambda leaf: np.array(leaf), state)
-            checkpoint.save(manager, step, state, about)
+            checkpoint.save(checkpoints, step, state, about)
             state, _ = program.train_step(state, tokens_of(step, config))  # donates what is being saved
-        checkpoint.check(manager, wait=True)
+        checkpoint.check(checkpoints, wait=True)
         unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
         unfinished.mkdir()
         assert checkpoint.load(tmp_path).step == 4 and unfinished.exists()  # opened beside the run
         for step, expected in saved.items():
             jax.tree.map(
                 np.testing.assert_array_equal,
-                checkpoint.restore_state(manager.directory, step, program.state_shapes),
+                checkpoint.restore_state(checkpoints.directory, step, program.state_shapes),
                 expected,
             )
             recorded = checksums.of_tree(expected)
-            assert checkpoint.read_about(manager.directory, step) == dataclasses.replace(about, checksums=recorded)
+            assert checkpoint.read_about(checkpoints.directory, step) == dataclasses.replace(about, checksums=recorded)
     with pytest.raises(UserError, match="there is no checkpoint here"):
         checkpoint.load(tmp_path / "absent")
 
@@ -49,16 +52,29 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
     def fails(*_):
         raise OSError("no space left")
 
-    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, items, about)
-        checkpoint.check(manager, wait=True)
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        checkpoint.save(checkpoints, 1, items, about)
+        checkpoint.check(checkpoints, wait=True)
         monkeypatch.setattr(os, "rename", fails)
-        checkpoint.save(manager, 2, items, about)
-        while manager.is_saving_in_progress():
+        checkpoint.save(checkpoints, 2, items, about)
+        while checkpoints.is_saving_in_progress():
             time.sleep(0.01)
         with pytest.raises(UserError, match="can't be written: no space left; earlier ones are untouched"):
-            checkpoint.check(manager)
+            checkpoint.check(checkpoints)
     assert (tmp_path / "checkpoints" / "1" / "params").is_dir()
+
+
+def test_saves_leave_no_threads_and_no_open_files(tmp_path):
+    about, seen = checkpoint.About(toy_config("gpt").to_dict(), "bytes"), []
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        for step in range(1, 7):
+            before = set(threading.enumerate())
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}}, about)
+            checkpoint.check(checkpoints, wait=True)
+            for thread in set(threading.enumerate()) - before:
+                thread.join(10)
+            seen.append((len(threading.enumerate()), len(list(pathlib.Path("/proc/self/fd").iterdir()))))
+    assert seen[-1] == seen[2]
 
 
 def test_work_folders_can_be_in_a_bucket_and_what_goes_wrong_there_is_said():
@@ -83,7 +99,7 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
         tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
     config = toy_config(data__tokenizer=kind, data__tokenizer_file="absent", model__vocab_size=tokenizer.vocab_size)
     about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save())
-    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": drawn(config.model)[1]}, about)
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        checkpoint.save(checkpoints, 1, {"params": drawn(config.model)[1]}, about)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.fast
 def save(folder, losses: dict[int, float | None], kept: int) -> None:
     """Save a checkpoint at each of the steps, some with a validation."""
     about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
-    with checkpoint.open_to_write(folder, kept) as manager:
+    with checkpoint.open_to_write(folder, kept) as checkpoints:
         for step, loss in losses.items():
             validation = None if loss is None else {"loss": loss}
-            checkpoint.save(manager, step, {"params": {"w": jnp.full(2, step)}}, about, validation)
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.full(2, step)}}, about, validation)
 
 
 def names(folder) -> set[str]:

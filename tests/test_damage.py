@@ -16,7 +16,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer import checkpoint, checksums
+from diffeqformer import checkpoint, checkpoint_folder, checksums
 from diffeqformer.checkpoint_folder import newest
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
@@ -75,8 +75,8 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
     config = toy_config()
     state = {"params": drawn(config.model)[1], "step": jnp.int32(7)}
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_to_write(tmp_path / "run", kept=1) as manager:
-        checkpoint.save(manager, 7, state, about, {"loss": 1.25})
+    with checkpoint.open_to_write(tmp_path / "run", kept=1) as checkpoints:
+        checkpoint.save(checkpoints, 7, state, about, {"loss": 1.25})
     shapes = jax.eval_shape(lambda: state)
     shapes = jax.tree.map(lambda x: x.update(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), shapes)
     folder = checkpoint.folder_of(tmp_path / "run")
@@ -170,37 +170,60 @@ def run_with(**attributes) -> Run:
 def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
     config = toy_config("gpt", on_damage="older")
     about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    with checkpoint.open_to_write(tmp_path, kept=3) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
         for step in (1, 2):
-            checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
-        checkpoint.check(manager, wait=True)
-        run = run_with(config=config, checkpoints=manager)
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}}, about)
+        checkpoint.check(checkpoints, wait=True)
+        run = run_with(config=config, checkpoints=checkpoints)
         for error, passes in (
             (OSError(24, "Too many open files"), True),
             (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), True),
             (FileNotFoundError("gone"), False),
             (ValueError("Error decompressing"), False),
         ):
-            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(manager.directory, 2):
+            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(checkpoints.directory, 2):
                 raise error
             if passes:
                 with pytest.raises(checkpoint.Damaged):
                     go_back(run, 2, found.value)
-                assert newest(manager) == 2
+                assert newest(checkpoints) == 2
         frozen = checkpoint.Damaged("frozen/0: damaged; restore it", epath.Path(tmp_path / "frozen"), 0)
         with pytest.raises(checkpoint.Damaged, match="frozen/0"):  # which every checkpoint needs
             go_back(run, 2, frozen)
-        assert newest(manager) == 2
+        assert newest(checkpoints) == 2
         go_back(run, 2, found.value)
-        assert newest(manager) == 1 and (tmp_path / "damaged" / "2").is_dir()
+        assert newest(checkpoints) == 1 and (tmp_path / "damaged" / "2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "error, damaged",
+    [
+        (KeyboardInterrupt(), False),
+        (MemoryError(), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (OSError(5, "Input/output error"), True),
+    ],
+)
+def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, damaged, tmp_path, monkeypatch):
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
+        checkpoint.save(checkpoints, 1, {"params": {"w": jnp.ones(2)}, "step": jnp.int32(1)}, about)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(checkpoint.ocp.handlers.PyTreeHandler, "_background_load", fail)
+    with pytest.raises(checkpoint.Damaged if damaged else type(error)) as found:
+        checkpoint.restore_state(checkpoints.directory, 1, {"params": {"w": None}, "step": None})
+    assert not damaged or checkpoint_folder.may_pass(found.value)
 
 
 def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):
-    with checkpoint.open_to_write(tmp_path, kept=2) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=2) as checkpoints:
         for step in (1, 2):
             about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
-            checkpoint.save(manager, step, {"params": {"w": jnp.ones(2)}}, about)
-            checkpoint.check(manager, wait=True)
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}}, about)
+            checkpoint.check(checkpoints, wait=True)
     records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
     with pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
@@ -220,14 +243,16 @@ def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
         "optimizer": (jnp.ones(5000), {"m": jnp.ones(3)}),
         "step": jnp.int32(7),
     }
-    with checkpoint.open_to_write(tmp_path, kept=3) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
         for step in (6, 7):
-            checkpoint.save(manager, step, state, checkpoint.About(config.to_dict(), "bytes"))
+            checkpoint.save(checkpoints, step, state, checkpoint.About(config.to_dict(), "bytes"))
     for item, file_of in (("params", "w"), ("optimizer", "m")):
-        with checkpoint.open_to_write(tmp_path, kept=3) as manager:
-            run = run_with(config=config, checkpoints=manager, folder=epath.Path(tmp_path))
-            lost = checkpoint.Damaged("7: Gloo AllGather failed: Connection reset by peer; ...", manager.directory, 7)
-            assert checkpoint.damage(manager.directory, 7) is None and set_aside_alone(run, 7, lost) is lost
+        with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
+            run = run_with(config=config, checkpoints=checkpoints, folder=epath.Path(tmp_path))
+            lost = checkpoint.Damaged(
+                "7: Gloo AllGather failed: Connection reset by peer; ...", checkpoints.directory, 7
+            )
+            assert checkpoint.damage(checkpoints.directory, 7) is None and set_aside_alone(run, 7, lost) is lost
             assert not (tmp_path / "damaged" / "7").exists()
             whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / f"whole of {file_of}")
             for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():

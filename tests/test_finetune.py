@@ -117,10 +117,10 @@ def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
     """And has to if the newest one is damaged."""
     config = toy_config()
     params, about = split_model(lively_model(**config.model))[1], checkpoint.About(config.to_dict(), "bytes", "")
-    with checkpoint.open_to_write(tmp_path, kept=9) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=9) as checkpoints:
         for step in (3, 5):
             grown = jax.tree.map(lambda leaf, step=step: step * leaf, params)
-            checkpoint.save(manager, step, {"params": grown}, about, {"loss": float(step)})
+            checkpoint.save(checkpoints, step, {"params": grown}, about, {"loss": float(step)})
     (tmp_path / "checkpoints" / "5" / "about" / "data.json").write_text("{}")
     with pytest.raises(UserError, match=r"^config.base: .*/5[^;]*; restore .* another checkpoint \(config.base_step\)"):
         finetune.inherit(new_config(tmp_path), tmp_path / "new")

@@ -100,8 +100,8 @@ def test_a_checkpoint_is_restored_on_another_device(there, here, tmp_path):
     programs = [program_on(device, "diffeqformer") for device in (there, here)]
     state, _ = programs[0].train_step(first_state(programs[0]), tokens_of(0, programs[0].config))
     about = checkpoint.About(programs[0].config.to_dict(), "bytes")
-    with checkpoint.open_to_write(tmp_path, 1) as manager:
-        checkpoint.save(manager, 1, state, about)
+    with checkpoint.open_to_write(tmp_path, 1) as checkpoints:
+        checkpoint.save(checkpoints, 1, state, about)
     folder, step, _, _ = checkpoint.open_to_read(tmp_path)
     restored = checkpoint.restore_state(folder, step, programs[1].state_shapes)
     assert {device for leaf in jax.tree.leaves(restored) for device in leaf.devices()} == {here}

@@ -1,5 +1,6 @@
 """Weights sampled once and written as a separate model."""
 
+import os
 from unittest import mock
 
 import jax
@@ -155,8 +156,16 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.ocp.training.Checkpointer, "save_checkpointables", fails)
+        patch.setattr(os, "rename", fails)
         with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
+            materialize(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp.training.Checkpointer, "wait", mock.Mock(side_effect=[None, KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            materialize(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", fails)
+        with pytest.raises(UserError, match="parts-.*: the arrays can't be kept here until .*: no space left; make ro"):
             materialize(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(StoredArray, "__getitem__", mock.Mock(side_effect=UserError("can't be read")))

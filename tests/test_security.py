@@ -239,10 +239,10 @@ def test_text_from_elsewhere_is_escaped_in_reports(tmp_path):
 
 def test_arrays_of_another_checkpoint_are_refused(tmp_path):
     config = toy_config("gpt")
-    with checkpoint.open_to_write(tmp_path, kept=2) as manager:
+    with checkpoint.open_to_write(tmp_path, kept=2) as checkpoints:
         for step in (1, 2):
             about = checkpoint.About(config.to_dict(), "bytes")
-            checkpoint.save(manager, step, {"params": {"w": jnp.full(9, float(step))}, "step": jnp.int32(1)}, about)
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.full(9, float(step))}, "step": jnp.int32(1)}, about)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
     shutil.copytree(tmp_path / "checkpoints" / "1" / "params", tmp_path / "checkpoints" / "2" / "params")
     folder = checkpoint.folder_of(tmp_path)

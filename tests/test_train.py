@@ -226,9 +226,9 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
     config = toy_config("gpt")
     program = Program(config, ONE_DEVICE)
     about = checkpoint.About(config.to_dict(), "bytes", materialized_from={"workdir": "run", "step": 1})
-    with checkpoint.open_to_write(tmp_path, kept=1) as manager:
-        checkpoint.save(manager, 1, {"params": first_state(program)["params"]}, about)
-        checkpoint.check(manager, wait=True)
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        checkpoint.save(checkpoints, 1, {"params": first_state(program)["params"]}, about)
+        checkpoint.check(checkpoints, wait=True)
         with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
             run.read_saved(config, tmp_path, about)
 

@@ -329,9 +329,13 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
 
 def goes_back(run: Run, step: int, error: Damaged) -> bool:
     """Whether the run may set a damaged checkpoint aside and go on from the one before it."""
-    own = error.directory == run.checkpoints.directory  # and not that of frozen parameters
-    before = older(run.checkpoints.directory, step)
-    return run.config.on_damage == "older" and before is not None and own and not may_pass(error)
+    folder = run.checkpoints.directory
+    if run.config.on_damage != "older" or error.directory != folder or may_pass(error):  # not of frozen parameters
+        return False
+    try:
+        return older(folder, step) is not None
+    except UserError:  # the folder can't be read
+        return False
 
 
 def set_aside_alone(run: Run, step: int, error: Damaged) -> UserError:

@@ -220,6 +220,8 @@ allocation 10: size 700000, color 1, preallocated-temp:
 """
     buffers = buffers.replace(", preallocated", f"{page}, preallocated")
     assert size_of_temporaries(buffers) == 500_000
+    with pytest.raises(ValueError, match="the compiler's allocations can't be read"):
+        size_of_temporaries(buffers.replace(" size", " bytes"))
     found = temporaries_by_cause(Module(TEXT), buffers, ranges)
     assert found == {"others": 80_000, "states and activations": 370_000}
 

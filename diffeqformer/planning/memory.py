@@ -31,8 +31,15 @@ def temporaries_by_cause(module: Module, buffers: str, ranges: str) -> dict[str,
 
 
 def size_of_temporaries(buffers: str) -> int:
-    """The bytes of the part of the main memory that all temporary values share."""
-    return sum(map(int, re.findall(TEMPORARY, buffers, re.M)))
+    """The bytes of the part of the main memory that all temporary values share.
+
+    Raises:
+        ValueError: if another compiler writes them in another way.
+    """
+    found = re.findall(TEMPORARY, buffers, re.M)
+    if not found and "preallocated-temp" in buffers:
+        raise ValueError("the compiler's allocations can't be read; plan with the libtpu of constraints.txt")
+    return sum(map(int, found))
 
 
 def memory_cause(module: Module, line: str, body: str) -> str:

@@ -37,7 +37,7 @@ def size_of_temporaries(buffers: str) -> int:
         ValueError: if another compiler writes them in another way.
     """
     found = re.findall(TEMPORARY, buffers, re.M)
-    if not found and "preallocated-temp" in buffers:
+    if not found and re.search("^(?!.* color ).*preallocated-temp", buffers, re.M):
         raise ValueError("the compiler's allocations can't be read; plan with the libtpu of constraints.txt")
     return sum(map(int, found))
 

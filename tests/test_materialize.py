@@ -155,12 +155,20 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
     def fails(*_, **__):
         raise OSError("no space left")
 
+    wait, waits = checkpoint.ocp.training.Checkpointer.wait, []
+
+    def interrupted(self):  # the first time after the save has begun
+        waits.append(self)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        wait(self)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fails)
         with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
             materialize(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.ocp.training.Checkpointer, "wait", mock.Mock(side_effect=[None, KeyboardInterrupt]))
+        patch.setattr(checkpoint.ocp.training.Checkpointer, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             materialize(tmp_path / "run")
     with monkeypatch.context() as patch:

@@ -111,7 +111,6 @@ def save_one_by_one(
                 checkpoints.wait()
             except BaseException:  # an interrupt, too: nothing may go on writing when the folder is removed
                 with contextlib.suppress(Exception):
-                    checkpoints.cancel()
                     checkpoints.wait()
                 raise
 

@@ -112,7 +112,8 @@ def _end(saving) -> None:
 
 def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
     """The training step of the newest complete checkpoint; None if there is none."""
-    return checkpoints.latest.step if checkpoints.latest else None
+    latest = checkpoints.latest
+    return latest.step if latest else None
 
 
 @contextlib.contextmanager

@@ -168,8 +168,8 @@ class HubTexts:
         return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
 
     def texts(self, path: str) -> Iterator[str]:
-        """The documents of a file."""
-        raise NotImplementedError
+        """The documents of a file, by default its rows."""
+        return files.read_texts(path)
 
 
 class DetokenizedWikitext(HubTexts):
@@ -182,7 +182,7 @@ class DetokenizedWikitext(HubTexts):
         """The articles of a file."""
         if files.kind(path) in files.PLAIN:
             return map(wikitext.detokenize, wikitext.articles_of_lines(files.read_lines(path)))
-        return files.read_texts(path)
+        return super().texts(path)
 
 
 class RawWikitext(HubTexts):
@@ -198,9 +198,9 @@ class RawWikitext(HubTexts):
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """As in the other corpora."""
         paths = itertools.chain(*self.groups(split)[index::count])
-        return wikitext.articles_of_lines(itertools.chain.from_iterable(map(self.texts, paths)))
+        return wikitext.articles_of_lines(itertools.chain.from_iterable(map(self.lines, paths)))
 
-    def texts(self, path: str) -> Iterator[str]:
+    def lines(self, path: str) -> Iterator[str]:
         """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
         if files.kind(path) in files.PLAIN:
             yield from files.read_lines(path)
@@ -269,7 +269,7 @@ class OpenWebText(HubTexts):
         else:
             left_out = set(rows.tolist())
             for path in paths:
-                for row, text in enumerate(files.read_texts(path), starts[path]):
+                for row, text in enumerate(self.texts(path), starts[path]):
                     if row not in left_out:
                         yield text
 

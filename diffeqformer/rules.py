@@ -325,7 +325,11 @@ IGNORED = [
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),
-    Ignored("kernels mesh.generator", lambda c: c.base, "a run from a base generates no weights"),
+    Ignored(
+        "kernels mesh.generator",
+        lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
+        "layers and adapters generate no weights",
+    ),
     Ignored(
         "model.generator_start kernels",
         lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,

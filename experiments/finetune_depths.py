@@ -106,7 +106,8 @@ def run(
         depth = depth or DEPTHS[base.model][0]
         options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
         workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
-        options = ["--config=configs/tiny.py", *options]
+        kind = "" if base.model == "gpt" else ":discretized"
+        options = [f"--config=configs/tiny.py{kind}", *options]
     options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
     options += [*texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
     train(workdir, options, cores)

@@ -39,11 +39,11 @@ def save_base(workdir, config, step=3) -> Transformer:
     return model
 
 
-def new_config(base, **changes):
+def new_config(base, kind="diffeqformer", **changes):
     """A short run that starts from `base`, whose shape differs from its own."""
-    config = base_config("new", "diffeqformer")
+    config = base_config("new", kind)
     config.update(base=str(base), steps=4, batch_size=8, sequence_length=16, log_every=1, eval_every=4)
-    config.model.update(dtype="float32", dropout=0.1, num_steps=6)
+    config.model.update(dtype="float32", dropout=0.1)
     config.data.update(task="python_stdlib", tokenizer="bytes")
     config.sample.update(prompt="def ", length=16)
     return change(config, **changes)
@@ -71,6 +71,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
     for num_steps, rank, shape in runs:
         mesh = make_mesh(shape) if shape else ONE_DEVICE
         config = new_config(tmp_path / "base", model__num_steps=num_steps, model__lora_rank=rank)
+        config.model.kind = "discretized" if kind == "diffeqformer" and not rank else "diffeqformer"
         config = finetune.inherit(config, tmp_path / "new")
         check_config(config, mesh.size)
         program = Program(config, mesh)
@@ -85,7 +86,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
 def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
     save_base(tmp_path / "base", toy_config(model__solver="lie_trotter"))
     config = new_config(tmp_path / "base")  # which has the default, euler
-    assert finetune.inherit(config, tmp_path / "new", {"model.num_steps", "steps"}).model.solver == "lie_trotter"
+    assert finetune.inherit(config, tmp_path / "new", {"model.dropout", "steps"}).model.solver == "lie_trotter"
     with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'lie_trotter', but it is 'euler'"):
         finetune.inherit(config, tmp_path / "new", {"model.solver"})
 
@@ -94,7 +95,7 @@ def test_the_default_of_the_kind_is_not_taken_for_a_wish(tmp_path):
     save_base(tmp_path / "base", toy_config("gpt", model__solver="strang"))
     config = base_config("new", "gpt")  # whose default is lie_trotter
     config.update(base=str(tmp_path / "base"))
-    config.model.num_steps, config.data.tokenizer = 6, "bytes"
+    config.data.tokenizer = "bytes"
     assert finetune.inherit(config, tmp_path / "new").model.solver == "strang"
     config.model.kind = "foo"
     with pytest.raises(UserError, match="^config.model.kind: must be one of .* but it is 'foo'"):
@@ -152,7 +153,8 @@ def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_p
 def test_the_folder_of_the_base_itself_is_not_taken_for_the_new_runs(tmp_path):
     """Of which `plan` knows the name alone."""
     save_base(tmp_path / "base", toy_config())
-    assert finetune.inherit(new_config(tmp_path / "base"), tmp_path / "base").model.kind == "discretized"
+    config = finetune.inherit(new_config(tmp_path / "base", "discretized"), tmp_path / "base")
+    assert config.model.kind == "discretized"
 
 
 def test_a_store_is_prepared_for_a_base_that_is_elsewhere(short_stores, capsys):
@@ -163,18 +165,58 @@ def test_a_store_is_prepared_for_a_base_that_is_elsewhere(short_stores, capsys):
         prepare.run(change(config, data__processes=-1))
 
 
-@pytest.mark.parametrize("kind", ["looped", "alternative"])
-def test_a_base_may_be_named_by_its_own_kind(kind, tmp_path):
-    save_base(tmp_path / "base", toy_config(kind))
-    for name in (kind, "diffeqformer"):
-        config = change(new_config(tmp_path / "base"), model__kind=name)
-        assert finetune.inherit(config, tmp_path / "new").model.kind == "discretized"
+ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted", "model__step_features": 2}
 
 
-def test_the_file_that_trained_a_base_can_fine_tune_it(tmp_path):
+@pytest.mark.parametrize(
+    "kind, changes, shape",
+    [
+        ("diffeqformer", {**ELASTIC, "model__vocab_multiple": 16}, (4, 2, 1)),
+        ("alternative", {"model__field": "llama"}, None),
+        ("looped", {"model__solver": "strang"}, None),
+    ],
+)
+def test_a_model_with_a_hypernetwork_goes_on_as_itself(kind, changes, shape, tmp_path):
+    """Bit for bit, with a new optimizer; the config may name the kind. Other depths and times are its own wish."""
+    base = save_base(tmp_path / "base", toy_config(kind, **changes))
+    for name, own in ((kind, {}), ("diffeqformer", {"model__training_times": "jittered"})):
+        config = finetune.inherit(new_config(tmp_path / "base", name, **own), tmp_path / "new", frozenset())
+        check_config(config, 8)
+        expected = {"kind": kind, "num_steps": 6, **{field[7:]: value for field, value in {**changes, **own}.items()}}
+        assert {field: config.model[field] for field in expected} == expected
+        program = Program(config, make_mesh(shape) if shape else ONE_DEVICE)
+        state = program.init(finetune.initial_params(config, 3, program.mesh))
+        jax.tree.map(np.testing.assert_array_equal, state["params"], split_model(base)[1])
+        assert not any(leaf.any() for leaf in jax.tree.leaves(state["optimizer"]))
+    with pytest.raises(UserError, match="^config.base: must be the folder of a model of the kind gpt, but"):
+        finetune.inherit(new_config(tmp_path / "base", "gpt"), tmp_path / "new")
+    layers = finetune.inherit(new_config(tmp_path / "base", "discretized", model__num_steps=5), tmp_path / "new")
+    adapted = finetune.inherit(new_config(tmp_path / "base", kind, model__lora_rank=2), tmp_path / "new")
+    assert [config.model.kind for config in (layers, adapted)] == ["discretized"] * 2
+    assert [config.model.num_steps for config in (layers, adapted)] == [5, 12]
+
+
+def test_another_depth_has_two_ways(tmp_path):
+    """That a command line gives, even the default, or a notebook sets. A file's is none, as it serves any base."""
+    save_base(tmp_path / "base", toy_config(model__training_depths="2,4"))
+    sentence = "^config.model.num_steps: must be the base's, 6, but it is {}; for layers at other times take "
+    sentence += "--config=new:discretized, and to train .* add --config.model.training_depths={}$"
+    for steps, given in ((5, None), (12, {"model.num_steps"}), (4, {"model.num_steps"})):
+        config = new_config(tmp_path / "base", model__num_steps=steps)
+        with pytest.raises(UserError, match=sentence.format(steps, steps)):
+            finetune.inherit(config, tmp_path / "new", given)
+    for depths, given in (("5", set()), ("", {"model.training_depths"})):
+        config = new_config(tmp_path / "base", model__num_steps=5, model__training_depths=depths)
+        config = finetune.inherit(config, tmp_path / "new", {"model.num_steps", *given})
+        assert (config.model.num_steps, config.model.training_depths) == (5, depths)
+    config = finetune.inherit(new_config(tmp_path / "base", model__num_steps=5), tmp_path / "new", set())
+    assert (config.model.num_steps, config.model.training_depths) == (6, "2,4")
+
+
+def test_the_file_that_trained_a_base_can_fine_tune_its_layers(tmp_path):
     """With a solver, times and features of the step that only generated weights have."""
-    model = {"model__solver": "rk4", "model__step_features": 8, "model__training_depths": "2,4"}
-    save_base(tmp_path / "base", toy_config(**model, model__training_times="shifted"))
+    model = {"model__solver": "rk4", "model__step_features": 8, "model__training_depths": "2,4", "model__lora_rank": 2}
+    save_base(tmp_path / "base", toy_config(**{**model, "model__lora_rank": 0}, model__training_times="shifted"))
     config = finetune.inherit(new_config(tmp_path / "base", **model, model__training_times="shifted"), tmp_path / "new")
     check_config(config, 1)
     assert (config.model.kind, config.model.solver, config.model.step_features) == ("discretized", "euler", 0)
@@ -183,14 +225,15 @@ def test_the_file_that_trained_a_base_can_fine_tune_it(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores, monkeypatch, one_device_loop):
+@pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 0), ("discretized", 2)])
+def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_stores, monkeypatch, one_device_loop):
     """Bit for bit as if it had not been interrupted. With adapters, checkpoints hold only these and the embeddings."""
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
-    config = new_config(base, model__num_steps=3, model__lora_rank=rank, data__dir=str(short_stores))
+    steps = 6 if kind == "diffeqformer" else 3
+    config = new_config(base, kind, model__num_steps=steps, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]
     assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
 
@@ -203,7 +246,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(rank, tmp_path, short_stores
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
     opened = checkpoint.load(tmp_path / "parts", make_mesh((4, 2, 1)))
-    assert opened.config.model.kind == "discretized" and opened.config.model.width == 32
+    assert opened.config.model.kind == kind and opened.config.model.width == 32
     jax.tree.map(np.testing.assert_array_equal, split_model(opened.model)[1], whole)
     saved = checkpoint.saved_arrays(*checkpoint.open_to_read(tmp_path / "parts")[:2])
     trained = flatten_dict(select(whole, opened.model.trains))
@@ -247,12 +290,12 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         (
             "ours",
             {"model__kind": "gpt"},
-            "config.base: must be the folder of a model of the kind gpt, but .* discretized",
+            "config.base: must be the folder of a model of the kind gpt, but .* diffeqformer",
         ),
         (
             "gpt",
             {"model__kind": "discretized"},
-            "config.base: must be the folder of a model with generated weights, but .* the kind gpt",
+            "config.base: must be the folder of a model of generated weights, but .* the kind gpt",
         ),
         (
             "ours",

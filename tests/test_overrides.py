@@ -62,9 +62,11 @@ def test_what_a_base_has_may_be_said_again():
 
 
 @pytest.mark.parametrize("field", ["kernels", "mesh.generator"])
-def test_a_run_from_a_base_has_no_hypernetwork_to_compute_with(field):
-    with pytest.raises(UserError, match=f"^config.{field}: must be left out, because a run from a base gen"):
-        check_used(["main.py", f"--config.{field}=1"], toy_config(base="b"))
+def test_layers_and_adapters_have_no_hypernetwork_to_compute_with(field):
+    check_used(["main.py", f"--config.{field}=1"], toy_config(base="b"))
+    for config in (toy_config("discretized", base="b"), toy_config(base="b", model__lora_rank=2)):
+        with pytest.raises(UserError, match=f"^config.{field}: must be left out, because layers and adapters"):
+            check_used(["main.py", f"--config.{field}=1"], config)
 
 
 def test_a_folder_for_tensorflows_data_sets_is_refused_where_none_is_read():

@@ -123,11 +123,14 @@ def computed_again(config: ConfigDict, num_steps: int) -> float:
 
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
-    """The start of a fine-tuning run: the base's weights at the times of its grid, then its first state."""
+    """The start of a run from a base: its weights at the times of the grid, unless it goes on, then the first state."""
     base = checkpoint.load_config(config.base, finetune.step_of_base(config), "config.base")
     model = abstract_model(base)
     graph, shapes = split_model(model)
     shapes = placed(shapes, shardings(divide_copies(model, program.mesh), partition_specs(model)))
+    if finetune.goes_on(config):
+        yield planned("initial state", program.init.lower(shapes), 0)
+        return
     arguments = graph, shapes, config.model.num_steps, jnp.dtype("float32"), config.model.solver
     found = planned("weights of the base", discretized_params.lower(*arguments), size_of(shapes))
     yield found

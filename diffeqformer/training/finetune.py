@@ -1,8 +1,8 @@
-"""Start a run from the weights of another, sampled at the times of any number of steps: section 6.2 of the paper.
+"""Start a run from another's model: go on as the same kind, or as layers at the times of any number of steps.
 
-A DiffEqFormer becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'. A GPT
-is unchanged. From then on it is a run like any other. It trains all weights or, with `config.model.lora_rank`, only
-adapters and embeddings.
+A model with generated weights keeps its hypernetwork. As the kind `discretized` (section 6.2 of the paper), or with
+adapters, it becomes an ordinary transformer with weights per layer, W(t_n) at t_n = (n + 1) / L' for any L'. From then
+on it is a run like any other, with its own text, schedule and optimizer.
 """
 
 import contextlib
@@ -21,56 +21,100 @@ from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, abstract_model, split_model
 
-OWN = tuple(
-    "num_steps training_times training_depths dropout dtype state_dtype weights_dtype remat snapshots "
-    "generate_chunk".split()
-)
+OWN = tuple("dropout dtype state_dtype weights_dtype generator_precision remat snapshots generate_chunk".split())
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
-OF_GENERATED = ("solver", "step_features", "generator_precision", "training_times", "training_depths")
+OF_TRAINING = ("training_times", "training_depths")
+"""Fields that it inherits unless it sets them."""
+
+OF_GENERATED = ("solver", "step_features", "generator_precision", *OF_TRAINING)
 """Fields that `discretized_config` resets, since only generated weights can have some of their values."""
 
 
-def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] = frozenset()) -> ConfigDict:
+def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
     """The config with its base's model, taken from the run's own newest checkpoint or else from `config.base`.
 
     Args:
-        given: names of fields that a command line sets, maybe to their defaults (`diffeqformer.config.given_fields`).
+        given: names of the fields that a command line sets, maybe to their defaults
+            (`diffeqformer.config.given_fields`). None: all that aren't the default are meant.
 
     Raises:
         UserError: if there is no base, or a field that is given, or isn't the default, isn't the base's.
     """
     if not config.base:
         return config
-    for rule in (rule for rule in RULES if rule.field in ("model.kind", "base_step")):
+    for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps", "base_step")):
         check_rule(rule, config)
+    if given is None:
+        default = base_config("", config.model.kind).model.num_steps
+        given = {"model.num_steps"} if config.model.num_steps != default else set()
     try:
         ours = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
     except checkpoint.NoCheckpoint:
         ours = None
-    model = ours.model if ours and ours.base == config.base else _model_of_base(config)
+    if ours and ours.base == config.base and _suits(ours.model.kind, config):
+        return _with_model(config, ours.model, given)
+    model = _model_of_base(config)
+    _check_depth(config, model, given)
+    return _with_model(config, model, given)
+
+
+def _suits(kind: str, config: ConfigDict) -> bool:
+    """Whether a run of this config may have a model of that kind. A config that names no kind takes any.
+
+    Layers that are named, or adapters, are no model with a hypernetwork.
+    """
+    named = config.model.kind
+    if kind == "discretized" and MODELS[named].weights.generated:
+        return True  # the file that trained a model may fine-tune its layers
+    layers = named == "discretized" or config.model.lora_rank
+    return named in ("diffeqformer", kind) and not (layers and MODELS[kind].weights.generated)
+
+
+def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str]) -> ConfigDict:
+    """The config with a base's `model`, except for what is the run's own."""
     config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
     sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
-    if config.model.kind not in (model.kind, "diffeqformer") and not sampled:
-        kind = MODELS[config.model.kind]
-        discretized = kind.weights.fixed_depth and not kind.vanilla
-        needed = "a model with generated weights" if discretized else f"a model of the kind {config.model.kind}"
-        raise UserError(
-            f"config.base: must be the folder of {needed}, but {config.base} has a model of the kind {model.kind}"
-        )
     for name in default:
-        if sampled and name in OF_GENERATED and f"model.{name}" not in given:
-            config.model[name] = model[name]
-        if name in OWN or name.startswith("lora_"):
-            continue
-        theirs = model[name]
-        wanted = f"model.{name}" in given or config.model[name] != default[name]
-        if name != "kind" and wanted and config.model[name] != theirs:
-            raise UserError(
-                f"config.model.{name}: must be the base's, {theirs!r}, but it is {config.model[name]!r}; leave it out"
-            )
-        config.model[name] = theirs
+        named, ours, theirs = f"model.{name}" in given, config.model[name], model[name]
+        wanted = named or ours != default[name]
+        if name == "num_steps":
+            inherits = not named
+        elif sampled and name in OF_GENERATED and not named:
+            inherits = True
+        elif name in OWN or name.startswith("lora_"):
+            inherits = False
+        else:
+            inherits = not (name in OF_TRAINING and wanted)
+            if inherits and name != "kind" and wanted and ours != theirs:
+                raise UserError(
+                    f"config.model.{name}: must be the base's, {theirs!r}, but it is {ours!r}; leave it out"
+                )
+        if inherits:
+            config.model[name] = theirs
     return config
+
+
+def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None:
+    """Check that a base's model is for the number of steps that is given, if any.
+
+    Raises:
+        UserError: if not; it names the two ways to another one.
+    """
+    steps, weights = config.model.num_steps, MODELS[model.kind].weights
+    if "model.num_steps" not in given or steps == model.num_steps:
+        return
+    if weights.fixed_depth:
+        raise UserError(
+            f"config.model.num_steps: must be {model.num_steps}, because {config.base} holds a model of the kind "
+            f"{model.kind} with weights for {model.num_steps} steps only, but it is {steps}"
+        )
+    if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
+        raise UserError(
+            f"config.model.num_steps: must be the base's, {model.num_steps}, but it is {steps}; for layers at other "
+            f"times take --config={config.name}:discretized, and to train the hypernetwork at other depths add "
+            f"--config.model.training_depths={steps}"
+        )
 
 
 @contextlib.contextmanager
@@ -105,18 +149,22 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
         raise UserError(
             f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
         ) from None
-    kind, num_steps = base.model.kind, base.model.num_steps
-    if MODELS[kind].weights.fixed_depth and config.model.num_steps != num_steps:
-        raise UserError(
-            f"config.model.num_steps: must be {num_steps}, because {config.base} holds a model of the kind {kind} with "
-            f"weights for {num_steps} steps only, but it is {config.model.num_steps}"
-        )
     if config.data.tokenizer != base.data.tokenizer:
         raise UserError(
             f"config.data.tokenizer: must be the tokenizer of config.base, {base.data.tokenizer}, but it is "
             f"{config.data.tokenizer}"
         )
-    return discretized_config(base, num_steps, "float32").model
+    generated, kind = MODELS[base.model.kind].weights.generated, config.model.kind
+    layers = kind == "discretized" or config.model.lora_rank
+    if not (_suits(base.model.kind, config) or (layers and generated and _suits("discretized", config))):
+        needed = "generated weights" if kind == "discretized" else f"the kind {kind}"
+        raise UserError(
+            f"config.base: must be the folder of a model of {needed}, but {config.base} has a model of the kind "
+            f"{base.model.kind}"
+        )
+    if generated and not layers:
+        return base.model
+    return discretized_config(base, config.model.num_steps if generated else base.model.num_steps, "float32").model
 
 
 def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
@@ -162,7 +210,7 @@ def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
-    """The initial parameters of a run, without adapters: the base's, sampled at the times of this config.
+    """The initial parameters of a run, without adapters: the base's, or its weights at the times of this config.
 
     Args:
         config: the result of `inherit`.
@@ -171,4 +219,11 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     """
     with _reading_base(config):
         opened = checkpoint.load(config.base, mesh, step, "config.base")
+    if goes_on(config):
+        return split_model(opened.model)[1]
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]
+
+
+def goes_on(config: ConfigDict) -> bool:
+    """Whether a run from a base, with the config of `inherit`, keeps the base's hypernetwork."""
+    return MODELS[config.model.kind].weights.generated

@@ -45,7 +45,7 @@ def train(
     workdir: epath.PathLike,
     started: float | None = None,
     verify: bool = True,
-    given: Set[str] = frozenset(),
+    given: Set[str] | None = None,
 ) -> Transformer:
     """Train according to `config`, from the newest checkpoint in `workdir` if there is one, and print a sample.
 

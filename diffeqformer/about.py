@@ -19,6 +19,7 @@ class About:
         validation_due: whether this state has not been validated yet. If so, the next process does this first.
         materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
         time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
+        earlier_rates: higher peak rates that a run with the schedule `wsd` had, by the last step of each; None: none.
         checksums: of the saved arrays, by path (`diffeqformer.checksums`); None: an earlier version, or not yet saved.
     """
 
@@ -31,6 +32,7 @@ class About:
     validation_due: bool = False
     materialized_from: dict | None = None
     time_spent: dict | None = None
+    earlier_rates: dict | None = None
     checksums: dict | None = None
 
     def to_json(self) -> dict:
@@ -46,7 +48,7 @@ class About:
             ValueError: if config or tokenizer is missing, a field has another type, or its content was changed.
         """
         saved = unsealed(saved)
-        types = dict.fromkeys(("config", "base", "materialized_from", "time_spent", "checksums"), dict)
+        types = dict.fromkeys(("config", "base", "materialized_from", "time_spent", "earlier_rates", "checksums"), dict)
         types["validation_due"] = bool
         fields = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
         for name in ("config", "tokenizer", *fields):

@@ -33,6 +33,7 @@ from diffeqformer.checkpoint_folder import (
     open_checkpoints,
     readable,
     steps_of,
+    work_folder,
 )
 from diffeqformer.config import saved_config
 from diffeqformer.data.seals import from_json, sealed, unsealed
@@ -56,7 +57,9 @@ from diffeqformer.transformer import (
 
 
 @contextlib.contextmanager
-def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints") -> Iterator[ocp.training.Checkpointer]:
+def open_to_write(
+    workdir: epath.PathLike, kept: int, name: str = "checkpoints", always: int | None = None
+) -> Iterator[ocp.training.Checkpointer]:
     """The checkpoints of a work folder, for a `with` block. Saves are complete when the block ends.
 
     If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
@@ -64,7 +67,7 @@ def open_to_write(workdir: epath.PathLike, kept: int, name: str = "checkpoints")
     Raises:
         UserError: as `open_checkpoints`.
     """
-    checkpoints = open_checkpoints(folder_of(workdir, name), kept)
+    checkpoints = open_checkpoints(folder_of(workdir, name), kept, always)
     try:
         yield checkpoints
     except Exception as error:
@@ -308,6 +311,8 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[s
     """
     folder, remedy = folder_of(workdir, "frozen"), "restore the folder that the run made"
     with reachable("--workdir", workdir):
+        if work_folder(workdir).name.startswith("ended-") and not folder.exists():  # inside the run's folder
+            folder = folder.parent.parent / "frozen"
         there = (folder / "0").is_dir()
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")

@@ -74,8 +74,10 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     return folder if "://" in str(folder) else folder.absolute()
 
 
-def open_checkpoints(folder: epath.Path, kept: int) -> ocp.training.Checkpointer:
-    """The checkpoints in a folder, for writing. The newest `kept` are kept, and the one that validated best.
+def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -> ocp.training.Checkpointer:
+    """The checkpoints in a folder, for writing.
+
+    Kept are the newest `kept`, the one that validated best, and that of the step `always`.
 
     Saves run in the background. The remains of an interrupted save are removed.
 
@@ -89,7 +91,9 @@ def open_checkpoints(folder: epath.Path, kept: int) -> ocp.training.Checkpointer
         return ocp.training.Checkpointer(
             folder,
             context=stored_arrays.context(),
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(kept), best]),
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(kept), best, policies.CustomSteps([always])]
+            ),
             cleanup_tmp_directories=True,
         )
 
@@ -256,7 +260,7 @@ def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
         except Damaged as error:
             if not or_aside:
                 raise
-            moved = move_aside(folder / str(step) / "metrics", folder, f"{step}-metrics")
+            moved = move_aside(folder / str(step) / "metrics", folder.parent / "damaged", f"{step}-metrics")
             print(f"{error.found}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
 
 
@@ -269,25 +273,24 @@ def set_aside(folder: epath.Path, step: int) -> epath.Path:
     Raises:
         UserError: if it can't be moved.
     """
-    return move_aside(folder / str(step), folder, str(step))
+    return move_aside(folder / str(step), folder.parent / "damaged", str(step))
 
 
-def move_aside(path: epath.Path, folder: epath.Path, name: str) -> epath.Path:
-    """Move a folder to `damaged`, which is beside the folder of checkpoints, and return its new path.
+def move_aside(path: epath.Path, aside: epath.Path, name: str) -> epath.Path:
+    """Move a folder into another, which is made if it is missing, and return its new path.
 
     Raises:
         UserError: if it can't be moved.
     """
-    damaged = folder.parent / "damaged"
     try:
-        damaged.mkdir(parents=True, exist_ok=True)
-        if "://" in str(damaged):
-            (damaged / "about").write_text("Damaged checkpoints that were set aside.\n")  # makes the folder exist
+        aside.mkdir(parents=True, exist_ok=True)
+        if "://" in str(aside):
+            (aside / "about").write_text("Checkpoints that were set aside.\n")  # makes the folder exist
         names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-        target = next(damaged / name for name in names if not (damaged / name).exists())
+        target = next(aside / name for name in names if not (aside / name).exists())
         path.rename(target)
     except Exception as error:  # cloud clients have many exceptions of their own
-        raise UserError(f"{damaged}: {path} is damaged and can't be moved there: {reason_of(error)}") from error
+        raise UserError(f"{aside}: {path} can't be moved there: {reason_of(error)}") from error
     return target
 
 

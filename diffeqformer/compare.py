@@ -36,7 +36,7 @@ class Validated(NamedTuple):
     """What is known of one run.
 
     data_sha256, validation_sha256: of the two splits; curve: bits per byte by step; parameters: those that are trained;
-    tokens_per_second: the best of all lines.
+    tokens_per_second: the best of all lines; earlier_rates: as recorded in the checkpoint.
     """
 
     folder: str
@@ -46,10 +46,11 @@ class Validated(NamedTuple):
     parameters: int
     curve: dict[int, float]
     tokens_per_second: float | None
+    earlier_rates: dict | None
 
     def setting(self) -> dict:
         """What decides its result but for the seed."""
-        return setting(self.config, self.data_sha256, self.validation_sha256)
+        return setting(self.config, self.data_sha256, self.validation_sha256, self.earlier_rates)
 
     def end(self) -> float:
         """The last validation."""
@@ -83,6 +84,7 @@ def read_run(folder: str) -> Validated:
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
         curves[METRIC],
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
+        opened.about.earlier_rates,
     )
 
 

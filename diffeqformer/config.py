@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import os
 import re
 import textwrap
 import tokenize
@@ -104,8 +103,13 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.epsilon = 1e-8  # added to the second moment's root
     config.optimizer.moment_dtype = "float32"  # type of Adam's first moment: float32 or bfloat16
     config.optimizer.clip_norm = 1.0  # limit of the gradient's global norm; 0 disables clipping
-    config.optimizer.warmup_fraction = 0.01  # part of the steps; linear from 0
-    config.optimizer.final_fraction = 0.1  # part of the peak rate at which the cosine ends
+    # After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be
+    # given more steps, and goes on from before its decay.
+    config.optimizer.schedule = "cosine"
+    config.optimizer.warmup_fraction = 0.01  # of cosine: part of the steps
+    config.optimizer.warmup_steps = 200  # of wsd
+    config.optimizer.decay_fraction = 0.2  # of wsd: part of the steps, at their end
+    config.optimizer.final_fraction = 0.1  # part of the peak rate at which the run ends
 
     config.mesh = ConfigDict()  # number of devices on each axis; -1: the rest
     config.mesh.data = -1  # replicates the parameters, but for a hypernetwork's
@@ -366,22 +370,3 @@ OF_ONE_HOST = tuple(
     "data.processes".split()
 )
 """Fields that may differ between the processes of a run."""
-
-
-def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:
-    """Check that a run of `config` continues the one that saved `saved`.
-
-    Raises:
-        UserError: naming the fields that differ.
-    """
-    names = sorted({*field_names(config), *field_names(saved)})
-    differing = []
-    for name in names:
-        ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
-        if ours != theirs and not name.startswith(CHANGEABLE):
-            differing.append(f"config.{name} (there {theirs!r}, now {ours!r})")
-    if differing:
-        raise UserError(
-            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or "
-            "delete the folder"
-        )

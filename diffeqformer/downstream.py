@@ -242,7 +242,7 @@ class Study:
                 "window": model.max_length,
                 "shots": number,
                 "seed": config.seed,
-                "setting": setting(config, *texts),
+                "setting": setting(config, *texts, about.earlier_rates),
                 "seconds": round(time.monotonic() - start, 1),
                 "tasks": rows,
                 "documents": scores_of_documents(results, rows),

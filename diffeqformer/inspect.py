@@ -117,6 +117,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         damage: a damaged validation, for which the best isn't known; or None
         data_sha256, validation_sha256: of the two splits; the second is empty in a checkpoint of an earlier version
         base, materialized_from: where its weights come from, as recorded in the checkpoint, or None
+        earlier_rates: higher peak rates that the run had, by the last step of each, or None
         time_spent: where the run's time went until this checkpoint, in seconds by cause, or None; goodput: as shares
         tokenizer: its name, and saved_characters: the length of its data in the checkpoint
         config: every field's value by its dotted name; changed: the names of fields that differ from the default
@@ -149,6 +150,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "validation_sha256": about.validation_sha256,
         "base": about.base,
         "materialized_from": about.materialized_from,
+        "earlier_rates": about.earlier_rates,
         "time_spent": about.time_spent,
         "goodput": goodput.goodput(about.time_spent) if about.time_spent else None,
         "tokenizer": {"name": about.tokenizer, "saved_characters": len(about.tokenizer_data)},
@@ -189,6 +191,8 @@ def heading(found: dict) -> list[str]:
     for key, began in (("base", "began with the weights of"), ("materialized_from", "materialized from")):
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
+    for last, rate in (found["earlier_rates"] or {}).items():
+        lines.append(f"until step {int(last):,} the peak learning rate was {rate:g}")
     if found["time_spent"]:
         lines.append(goodput.said(found["time_spent"]))
     return lines

@@ -69,6 +69,16 @@ def _are_steps(text: str) -> bool:
     return True
 
 
+SCHEDULES = ("cosine", "wsd")
+
+
+def decay_start(config: ConfigDict) -> int | None:
+    """The step after which the learning rate of the schedule `wsd` decays; None for another schedule."""
+    if config.optimizer.schedule != "wsd":
+        return None
+    return config.steps - round(config.optimizer.decay_fraction * config.steps)
+
+
 def _one_of(field: str, names: Iterable[str]) -> Rule:
     return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names, alone=True)
 
@@ -102,8 +112,15 @@ RULES = [
         "must not be negative",
     ),
     *_every("model.dropout optimizer.beta1 optimizer.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
+    _one_of("optimizer.schedule", SCHEDULES),
+    Rule(
+        "optimizer.warmup_steps",
+        lambda v, c: v <= decay_start(c) if c.optimizer.schedule == "wsd" else True,
+        "must not be above the steps before the decay, of which config.steps ({c.steps}) and optimizer.decay_fraction "
+        "({c.optimizer.decay_fraction}) leave too few",
+    ),
     *_every(
-        "optimizer.warmup_fraction optimizer.final_fraction",
+        "optimizer.warmup_fraction optimizer.decay_fraction optimizer.final_fraction",
         lambda v: 0 <= v <= 1,
         "must be between 0 and 1",
     ),
@@ -174,7 +191,7 @@ RULES = [
         "first step of a moved grid can be much shorter than the second",
     ),
     *_every(
-        "dynamics_every model.generate_chunk model.lora_rank mesh.generator data.processes",
+        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank mesh.generator data.processes",
         lambda v: v >= 0,
         "must not be negative",
     ),
@@ -348,6 +365,12 @@ IGNORED = [
         "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
     ),
     Ignored("model.snapshots", lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
+    Ignored("optimizer.warmup_fraction", lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps"),
+    Ignored(
+        "optimizer.warmup_steps optimizer.decay_fraction",
+        lambda c: c.optimizer.schedule != "wsd",
+        "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
+    ),
     Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
 ]
 """What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model. With

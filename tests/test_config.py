@@ -8,7 +8,6 @@ import pytest
 from diffeqformer.config import (
     base_config,
     check_config,
-    check_resumable,
     check_tokenizer,
     field_names,
     get_field,
@@ -18,6 +17,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.rules import RULES
+from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model
 from helpers import CONFIGS, load_config, toy_config
@@ -110,7 +110,10 @@ WRONG = {
     "optimizer.epsilon": 0.0,
     "optimizer.moment_dtype": "float64",
     "optimizer.clip_norm": -1.0,
+    "optimizer.schedule": "linear",
     "optimizer.warmup_fraction": 1.5,
+    "optimizer.warmup_steps": -1,
+    "optimizer.decay_fraction": 1.1,
     "optimizer.final_fraction": -0.1,
     "data.task": "no_such_task",
     "data.train_files": "train.txt",

@@ -81,7 +81,7 @@ def test_the_step_computes_the_loss_with_dropout_and_its_gradient():
         _, scalars = program.train_step({**first_state(program), "step": jnp.int32(step)}, tokens)
         assert scalars["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert scalars["gradient_norm"] == pytest.approx(norm_of(gradient), rel=1e-4)
-        assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config.optimizer, 1000)(step)
+        assert scalars["learning_rate"] == optimizer.learning_rate_schedule(config)(step)
         losses.append(float(loss))
     assert len({round(loss, 4) for loss in losses}) == 3  # another mask at another step
 
@@ -122,18 +122,16 @@ def test_decay_follows_the_published_masks_or_takes_everything_or_matrices():
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
-    rate = optimizer.learning_rate_schedule(toy_config().optimizer, steps=1000)
+    rate = optimizer.learning_rate_schedule(toy_config(steps=1000))
     assert rate(0) == 0 and rate(5) == pytest.approx(3e-4) and rate(10) == pytest.approx(6e-4)
     assert rate(505) == pytest.approx(6e-4 * 0.55) and rate(1000) == pytest.approx(6e-5)
     assert max(float(rate(step)) for step in range(1000)) <= 6e-4 * (1 + 1e-6)
 
 
 def test_no_warm_up_and_all_warm_up_are_possible():
-    config = toy_config().optimizer
-    config.warmup_fraction = 0.0
-    assert optimizer.learning_rate_schedule(config, steps=1)(0) == pytest.approx(6e-4)
-    config.warmup_fraction = 1.0
-    assert optimizer.learning_rate_schedule(config, steps=10)(9) == pytest.approx(6e-4)
+    for fraction, steps, step in ((0.0, 1, 0), (1.0, 10, 9)):
+        config = toy_config(steps=steps, optimizer__warmup_fraction=fraction)
+        assert optimizer.learning_rate_schedule(config)(step) == pytest.approx(6e-4)
 
 
 def test_an_update_is_clipped_adamw_with_decay_of_some():

@@ -9,11 +9,16 @@ from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.inference.published import Column, Value, shown_metric, shown_value, table
 
 
-def setting(config: ConfigDict, data_sha256: str, validation_sha256: str) -> dict:
-    """What decides a run's result but for its seed: fields of the config, and the text by the hashes of its splits."""
+def setting(config: ConfigDict, data_sha256: str, validation_sha256: str, earlier_rates: dict | None = None) -> dict:
+    """What decides a run's result but for its seed: fields of the config, and the text by the hashes of its splits.
+
+    Args:
+        earlier_rates: `About.earlier_rates`.
+    """
     names = [name for name in field_names(config) if name != "seed" and not name.startswith(CHANGEABLE)]
     texts = {"data": data_sha256[:8], "validation data": validation_sha256[:8]}
-    return {name: get_field(config, name) for name in names} | texts
+    before = {"rates until steps": earlier_rates} if earlier_rates else {}
+    return {name: get_field(config, name) for name in names} | texts | before
 
 
 def describe_means(runs: list[dict]) -> str:

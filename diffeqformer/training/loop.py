@@ -30,7 +30,7 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
-from diffeqformer.rules import traced_steps
+from diffeqformer.rules import decay_start, traced_steps
 from diffeqformer.training import finetune, goodput
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace, check_profiler
@@ -213,13 +213,14 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
                 jax.block_until_ready((state, scalars))  # raises an error if memory ran out
             pending.append((step, run.seconds_at_peak[num_steps], scalars))
             last = step == config.steps
-            due = last or step % config.eval_every == 0 or step % config.checkpoint_every == 0
+            to_save = last or step % config.checkpoint_every == 0 or step == decay_start(config)
+            due = to_save or step % config.eval_every == 0
             while len(pending) > (0 if due or step == first + 1 else 1):
                 show_scalars(run, *pending.popleft(), progress)  # waits for the step
             stopping = notice.now(due)  # after the wait, so that a notice during the step prevents its evaluation
             progress.pause(trace.after(step, state, stopping))
             evaluating = last or (step % config.eval_every == 0 and not stopping)
-            saving = last or stopping or step % config.checkpoint_every == 0
+            saving = stopping or to_save
             while pending and stopping:
                 show_scalars(run, *pending.popleft(), progress)
             if evaluating or saving:

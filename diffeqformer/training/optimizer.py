@@ -1,29 +1,45 @@
-"""AdamW as published: clipping, weight decay masks, linear warm-up and cosine decay to a tenth."""
+"""AdamW as published: clipping, weight decay masks, linear warm-up and cosine decay to a tenth; or a stable rate."""
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
 from jaxtyping import Array, Float
+from ml_collections import ConfigDict
 
 from diffeqformer.depth.projection import Factors
 from diffeqformer.fields.layers import at_its_precision
+from diffeqformer.rules import decay_start
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, merge_trees, parameter_metadata, select
 
 
-def learning_rate_schedule(config, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 over `warmup_fraction` of the steps, then a cosine down to `final_fraction` of the peak.
+def learning_rate_schedule(config: ConfigDict) -> optax.Schedule:
+    """A warm-up from 0, then a cosine down to `final_fraction` of the peak: section C.4 of the paper.
 
-    The rate of the first update is 0 if there is any warm-up. Section C.4 of the paper.
+    With the schedule `wsd` (warm-up, stable, decay) the peak rate is kept until `decay_start`, and then goes down in a
+    line. Until there it doesn't depend on the number of steps. The rate of the first update is 0 if there is a warm-up.
+
+    @inproceedings{hu2024minicpm,
+      title={{MiniCPM}: Unveiling the Potential of Small Language Models with Scalable Training Strategies},
+      author={Hu, Shengding and others},
+      booktitle={Conference on Language Modeling},
+      year={2024}
+    }
     """
+    steps, config, decay = config.steps, config.optimizer, decay_start(config)
+    peak, final = config.learning_rate, config.final_fraction * config.learning_rate
+    if config.schedule == "wsd":
+        start = 0.0 if config.warmup_steps else peak
+        stable = optax.linear_schedule(start, peak, max(config.warmup_steps, 1))
+        return optax.join_schedules([stable, optax.linear_schedule(peak, final, max(steps - decay, 1))], [decay])
     warmup_steps = min(round(config.warmup_fraction * steps), steps - 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
+        init_value=0.0 if warmup_steps else peak,
+        peak_value=peak,
         warmup_steps=warmup_steps,
         decay_steps=steps,
-        end_value=config.final_fraction * config.learning_rate,
+        end_value=final,
     )
 
 
@@ -56,7 +72,7 @@ def make_optimizer(config, decays: dict, clips: bool = True) -> optax.GradientTr
         clips: False: gradients come clipped. The state is the same.
     """
     adamw = optax.adamw(
-        learning_rate_schedule(config.optimizer, config.steps),
+        learning_rate_schedule(config),
         b1=config.optimizer.beta1,
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
@@ -82,7 +98,7 @@ class Optimizer:
     def __init__(self, config, decays: dict, projections: Projections | None):
         self.config, self.projections = config.optimizer, projections
         self.precision = projections.precision if projections else "default"
-        self.schedule = learning_rate_schedule(config.optimizer, config.steps)
+        self.schedule = learning_rate_schedule(config)
         fused = projections.fused if projections else ()
         self.fused = {("depth", "layers", name, "projection"): name for name in fused}
         self.decays = traverse_util.flatten_dict(decays)

@@ -26,7 +26,6 @@ from diffeqformer.checkpoint_folder import (
     set_aside,
 )
 from diffeqformer.checksums import Differs
-from diffeqformer.config import check_resumable
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared
@@ -37,7 +36,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.orbax import ocp
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
-from diffeqformer.training import finetune
+from diffeqformer.rules import decay_start
+from diffeqformer.training import finetune, resuming
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.memory import check_memory
 from diffeqformer.training.step import Program
@@ -170,7 +170,11 @@ def open_run(
             for what in ("data_sha256", "validation_sha256"):
                 check_unchanged(what, about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))
-        checkpoints = stack.enter_context(checkpoint.open_to_write(folder, config.checkpoints_kept))
+        with hosts.all_succeed("the checkpoints before the decay"):
+            if hosts.is_first():
+                resuming.set_decayed_aside(config, folder)
+        kept, always = config.checkpoints_kept, decay_start(config)
+        checkpoints = stack.enter_context(checkpoint.open_to_write(folder, kept, always=always))
         yield Run(config, folder, program, splits, checkpoints, about, Stopwatch(started), verified)
 
 
@@ -201,7 +205,8 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         raise UserError(
             f"{workdir}: holds a materialized model, which has no optimizer state to resume; use another --workdir"
         )
-    check_resumable(config, config_there, workdir)
+    resuming.check_resumable(config, config_there, workdir)
+    resuming.check_extendable(config, config_there, workdir)
     if about.tokenizer != saved.tokenizer:
         raise UserError(
             f"config.data.tokenizer_file: must be that of the run in {workdir}, {saved.tokenizer}, but it is "
@@ -279,6 +284,7 @@ def at_newest(run: Run) -> Run:
         about = dataclasses.replace(
             run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
         )
+        about = resuming.with_rates(about, saved, step, run.config)
         return dataclasses.replace(run, about=about, clock=run.clock.on_top_of(saved.time_spent, step))
 
 
@@ -292,6 +298,9 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
         step, state, error = newest(run.checkpoints), None, None
         if step < run.config.steps:
             print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
+        for last, rate in (run.about.earlier_rates or {}).items():
+            now = f"now it is {run.config.optimizer.learning_rate:g}, so this is another run"
+            print(f"until step {int(last):,} its peak learning rate was {rate:g}; {now}", flush=True)
         try:
             state = restored_state(run, step, shapes)
         except Damaged as raised:

@@ -82,7 +82,8 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
     for split, text in texts.items():
         text.write_text(f"Depth is time in {split}. " * 300_000)
     options = ["main", *TINY, f"--config.data.dir={campaign.stores}", *SAVING]
-    tuning = [*options, f"--config.base={home / 'alone'}", "--config.model.num_steps=3"]
+    tuning = [option.replace("tiny.py", "tiny.py:discretized") for option in options]
+    tuning += [f"--config.base={home / 'alone'}", "--config.model.num_steps=3"]
     files = [f"--config.data.{split}_files={text}" for split, text in texts.items()]
     preparing = ["prepare", "--config=tiny", "--config.data.task=mine", *files]
 

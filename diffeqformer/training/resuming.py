@@ -97,9 +97,9 @@ def set_decayed_aside(config: ConfigDict, workdir: epath.Path) -> None:
     decayed = [step for step in steps_of(folder) if limit is not None and step > limit]
     if not decayed:
         return
-    ended = folder.parent / f"ended-{saved.steps}"
+    ended = workdir / f"ended-{saved.steps}"
     with reachable("--workdir", workdir):
-        for file in (folder.parent / "tensorboard").glob("*.tfevents.*"):
+        for file in (workdir / "tensorboard").glob("*.tfevents.*"):
             (ended / "tensorboard").mkdir(parents=True, exist_ok=True)
             (ended / "tensorboard" / file.name).write_bytes(file.read_bytes())
     for step in reversed(decayed):

@@ -121,6 +121,16 @@ def sentencepiece_file(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def lossy_file(tmp_path_factory) -> pathlib.Path:
+    """A SentencePiece model of the trainer's default settings: no newlines, and unknown ids for other scripts."""
+    from helpers import train_sentencepiece
+
+    path = tmp_path_factory.mktemp("model") / "lossy.model"
+    path.write_bytes(train_sentencepiece({}))
+    return path
+
+
+@pytest.fixture(scope="session")
 def short_stores(tmp_path_factory) -> pathlib.Path:
     """A folder with a store that passes for the standard library's. It holds sentences that a model can learn."""
     from helpers import make_store

@@ -102,14 +102,19 @@ def logits_of(graph, params, weights, tokens):
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]
 
 
-def train_sentencepiece(**options) -> bytes:
-    """A SentencePiece model of 300 pieces, trained on our own sentences."""
+WHOLE = dict(
+    byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False
+)
+"""The options of SentencePiece's trainer with which text stays whole."""
+
+
+def train_sentencepiece(whole: dict = WHOLE, **options) -> bytes:
+    """A SentencePiece model of up to 300 pieces, trained on our own sentences; with no `whole`, by its own defaults."""
     model = io.BytesIO()
     sentences = [f"{a} {b} sees the {c} thing." for a in "AB" for b in ("cat", "dog") for c in ("red", "odd")]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences * 5), model_writer=model, vocab_size=300, model_type="bpe", byte_fallback=True,
-        character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-        hard_vocab_limit=False, **options,
+        sentence_iterator=iter(sentences * 5), model_writer=model, vocab_size=300 if whole else 60, model_type="bpe",
+        minloglevel=2, hard_vocab_limit=False, **whole, **options,
     )  # fmt: skip
     return model.getvalue()
 

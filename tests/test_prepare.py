@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from diffeqformer.data import preparation
+from diffeqformer.data import preparation, worker
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import open_store, read_about
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
@@ -328,3 +328,41 @@ def test_a_worker_takes_its_task_before_it_imports_anything_slow():
         code = "import sys; from diffeqformer.data import worker; worker.main(); print('tensorflow' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], input=begun, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+LOSSY = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "the odd thing", "A cat"]
+"""One loses a newline, and one is made of an unknown id, whose rank in the model is 0, and a full stop."""
+
+
+def test_what_the_tokenizer_loses_is_counted_by_the_workers(lossy_file, tmp_path, monkeypatch):
+    """Without SeqIO; unknown ids, and documents that have one or don't come back."""
+    tokenizer, told = SentencePieceTokenizer.open(str(lossy_file)), []
+    monkeypatch.setattr(worker, "answer", lambda **fields: told.append(fields))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in LOSSY))
+    files = {"train": [f"{tmp_path}/a.jsonl"], "validation": [f"{tmp_path}/a.jsonl"]}
+    texts = worker.PlainTexts({"task": "mine", "files": files, "module": "", "tfds_dir": ""}, tokenizer)
+    worker.write_shard(texts, tokenizer, tmp_path, "train", 0, 1)
+    [account] = [preparation.account_of(tmp_path, "train", 1)]
+    assert (account["unknown"], account["altered"], account["documents"]) == (1, 2, 5)
+    record = tmp_path / "train-00000.bin.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "altered": 0}).replace("altered", "other"))
+    assert preparation.finished(tmp_path, "train", 0) is None  # as an earlier version wrote it: it is made again
+
+
+@pytest.mark.long
+def test_what_the_tokenizer_loses_is_said_and_stored(lossy_file, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in 9 * LOSSY))
+    (tmp_path / "b.jsonl").write_text(9 * (json.dumps({"text": LOSSY[0]}) + "\n"))
+    done = command(
+        "prepare", "--config=configs/tiny.py", f"--config.data.train_files={tmp_path}/a.jsonl",
+        f"--config.data.validation_files={tmp_path}/b.jsonl", f"--config.data.dir={tmp_path}",
+        "--config.data.tokenizer=sentencepiece", f"--config.data.tokenizer_file={lossy_file}",
+        "--config.sequence_length=16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "  train: 9 unknown ids, for characters that the tokenizer doesn't have; 18 documents whose " in done.stdout
+    assert done.stdout.count("docs/data.md") == 1
+    [folder] = tmp_path.glob("python_stdlib-sentencepiece-*")
+    splits = read_about(folder)["splits"]
+    assert [(split["unknown"], split["altered"]) for split in splits.values()] == [(9, 18), (0, 0)]
+    assert open_store(folder, folder.name.removeprefix("python_stdlib-"), 16, files=None)["train"].altered == 18

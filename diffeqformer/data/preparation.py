@@ -28,7 +28,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed, write_lasting
 from diffeqformer.data.store import FORMAT, SPLITS, Split, number_of_cores, open_store, read_about, token_type, verify
-from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.data.tokenizers import Tokenizer, say_lost
 from diffeqformer.errors import UserError
 
 
@@ -257,10 +257,11 @@ class Worker:
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
-    """The record of a finished shard; None if there is none that can be read."""
+    """The record of a finished shard; None if there is none that can be read, or an earlier version wrote it."""
     path = partial / f"{split}-{index:05d}.bin.json"
     try:
-        return from_json(path.read_bytes())
+        record = from_json(path.read_bytes())
+        return record if "altered" in record else None
     except (FileNotFoundError, ValueError):
         return None
 
@@ -357,7 +358,8 @@ class ShardProgress:
 def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
     """The totals over a split's shards, and the list of shards."""
     accounts = [finished(partial, split, index) for index in range(shards)]
-    sums = {name: sum(account[name] for account in accounts) for name in ("tokens", "documents", "bytes")}
+    names = "tokens", "documents", "bytes", "unknown", "altered"
+    sums = {name: sum(account[name] for account in accounts) for name in names}
     return {**sums, "shards": accounts}
 
 
@@ -386,4 +388,6 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
         left_out = f"; {empty:,} without any text left out" if empty else ""
         what = f"{entry['tokens']:,} tokens of {entry['documents']:,} documents{left_out}"
         print(f"  {split}: {what}, sha256 {entry['sha256'][:12]}")
+        if lost := say_lost(entry["unknown"], entry["altered"]):
+            print(f"  {split}: {lost}; docs/data.md says which tokenizers keep text whole")
     print(f"  verified in {time.monotonic() - start:.1f} s", flush=True)

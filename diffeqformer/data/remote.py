@@ -174,7 +174,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
                 raise UserError(f"{remote}/{name}/{shard['file']}: its content isn't what was written, by its SHA-256")
             parts.append(np.frombuffer(content, np.dtype(about["dtype"])))
         shards = tuple(part for part in parts if len(part))
-        return Split(shards, entry["bytes"], entry["sha256"]), about["splits"]["train"]["sha256"]
+        return Split(shards, entry["bytes"], entry["sha256"], entry.get("altered")), about["splits"]["train"]["sha256"]
     except UserError:
         raise
     except Exception as error:  # each file system has exceptions of its own, and the file can hold anything

@@ -2,7 +2,8 @@
 
 A store is a folder with two kinds of files. `<split>-<number>.bin` has the ids of documents one after another, with
 end-of-text after each: little-endian, 16 bits wide if the vocabulary allows it, else 32. `store.json` has the task, the
-tokenizer and the origin, and for each split the tokens, documents, bytes of text, SHA-256 and shards (with their own).
+tokenizer and the origin, and for each split the tokens, documents, bytes of text, unknown ids, documents that the
+tokenizer altered, SHA-256 and shards (with their own). Stores of earlier versions lack what was lost.
 It has a seal (`diffeqformer.data.seals`). The folder gets its final name only when it is complete.
 `diffeqformer.data.preparation` makes it.
 """
@@ -40,11 +41,13 @@ class Split:
     shards: the ids, memory-mapped; no shard is empty.
     text_bytes: bytes of the source text; end-of-text ids aren't counted.
     sha256: hash of the ids.
+    altered: documents whose ids decode to another text; None: an earlier version made the store.
     """
 
     shards: tuple[Integer[np.ndarray, "_"], ...]
     text_bytes: int
     sha256: str
+    altered: int | None = None
 
     @functools.cached_property
     def ends(self) -> Integer[np.ndarray, "shards"]:
@@ -147,7 +150,7 @@ def _is_account(about: dict) -> bool:
     for split in about["splits"].values():
         tokens = [shard["tokens"] for shard in split["shards"]]
         texts += [split["sha256"], *(shard["sha256"] for shard in split["shards"])]
-        numbers += [split["tokens"], split["bytes"], *tokens]
+        numbers += [split["tokens"], split["bytes"], split.get("altered", 0), *tokens]
         sums = sums and split["tokens"] == sum(tokens)
     return sums and all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
 
@@ -342,5 +345,5 @@ def open_store(
                 f"{name} split in {folder}; choose a shorter one"
             )
         shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in entry["shards"] if shard["tokens"]]
-        splits[name] = Split(tuple(shards), entry["bytes"], entry["sha256"])
+        splits[name] = Split(tuple(shards), entry["bytes"], entry["sha256"], entry.get("altered"))
     return splits

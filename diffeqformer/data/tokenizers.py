@@ -1,8 +1,9 @@
 """Tokenizers: plain objects with `encode` and `decode`, no TensorFlow.
 
 Each has a `name` (two tokenizers with the same name give the same ids), a `vocab_size`, and the id `end_of_text`, which
-ends a document. `encode` never returns that id: the spelling of a special token in a text is ordinary text. `save`
-returns the data to store in a checkpoint, so that the checkpoint can be opened without the tokenizer's file.
+ends a document. `encode` never returns that id: the spelling of a special token in a text is ordinary text. `unknown`
+is the id that stands for whatever has none of its own; it is None if every text comes back from its ids as it was.
+`save` returns the data to store in a checkpoint, so that the checkpoint can be opened without the tokenizer's file.
 """
 
 import base64
@@ -10,6 +11,8 @@ import hashlib
 import pathlib
 import zlib
 from collections.abc import Iterable
+
+import numpy as np
 
 from diffeqformer.data.quiet import quiet
 from diffeqformer.errors import UserError
@@ -21,7 +24,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
     name = "bytes"
-    end_of_text = 256
+    end_of_text, unknown = 256, None
     vocab_size = 257
 
     def encode(self, text: str) -> list[int]:
@@ -56,7 +59,7 @@ class GPT2Tokenizer:
         ranks: the id of every piece, from 0 in the order in which pieces are merged; end-of-text comes after them.
     """
 
-    name = "gpt2"
+    name, unknown = "gpt2", None
 
     def __init__(self, ranks: dict[bytes, int]):
         import tiktoken
@@ -156,6 +159,7 @@ class SentencePieceTokenizer:
         except RuntimeError:
             raise UserError("config.data.tokenizer_file: this file isn't a SentencePiece model") from None
         self.end_of_text, self.vocab_size = self._processor.eos_id(), self._processor.vocab_size()
+        self.unknown = self._processor.unk_id()
         if self.end_of_text < 0:
             raise UserError(
                 "config.data.tokenizer_file: this SentencePiece model has no end-of-sentence id; train one with it"
@@ -182,7 +186,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text and other control ids are left out."""
-        return self._processor.decode([int(i) for i in ids])
+        return self._processor.decode(list(map(int, ids)))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The same in UTF-8."""
@@ -199,6 +203,33 @@ class SentencePieceTokenizer:
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer
+
+
+def lost_in(tokenizer: Tokenizer, text: str, ids: list[int] | np.ndarray) -> tuple[int, bool]:
+    """What a tokenizer loses of a text: how many of its ids are unknown, and whether they decode to another text.
+
+    Args:
+        ids: those of the text; an end-of-text doesn't matter.
+    """
+    if tokenizer.unknown is None:
+        return 0, False
+    ids = ids if isinstance(ids, list) else ids.tolist()
+    unknown = ids.count(tokenizer.unknown)
+    return unknown, bool(unknown) or tokenizer.decode(ids) != text
+
+
+def say_lost(unknown: int, altered: int | None) -> str:
+    """What was lost of some documents in words, or nothing if nothing was.
+
+    Args:
+        altered: how many don't decode to their text; None: nobody has counted them.
+    """
+    said = f"{unknown:,} unknown ids, for characters that the tokenizer doesn't have" if unknown else ""
+    if altered != 0:
+        number = "an unknown number of" if altered is None else f"{altered:,}"
+        said += "; " * bool(said) + f"{number} documents whose ids decode to another text"
+    return said
+
 
 TOKENIZERS = ("bytes", "gpt2", "sentencepiece")
 """What `config.data.tokenizer` may name."""

@@ -21,7 +21,7 @@ from diffeqformer.data.quiet import check_installed, import_tensorflow, not_inst
 from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_texts
-from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
+from diffeqformer.data.tokenizers import Tokenizer, lost_in, restore_tokenizer
 from diffeqformer.errors import UserError, unforeseen
 
 
@@ -127,7 +127,7 @@ def plan(texts: TaskTexts | PlainTexts, request: dict) -> None:
 
 
 def write_shard(
-    texts: TaskTexts | PlainTexts, dtype: np.dtype, folder: pathlib.Path, split: str, index: int, count: int
+    texts: TaskTexts | PlainTexts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, index: int, count: int
 ) -> None:
     """Write one shard and its record. Each gets its final name only when it is complete.
 
@@ -135,19 +135,21 @@ def write_shard(
         OSError: if the disk is full or the folder can't be written.
     """
     name = f"{split}-{index:05d}.bin"
-    digest, told = hashlib.sha256(), time.monotonic()
-    tokens, documents, empty, text_bytes = 0, 0, 0, 0
+    digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
+    tokens, documents, empty, text_bytes, unknown, altered = 0, 0, 0, 0, 0, 0
     partial = folder / f"{name}.partial"
     try:
         with open(partial, "wb") as file:
             for text, ids in texts.examples(split, index, count):
-                if not text.decode("utf-8").strip():
+                if not (content := text.decode("utf-8")).strip():
                     empty += 1
                     continue
                 data = ids.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
                 tokens, documents, text_bytes = tokens + len(ids), documents + 1, text_bytes + len(text)
+                lost = lost_in(tokenizer, content, ids)
+                unknown, altered = unknown + lost[0], altered + lost[1]
                 if time.monotonic() - told > 0.5:
                     told = time.monotonic()
                     answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=False)
@@ -158,8 +160,9 @@ def write_shard(
         raise
     partial.rename(folder / name)
     about = dict(
-        file=name, tokens=tokens, documents=documents, empty=empty, bytes=text_bytes, sha256=digest.hexdigest()
-    )
+        file=name, tokens=tokens, documents=documents, empty=empty, bytes=text_bytes, sha256=digest.hexdigest(),
+        unknown=unknown, altered=altered,
+    )  # fmt: skip
     write_lasting(folder / f"{name}.json", json.dumps(about))
     answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=True)
 
@@ -187,7 +190,7 @@ def main() -> None:
             else:
                 folder, shard = pathlib.Path(request["folder"]), request["shard"]
                 with quiet():  # otherwise a broken document is reported twice, with a full traceback
-                    write_shard(texts, token_type(tokenizer.vocab_size), folder, *shard)
+                    write_shard(texts, tokenizer, folder, *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except errors as error:

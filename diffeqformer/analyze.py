@@ -6,7 +6,7 @@ Writes one HTML report with figures, together with the numbers behind them. docs
 from absl import flags
 
 from diffeqformer import checkpoint
-from diffeqformer.analysis.common import check_finite, check_text
+from diffeqformer.analysis.common import check_text
 from diffeqformer.analysis.lyapunov import check_published
 from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
@@ -122,7 +122,6 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
             raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
     if options.published_pairing:
         check_published(model)
-    check_finite(model)
 
 
 def analyze(options) -> list[Section]:

@@ -38,20 +38,34 @@ def cross_entropy(
 
 
 def log_probabilities(
-    x: Float[Array, "N D"], matrix: Float[Array, "V D"], targets: Int[Array, "N"], vocab_size: int
+    x: Float[Array, "N D"],
+    matrix: Float[Array, "V D"],
+    targets: Int[Array, "N"],
+    vocab_size: int,
+    written: tuple[int, int | None] | None = None,
 ) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
     """log softmax(matrix x)[target] at every position, in nats, fp32, and whether the target is the likeliest id.
 
-    For the arguments see `cross_entropy`. There is no gradient.
+    There is no gradient. For the other arguments see `cross_entropy`.
+
+    Args:
+        written: the arguments of `of_vocabulary`: of other ids, none counts as the likeliest.
     """
+    written = written or (vocab_size, None)
 
     def score(chunk):
         x, targets = chunk
         losses, logits, *_ = _losses(x, matrix, targets, vocab_size)
-        return -losses, jnp.argmax(logits, axis=1) == targets
+        return -losses, jnp.argmax(of_vocabulary(logits, *written), axis=1) == targets
 
     scores = jax.lax.map(score, _chunks(x, targets))
     return tuple(score.reshape(-1)[: len(x)] for score in scores)
+
+
+def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int, unknown: int | None) -> Float[Array, "N W"]:
+    """The logits of the ids that can be written: the first `vocab_size`, with -inf for the tokenizer's unknown one."""
+    logits = logits[:, :vocab_size]
+    return logits if unknown is None else logits.at[:, unknown].set(-jnp.inf)
 
 
 def _losses(x, matrix, targets, vocab_size):

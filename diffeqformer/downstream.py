@@ -189,7 +189,8 @@ def run_all(options) -> None:
             model = HarnessModel(opened, num_steps, options.batch_size, options.window)
             if num_steps == steps[-1]:
                 del opened  # frees the memory of a hypernetwork
-            lead([model.scorer], lambda: study.run(workdir, model))
+            naming = checkpoint.named(workdir, model.opened.step)
+            lead([model.scorer], naming(lambda: study.run(workdir, model)))
             del model
     with hosts.all_succeed("the results"):
         if study:

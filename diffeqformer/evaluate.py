@@ -131,7 +131,8 @@ def score_checkpoint(options) -> dict | None:
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
-    return lead([scorer for _, scorer in scorers], lambda: score_text(opened, options, *text, results, scorers))
+    naming = checkpoint.named(options.workdir, opened.step)
+    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, *text, results, scorers)))
 
 
 def score_text(

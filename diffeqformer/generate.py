@@ -120,10 +120,11 @@ def write(options) -> None:
         num_steps=options.num_steps,
         sliding_window=options.sliding_window,
     )
-    if options.prompts_file is None:
-        said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
-    else:
-        said = write_lines(model, opened.tokenizer, prompts, options, started, how)
+    with checkpoint.named(options.workdir, opened.step):
+        if options.prompts_file is None:
+            said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
+        else:
+            said = write_lines(model, opened.tokenizer, prompts, options, started, how)
     steps = f"{options.num_steps or trained.num_steps} steps{solver}{drafts}"
     if hosts.is_first():
         what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
@@ -134,8 +135,9 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
     """Print the samples of one prompt, the first as it comes, the others after it; returns how fast that was."""
     ids, count, first = encode_prompt(tokenizer, prompt), options.samples, 0.0
     steps = write_tokens(
-        model, ids, count=options.tokens, vocab_size=tokenizer.vocab_size, draft_steps=options.draft_steps, **how
-    )
+        model, ids, count=options.tokens, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown,
+        draft_steps=options.draft_steps, **how,
+    )  # fmt: skip
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
     samples, shown = Samples(tokenizer, ids, count), prompt
     print(headings[0] + prompt, end="", flush=True)

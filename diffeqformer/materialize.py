@@ -48,8 +48,8 @@ def materialize(
         The folder. The model in it is numbered by the training step of its source.
 
     Raises:
-        UserError: if there is no checkpoint, if the folder already has one or can't be written, if the model can't take
-            that number of steps, or if its solver needs weights at several times within a step.
+        UserError: if there is no finite checkpoint, if the folder already has one or can't be written, if the model
+            can't take that number of steps, or if its solver needs weights at several times within a step.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
@@ -79,7 +79,9 @@ def materialize(
     with new_checkpoints(output):
         checked = show_progress("checksums", "arrays")
         for done, array in enumerate(stored.values(), 1):
-            array.verify()  # in a pass of its own: each layer reads a part of it
+            finite = [np.isfinite(block).all() for block in array.checked_blocks()]  # each layer reads a part of it
+            if not all(finite):
+                raise checkpoint.not_finite(f"{workdir}, checkpoint {step}", array.name)
             checked(done, len(stored))
         save_one_by_one(output, step, arrays, about)
     return output

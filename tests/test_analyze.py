@@ -214,14 +214,6 @@ def test_sections_are_of_the_depth_that_is_asked_for():
             np.testing.assert_allclose(values[name], array, atol=1e-4, err_msg=f"{part}: {name}")
 
 
-def test_a_model_that_is_not_finite_is_refused_by_the_parameters_name(monkeypatch):
-    opened = opened_model("gpt")
-    opened.model.final_norm["scale"][...] = opened.model.final_norm["scale"][...].at[3].set(jnp.nan)
-    open_instead(opened, monkeypatch)
-    with pytest.raises(UserError, match="^parameters: .* final_norm/scale isn't; "):
-        analyze.analyze(options_of())
-
-
 def test_pieces_are_what_tokens_add_to_the_text(sentencepiece_file):
     assert sensitivity.text_pieces(ByteTokenizer(), [*"aé€".encode(), 7]) == ["a", "", "é", "", "", "€", "\a"]
     tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))

@@ -14,8 +14,9 @@ import pytest
 from diffeqformer import checkpoint, checksums
 from diffeqformer.data.tokenizers import GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
-from helpers import drawn, run_steps, tokens_of, toy_config
+from helpers import drawn, run_steps, save_params, tokens_of, toy_config
 
 
 @pytest.mark.long
@@ -105,3 +106,20 @@ def test_a_checkpoint_opens_without_the_tokenizers_file(kind, tmp_path, sentence
         checkpoint.save(checkpoints, 1, {"params": drawn(config.model)[1]}, about)
     opened = checkpoint.load(tmp_path).tokenizer
     assert opened.name == tokenizer.name and opened.encode("A cat sees <|it") == tokenizer.encode("A cat sees <|it")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_opened_by_nothing_that_uses_them(bad, tmp_path):
+    """Neither on one device nor on all, as a run, a base of fine-tuning or to be materialized. An earlier one is."""
+    config = toy_config()
+    params = drawn(config.model)[1]
+    broken = {**params, "final_norm": {**params["final_norm"], "scale": params["final_norm"]["scale"] * 1}}
+    broken["final_norm"]["scale"][3] = bad
+    save_params(tmp_path, config, {4: params, 5: broken})
+    sentence = f"^{tmp_path}, checkpoint 5: all parameters must be finite numbers, but .*final_norm/scale has others; "
+    for how in ({}, {"mesh": make_mesh()}, {"of": "config.base"}):
+        with pytest.raises(UserError, match=sentence):
+            checkpoint.load(tmp_path, **how)
+    with pytest.raises(UserError, match=sentence):
+        materialize(tmp_path)
+    assert not list(tmp_path.glob("materialized*")) and checkpoint.load(tmp_path, step=4).step == 4

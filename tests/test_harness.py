@@ -212,6 +212,22 @@ def test_sentence_pieces_are_scored_and_written(sentencepiece_file):
     assert text == again
 
 
+def test_an_unknown_id_is_never_what_greedy_decoding_would_give(lossy_file):
+    """However likely it is. What generation then writes counts as the likeliest."""
+    tokenizer = SentencePieceTokenizer.open(str(lossy_file))
+    network = small_model(vocab_size=tokenizer.vocab_size + 4)
+    embedding = network.token_embedding[...].at[tokenizer.vocab_size].multiply(4.0)  # no token either
+    network.token_embedding[...] = embedding
+    network.final_norm["shift"][...] = 1e2 * (2 * embedding[tokenizer.unknown] + embedding[tokenizer.vocab_size])
+    model, asked = harness_model(network, tokenizer), ("A cat", {"max_gen_toks": 1})
+    [text] = write(model, asked)
+    word = tokenizer.encode(f"A cat{text}")[-1:]
+    pairs = [(("", ""), tokenizer.encode("A cat"), ids) for ids in (tokenizer.encode("Кот"), word)]
+    assert pairs[0][2][-1] == tokenizer.unknown and tokenizer.unknown not in word
+    (unknown, greedy), (known, likeliest) = model._loglikelihood_tokens(pairs, disable_tqdm=True)
+    assert (greedy, likeliest) == (False, True)
+
+
 def constant_writer(tokens):
     """A `continue_prompts` that yields these ids in each text and records arguments. Reading past end-of-text fails."""
     calls = []

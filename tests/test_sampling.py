@@ -13,7 +13,7 @@ import pytest
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from diffeqformer.errors import UserError, printable
+from diffeqformer.errors import NotFinite, UserError, printable
 from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import (
     CHUNK,
@@ -176,6 +176,32 @@ def test_text_stops_at_its_end_and_never_leaves_the_vocabulary():
     assert write(samples=2) == [14 * "z", 14 * "z"]
     model.token_embedding[...] = jnp.zeros_like(embedding)  # all tokens are as likely
     assert len(set(write()[0])) > 8
+
+
+def most_likely(model, token: int, scale: float = 1e4):
+    """The model, which now expects a token everywhere."""
+    model.final_norm["shift"][...] = model.token_embedding[...][token] * scale
+    return model
+
+
+@pytest.mark.parametrize("draft_steps", [None, 1])
+def test_an_unknown_id_is_never_written(draft_steps):
+    """However likely it is: greedily, at random, and with drafts."""
+    model = most_likely(lively_model("diffeqformer", vocab_size=64, num_steps=2), 7, 9.0)
+    options = dict(count=12, key=jax.random.key(0), vocab_size=64)
+    assert 7 in list(write_tokens(model, [1], choice=Choice(0.0), **options))
+    for choice in (Choice(0.0), Choice(1.0, top_p=0.1)):
+        assert 7 not in list(write_tokens(model, [1], unknown=7, choice=choice, draft_steps=draft_steps, **options))
+
+
+@pytest.mark.parametrize("draft_steps", [None, 1])
+def test_logits_that_are_not_finite_are_refused(draft_steps):
+    model = most_likely(lively_model("diffeqformer", vocab_size=64, num_steps=2), 7, 1e25)
+    model.token_embedding[...] *= 1e15  # the product of both is more than fp32 holds
+    options = dict(count=3, key=jax.random.key(0), vocab_size=64, draft_steps=draft_steps)
+    for choice in (Choice(0.0), Choice(1.0)):
+        with pytest.raises(NotFinite, match="^the logits aren't finite numbers here; choose another checkpoint, "):
+            list(write_tokens(model, [1], choice=choice, **options))
 
 
 def test_each_sample_ends_by_itself():

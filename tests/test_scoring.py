@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from diffeqformer import transformer
-from diffeqformer.errors import UserError
+from diffeqformer.errors import NotFinite, UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh
@@ -128,3 +128,11 @@ def test_what_cannot_be_scored_is_refused():
     with pytest.raises(UserError, match="num_steps"):
         Scorer(model, 9)
     assert Scorer(model)([]) == []
+
+
+def test_logits_that_are_not_finite_are_refused():
+    model = lively_model("gpt", max_length=16)
+    model.final_norm["shift"][...] = 1e25 * model.token_embedding[...][7]
+    model.token_embedding[...] *= 1e15  # the product of both is more than fp32 holds
+    with pytest.raises(NotFinite):
+        Scorer(model, batch_size=2, mesh=ONE_DEVICE)([Stretch([1, 2, 3], 1)])

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import Transformer, split_model
+from diffeqformer.transformer import Transformer
 
 
 def in_float32(section: Callable) -> Callable:
@@ -24,22 +23,6 @@ def in_float32(section: Callable) -> Callable:
             return section(dataclasses.replace(opened, model=model), *arguments, **options)
 
     return run
-
-
-@jax.jit
-def _all_finite(params: dict) -> dict:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
-
-
-def check_finite(model: Transformer) -> None:
-    """Raise a UserError if a parameter isn't finite."""
-    params = flatten_dict(split_model(model)[1])
-    for path, finite in jax.device_get(_all_finite(params)).items():
-        if not finite:
-            raise UserError(
-                f"parameters: all must be finite, but {'/'.join(map(str, path))} isn't; "
-                "python -m diffeqformer.inspect shows more"
-            )
 
 
 def check_text(model: Transformer, ids: list[int], name: str = "the text") -> None:

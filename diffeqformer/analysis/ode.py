@@ -124,7 +124,7 @@ def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver
 def perplexities(
     model: Transformer, depths: Collection[int], windows: list[Stretch], batch_size: int
 ) -> dict[str, float]:
-    """The paper's perplexity of some windows on each of `grids` that fits into memory."""
+    """The paper's perplexity of some windows on each of `grids` that fits into memory and has finite logits."""
     found = {}
     for name, (solver, num_steps) in grids(model, depths).items():
         scorer = None
@@ -132,11 +132,10 @@ def perplexities(
             with hosts.all_succeed(name):  # or else all leave it out
                 scorer = Scorer(model.replace(solver=solver), num_steps, batch_size)
                 scorer.check_room(windows)
+            scores = scorer(windows)
         except UserError as error:
             print(f"  {name}: left out, as {error}", flush=True)
             continue
-        else:
-            scores = scorer(windows)
         finally:
             scorer = None  # its weights make room for the next ones
             gc.collect()  # an error's frames have them, too

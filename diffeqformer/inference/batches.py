@@ -96,7 +96,8 @@ def write_batches(
         written = [Samples(tokenizer, text.prompt, 1) for text in batch]
         steps = continue_prompts(
             *reader, [text.prompt for text in whole], count=max(text.count for text in batch),
-            keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size, choice=choice,
+            keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size,
+            unknown=tokenizer.unknown, choice=choice,
         )  # fmt: skip
         going_on = range(len(batch))
         for done, tokens in enumerate(steps, 1):

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from diffeqformer.errors import UserError
+from diffeqformer.cross_entropy import of_vocabulary
+from diffeqformer.errors import NotFinite, UserError
 
 
 class Choice(NamedTuple):
@@ -70,10 +72,33 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
     return jax.vmap(jax.random.categorical)(keys, chances(logits, choice))
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "vocab_size"))
+def refused(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+    """The tokens, with -1 where logits are NaN or infinite, so that `checked` finds it on the host."""
+    return jnp.where(jnp.isfinite(logits.max(axis=-1)), tokens, -1).astype(jnp.int32)
+
+
+def checked(tokens: Array | np.ndarray) -> Int[np.ndarray, "..."]:
+    """Tokens on the host.
+
+    Raises:
+        NotFinite: if `refused` has marked one.
+    """
+    tokens = np.asarray(tokens)
+    if (tokens < 0).any():
+        raise NotFinite
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "vocab_size", "unknown"))
 def choose_next(
-    logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, "*each"], choice: Choice, vocab_size: int
+    logits: Float[Array, "B V"],
+    keys: Key[Array, "B"],
+    position: Int[Array, "*each"],
+    choice: Choice,
+    vocab_size: int,
+    unknown: int | None = None,
 ) -> Int[Array, "B"]:
-    """The token chosen at `position`, of each text or of all, among the first `vocab_size` ids."""
+    """The token chosen at `position`, of each text or of all, among the first `vocab_size` ids, for `checked`."""
     keys = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))
-    return draw(logits[:, :vocab_size], keys, choice).astype(jnp.int32)
+    logits = of_vocabulary(logits, vocab_size, unknown)
+    return refused(logits, draw(logits, keys, choice))

@@ -60,7 +60,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         super().__init__()
         self._window = window_size(window, opened.config, opened.model.max_length)
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
-        self.scorer = Scorer(opened.model, num_steps, batch_size, mesh)
+        self.scorer = Scorer(opened.model, num_steps, batch_size, mesh, opened.tokenizer)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
         self.contexts, self.cut = collections.Counter(), collections.Counter()
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.inference.choice import Choice, choose_next
+from diffeqformer.inference.choice import Choice, checked, choose_next
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.solvers import KeyValueCache
@@ -123,6 +123,7 @@ def write_tokens(
     count: int | None,
     key: Key[Array, ""],
     vocab_size: int,
+    unknown: int | None = None,
     choice: Choice = Choice(),
     samples: int = 1,
     num_steps: int | None = None,
@@ -139,6 +140,7 @@ def write_tokens(
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
         key: random key of all choices.
         vocab_size: ids from this one on are never written (they pad the vocabulary).
+        unknown: an id that is never written either, the tokenizer's for text that it doesn't have.
         choice: how each token is chosen.
         samples: number of texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
@@ -147,6 +149,7 @@ def write_tokens(
 
     Raises:
         UserError: if one of these is out of range.
+        NotFinite: while generating, if logits are NaN or infinite.
     """
     choice.check()
     if samples < 1:
@@ -159,12 +162,13 @@ def write_tokens(
         if sliding_window:
             raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
         return continue_by_drafts(
-            model, num_steps, draft_steps, prompt, count=count, keys=keys, vocab_size=vocab_size, choice=choice
-        )
+            model, num_steps, draft_steps, prompt,
+            count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
+        )  # fmt: skip
     check_room(model, [num_steps], samples, "samples")
     return continue_prompts(
         *split_reader(model, num_steps), model.max_length, [prompt] * samples,
-        count=count, keys=keys, vocab_size=vocab_size, choice=choice,
+        count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
     )  # fmt: skip
 
 
@@ -206,6 +210,7 @@ def continue_prompts(
     count: int,
     keys: Key[Array, "B"],
     vocab_size: int,
+    unknown: int | None = None,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
@@ -225,19 +230,19 @@ def continue_prompts(
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
     read = functools.partial(_read, graph, params, weights, max_length)
     logits, cache = _read_all(read, seen)
-    token = choose_next(logits, keys, begun, choice, vocab_size)
+    token = choose_next(logits, keys, begun, choice, vocab_size, unknown)
     for written in range(1, count):
         places = np.array([len(ids) for ids in seen], np.int32)
         logits, cache = read_token(graph, params, weights, cache, token, places[0] if alike else places)
-        now = np.asarray(token)
+        now = checked(token)
         for text, (ids, new) in enumerate(zip(seen, now.tolist(), strict=True)):
             ids.append(new)
             if len(ids) >= max_length:
                 del ids[:-half]
                 logits, cache = replace_text(logits, cache, text, *read(ids))
-        token = choose_next(logits, keys, begun + written, choice, vocab_size)
+        token = choose_next(logits, keys, begun + written, choice, vocab_size, unknown)
         yield now
-    yield np.asarray(token)
+    yield checked(token)
 
 
 def _read(graph, params, weights, max_length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
@@ -331,7 +336,7 @@ def generate(
     ids = encode_prompt(tokenizer, prompt)
     written = Samples(tokenizer, ids, samples)
     for step in write_tokens(
-        model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, choice=choice,
+        model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown, choice=choice,
         samples=samples, num_steps=num_steps, draft_steps=draft_steps, sliding_window=sliding_window,
     ):  # fmt: skip
         written.add(step)

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from diffeqformer.cross_entropy import log_probabilities
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
-from diffeqformer.errors import UserError, UserErrorEverywhere
+from diffeqformer.errors import NotFinite, UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
 from diffeqformer.inference.reader import split_reader
@@ -76,7 +77,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
         done = end
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh"))
+@functools.partial(jax.jit, static_argnames=("graph", "mesh", "written"))
 def target_scores(
     graph: nnx.GraphDef,
     params: dict,
@@ -84,10 +85,12 @@ def target_scores(
     tokens: Int[Array, "B S"],
     targets: Int[Array, "B S"],
     mesh: Mesh,
+    written: tuple[int, int | None] | None = None,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
     Args:
+        written: see `log_probabilities`.
         params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
     """
 
@@ -98,7 +101,7 @@ def target_scores(
         x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
         with multiplying(model.precision):
             scores = log_probabilities(
-                x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size
+                x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size, written
             )
         return tuple(part.reshape(targets.shape) for part in scores)
 
@@ -122,6 +125,7 @@ class Scorer:
         num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
+        tokenizer: if it is given, an id that it never decodes to text (`of_vocabulary`) isn't called the likeliest.
 
     Raises:
         UserError: if the model can't take that number of steps, or the batch size is below 1.
@@ -133,6 +137,7 @@ class Scorer:
         num_steps: int | tuple[float, ...] | None = None,
         batch_size: int = 8,
         mesh: Mesh | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
@@ -142,6 +147,7 @@ class Scorer:
         self.max_length = model.max_length
         self.batch_size = full_batch(batch_size, self.mesh)
         self.width = model.field.width
+        self.written = (tokenizer.vocab_size, tokenizer.unknown) if tokenizer else None
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
@@ -153,6 +159,7 @@ class Scorer:
 
         Raises:
             UserError: if one is too long, or a batch of them doesn't fit into memory.
+            NotFinite: if a log-probability is NaN or infinite.
         """
         results, pending = [None] * len(sequences), collections.deque()
 
@@ -162,6 +169,8 @@ class Scorer:
             for row, i in enumerate(indices):
                 part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
                 results[i] = Scores(log_probs[row, part], likeliest[row, part])
+                if not np.isfinite(results[i].log_probs).all():
+                    raise NotFinite
             show(sum(len(results[i].log_probs) for i in indices))
 
         self.check_room(sequences)
@@ -212,7 +221,7 @@ class Scorer:
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        return target_scores(self.graph, self.params, self.weights, tokens, targets, self.mesh)
+        return target_scores(self.graph, self.params, self.weights, tokens, targets, self.mesh, self.written)
 
 
 DONE, FAILED = -1, -2

@@ -19,9 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from diffeqformer.cross_entropy import of_vocabulary
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.inference.choice import Choice, chances, choose_next, draw
+from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.sampling import check_room, padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
@@ -69,7 +70,7 @@ def keep(
     return jnp.append(drafted, 0).at[kept].set(following), kept + 1
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "choice", "vocab_size"), donate_argnames=("texts",))
+@functools.partial(jax.jit, static_argnames=("graph", "choice", "vocab_size", "unknown"), donate_argnames=("texts",))
 def write_round(
     graph: nnx.GraphDef,
     params: dict,
@@ -79,6 +80,7 @@ def write_round(
     going_on: Bool[Array, "B"],
     choice: Choice,
     vocab_size: int,
+    unknown: int | None,
 ) -> tuple[Writing, Int[Array, "B verified"], Int[Array, "B"]]:
     """Draft and verify once in every text: the texts, the new tokens, and how many of them count.
 
@@ -90,7 +92,7 @@ def write_round(
 
     def read(tokens, weights, cache, position):
         states, cache = model.extend(tokens[None], weights, cache, position)
-        return model.head(states)[0, :, :vocab_size], cache
+        return of_vocabulary(model.head(states)[0], vocab_size, unknown), cache
 
     def write(text, key, going_on):
         key = jax.random.fold_in(key, text.position + 1)  # the first token took that of its own position
@@ -108,6 +110,7 @@ def write_round(
         of_many, many = read(verified, weights.many, text.caches.many, text.position)
         tokens, count = keep(drafted, chances(of_few, choice), chances(of_many, choice), key)
         count = jnp.where(going_on, count, 0)
+        tokens = refused(of_many, tokens)
         token = jnp.where(going_on, tokens[count - 1], text.token)
         return Writing(token, text.position + count, Depths(few, many)), tokens, count
 
@@ -123,6 +126,7 @@ def continue_by_drafts(
     count: int,
     keys: Key[Array, "B"],
     vocab_size: int,
+    unknown: int | None = None,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
     """`sampling.write_tokens` with drafts in `draft_steps` steps, without its checks of the other arguments.
@@ -147,32 +151,33 @@ def continue_by_drafts(
     graph, params, many = split_reader(model, num_steps)
     *_, few = split_reader(model, draft_steps)
     weights = Depths(few, many)
-    return _continue(graph, params, weights, model.max_length, prompt, count, keys, vocab_size, choice)
+    how = choice, vocab_size, unknown
+    return _continue(graph, params, weights, model.max_length, prompt, count, keys, how)
 
 
-def _continue(graph, params, weights, max_length, prompt, count, keys, vocab_size, choice):
-    texts = _after_prompt(graph, params, weights, max_length, prompt, keys, vocab_size, choice)
-    written, yielded, waiting = [[token] for token in np.asarray(texts.token).tolist()], 0, None
+def _continue(graph, params, weights, max_length, prompt, count, keys, how):
+    texts = _after_prompt(graph, params, weights, max_length, prompt, keys, how)
+    written, yielded, waiting = [[token] for token in checked(texts.token).tolist()], 0, None
     while True:
         going_on = np.array([len(text) < count for text in written])
         if going_on.any():  # the device computes while the caller handles the tokens of the last round
-            waiting = write_round(graph, params, weights, texts, keys, going_on, choice, vocab_size)
+            waiting = write_round(graph, params, weights, texts, keys, going_on, *how)
         while yielded < min(count, *map(len, written)):
             yield np.array([text[yielded] for text in written], np.int32)
             yielded += 1
         if yielded == count:
             return
         texts, new, counts = waiting
-        for text, tokens, kept in zip(written, np.asarray(new).tolist(), np.asarray(counts).tolist(), strict=True):
-            text += tokens[:kept]
+        for text, tokens, kept in zip(written, np.asarray(new), np.asarray(counts).tolist(), strict=True):
+            text += checked(tokens[:kept]).tolist()
 
 
-def _after_prompt(graph, params, weights, max_length, prompt, keys, vocab_size, choice) -> Writing:
+def _after_prompt(graph, params, weights, max_length, prompt, keys, how) -> Writing:
     """Every text after the prompt, with its first token."""
     tokens = padded_prompt(prompt, max_length + DRAFTED)  # the last draft can go on behind the last position
     (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
     logits, caches = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
     )
-    first = choose_next(logits, keys, len(prompt), choice, vocab_size)
+    first = choose_next(logits, keys, len(prompt), *how)
     return Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)

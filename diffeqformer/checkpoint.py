@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
@@ -39,7 +38,8 @@ from diffeqformer.checkpoint_folder import (
 from diffeqformer.config import saved_config
 from diffeqformer.data.seals import from_json, sealed, unsealed
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
-from diffeqformer.errors import NotFinite, Stopped, UserError, out_of_memory, reachable, reason_of
+from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
+from diffeqformer.finite import check_parameters
 from diffeqformer.orbax import awaited, ocp
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
@@ -220,42 +220,6 @@ def damage(folder: epath.Path, step: int) -> Damaged | None:
         return found
 
 
-@jax.jit
-def _all_finite(params: dict) -> dict:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
-
-
-def check_finite(params: dict, of: str) -> None:
-    """Check that no parameter is NaN or infinite, in one pass over all of them.
-
-    Args:
-        of: the checkpoint that has them, for the message.
-
-    Raises:
-        UserError: for the first array with such a parameter.
-    """
-    for name, finite in checksums.named(jax.device_get(_all_finite(params))).items():
-        if not finite:
-            raise not_finite(of, name)
-
-
-def not_finite(of: str, name: str) -> UserError:
-    """The error for an array of a checkpoint with a NaN or an infinite number."""
-    return UserError(
-        f"{of}: all parameters must be finite numbers, but {name} has others; choose an earlier checkpoint, or train "
-        "again (python -m diffeqformer.inspect shows more)"
-    )
-
-
-@contextlib.contextmanager
-def named(workdir: epath.PathLike, step: int) -> Iterator[None]:
-    """Let an error about the logits of a model say which checkpoint it was opened from."""
-    try:
-        yield
-    except NotFinite as error:
-        raise UserError(f"{workdir}, checkpoint {step}: {error}") from None
-
-
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint, ready for use."""
@@ -414,7 +378,7 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
         restored = merge_trees(
             restored, restore_frozen(workdir, jax.tree.map(_placed, frozen, frozen, rest), about.base)
         )
-    check_finite(restored, f"{workdir}, checkpoint {step}")
+    check_parameters(restored, f"{workdir}, checkpoint {step}")
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)
 
 

@@ -46,17 +46,13 @@ def log_probabilities(
 ) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
     """log softmax(matrix x)[target] at every position, in nats, fp32, and whether the target is the likeliest id.
 
-    There is no gradient. For the other arguments see `cross_entropy`.
-
-    Args:
-        written: the arguments of `of_vocabulary`: of other ids, none counts as the likeliest.
+    For the arguments see `cross_entropy`. Only ids `of_vocabulary` count as the likeliest. There is no gradient.
     """
-    written = written or (vocab_size, None)
 
     def score(chunk):
         x, targets = chunk
         losses, logits, *_ = _losses(x, matrix, targets, vocab_size)
-        return -losses, jnp.argmax(of_vocabulary(logits, *written), axis=1) == targets
+        return -losses, jnp.argmax(of_vocabulary(logits, *written or (vocab_size, None)), axis=1) == targets
 
     scores = jax.lax.map(score, _chunks(x, targets))
     return tuple(score.reshape(-1)[: len(x)] for score in scores)

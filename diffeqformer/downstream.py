@@ -25,6 +25,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError
+from diffeqformer.finite import logits_of
 from diffeqformer.inference.bars import plot
 from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
 from diffeqformer.inference.published import PERCENT, describe
@@ -103,6 +104,8 @@ def summary(results: dict, names: list[str], model) -> dict[str, dict]:
             "examples": values["sample_len"],
             "contexts": sum(model.contexts[leaf] for leaf in tasks),
             "contexts_cut": sum(model.cut[leaf] for leaf in tasks),
+            "unknown_tokens": sum(model.unknown[leaf] for leaf in tasks),
+            "altered_texts": sum(model.altered[leaf] for leaf in tasks),
             "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
             "version": results["versions"].get(name),
             **{key: value for key, value in values.items() if "," in key},
@@ -189,7 +192,7 @@ def run_all(options) -> None:
             model = HarnessModel(opened, num_steps, options.batch_size, options.window)
             if num_steps == steps[-1]:
                 del opened  # frees the memory of a hypernetwork
-            naming = checkpoint.named(workdir, model.opened.step)
+            naming = logits_of(f"{workdir}, checkpoint {model.opened.step}")
             lead([model.scorer], naming(lambda: study.run(workdir, model)))
             del model
     with hosts.all_succeed("the results"):
@@ -233,7 +236,8 @@ class Study:
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
             self.tasks.set_shots(number)
             start = time.monotonic()
-            model.contexts.clear(), model.cut.clear()
+            for counts in (model.contexts, model.cut, model.unknown, model.altered):
+                counts.clear()
             results = run_harness(model, self.tasks.loaded, self.report["limit"])
             rows = summary(results, self.tasks.names, model)
             run = {

@@ -17,13 +17,6 @@ class UserError(ValueError):
     """
 
 
-class NotFinite(UserError):
-    """A model's logits are NaN or infinite, although its parameters aren't."""
-
-    def __init__(self):
-        super().__init__("the logits aren't finite numbers here; choose another checkpoint, solver or number of steps")
-
-
 class UserErrorEverywhere(UserError):
     """A UserError that every process of a run raises at the same point."""
 

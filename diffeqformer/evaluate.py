@@ -5,6 +5,8 @@ The perplexities are defined in docs/evaluation.md.
 
 import dataclasses
 import itertools
+import json
+import math
 import statistics
 import time
 
@@ -14,18 +16,21 @@ from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_output, header, results_folder, whole_numbers
+from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import show_progress
+from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.errors import UserError
+from diffeqformer.finite import logits_of
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
+from diffeqformer.inference.plain_text import accounts_of
 from diffeqformer.inference.reader import with_solver, without_depth
 from diffeqformer.inference.report import heading, name_of, plot, table, write, write_curves
-from diffeqformer.inference.scoring import Scorer, lead
+from diffeqformer.inference.scoring import Scorer, Stretch, lead
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
 
-PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
-"""The two perplexities, by the names of the methods that compute them."""
+PERPLEXITIES = {"paper": ("disjoint windows", "windows"), "full": ("every token", "documents")}
+"""The two perplexities, by the names of the methods that compute them: what is scored, and where it is read."""
 
 
 def define_flags() -> None:
@@ -40,6 +45,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "stride", None, "Tokens between the starts of the full perplexity's windows; by default half a window."
     )
+    flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
 
 
 def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[float, tuple[float, ...]]:
@@ -109,8 +115,9 @@ def score_checkpoint(options) -> dict | None:
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
     window = window_of(options, opened)
-    if options.perplexity == "paper" and options.stride is not None:
-        raise UserError("--stride: is for the full perplexity, which --perplexity=paper leaves out; leave it out")
+    for name in ("stride", "per_document"):
+        if options.perplexity == "paper" and getattr(options, name):
+            raise UserError(f"--{name}: is for the full perplexity, which --perplexity=paper leaves out; leave it out")
     stride = -(-window // 2) if options.stride is None else options.stride
     if not 1 <= stride <= window:
         raise UserError(f"--stride: must be at least 1 and at most {window:,}, but it is {stride}")
@@ -131,7 +138,7 @@ def score_checkpoint(options) -> dict | None:
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
-    naming = checkpoint.named(options.workdir, opened.step)
+    naming = logits_of(f"{options.workdir}, checkpoint {opened.step}")
     return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, *text, results, scorers)))
 
 
@@ -150,22 +157,33 @@ def score_text(
         results: those known so far.
 
     Raises:
-        UserError: if there is no such text, or less than a window, or the results can't be written.
+        UserError: if there is no such text, or not enough of it, or the results can't be written.
     """
     evaluation = open_text(options, opened, task, files, results["window"], results["stride"])
     text = name_of_text(options, task, files)
+    chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
+    for _, read in chosen.values():
+        getattr(evaluation, read)  # now: errors come before anything is compiled
     folder = results_folder(options.output, options.workdir, "evaluation", text)
     results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
+    counted = options.per_document or opened.tokenizer.unknown is not None
+    accounts, lines = accounts_of(evaluation.read(), opened.tokenizer) if counted else [], []
+    altered = [account["altered"] for account in accounts]
+    results["unknown_tokens"] = sum(account["unknown_tokens"] for account in accounts)
+    results["altered_documents"] = evaluation.stored.altered if evaluation.stored and counted else sum(altered)
     print(heading(results), flush=True)
-    times = time_windows(evaluation, [scorer for _, scorer in scorers])
-    for (row, scorer), milliseconds in zip(scorers, times):
-        row = {**row, "milliseconds_per_window": milliseconds}
-        for name, what in PERPLEXITIES.items():
-            if options.perplexity in (name, "both"):
-                show = show_progress(f"{name_of(row)}, {row['num_steps']} steps, {what}")
-                row |= getattr(evaluation, name)(scorer, show)
+    times = time_windows([scorer for _, scorer in scorers], results["window"])
+    for (how, scorer), milliseconds in zip(scorers, times):
+        row = {**how, "milliseconds_per_window": milliseconds}
+        for name, (what, _) in chosen.items():
+            show = show_progress(f"{name_of(row)}, {row['num_steps']} steps, {what}")
+            row |= getattr(evaluation, name)(scorer, show)
+        row |= WITHHELD if results["unknown_tokens"] and "full" in chosen else {}
         results["rows"].append(row)
         write(results, folder)
+        if options.per_document:
+            lines += lines_of(how, accounts, evaluation.nats)
+            write_text(folder / "documents.jsonl", "\n".join(lines) + "\n")
     write_curves(results, folder)
     print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
     if len(scorers) > 1:
@@ -174,13 +192,22 @@ def score_text(
     return results
 
 
-def time_windows(evaluation, scorers: list[Scorer], rounds: int = 7) -> list[float]:
+def lines_of(how: dict, accounts: list[dict], nats: list[float]) -> list[str]:
+    """JSON of each document: how it was scored, its account, its negative log-likelihood and bits per byte."""
+    lines = []
+    for number, (account, loss) in enumerate(zip(accounts, nats, strict=True)):
+        known = account["bytes"] and not account["unknown_tokens"]
+        bits = loss / math.log(2) / account["bytes"] if known else None
+        lines.append(json.dumps({**how, "document": number, **account, "nats": loss, "bits_per_byte": bits}))
+    return lines
+
+
+def time_windows(scorers: list[Scorer], window: int, rounds: int = 7) -> list[float]:
     """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
 
-    All scorers have the same batch size. A text with fewer windows repeats them.
+    All scorers have the same batch size. Any ids take the same time.
     """
-    seconds, size = [[] for _ in scorers], scorers[0].batch_size
-    windows = list(itertools.islice(itertools.cycle(evaluation.first_windows(size)), size))
+    seconds, windows = [[] for _ in scorers], [Stretch([0] * window, 1)] * scorers[0].batch_size
     for _ in range(rounds + 1):
         for scorer, times in zip(scorers, seconds):
             start = time.monotonic()

@@ -17,6 +17,7 @@ from diffeqformer.console.terminal import json_line
 from diffeqformer.data.files import read_lines
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, printable
+from diffeqformer.finite import logits_of
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
@@ -120,7 +121,7 @@ def write(options) -> None:
         num_steps=options.num_steps,
         sliding_window=options.sliding_window,
     )
-    with checkpoint.named(options.workdir, opened.step):
+    with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
         if options.prompts_file is None:
             said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
         else:

@@ -23,6 +23,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import check_links
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError, reason_of
+from diffeqformer.finite import check_parameters
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import MODELS, Path
@@ -79,9 +80,8 @@ def materialize(
     with new_checkpoints(output):
         checked = show_progress("checksums", "arrays")
         for done, array in enumerate(stored.values(), 1):
-            finite = [np.isfinite(block).all() for block in array.checked_blocks()]  # each layer reads a part of it
-            if not all(finite):
-                raise checkpoint.not_finite(f"{workdir}, checkpoint {step}", array.name)
+            for block in array.checked_blocks():  # in a pass of its own: each layer reads a part of it
+                check_parameters({array.name: block}, f"{workdir}, checkpoint {step}")
             checked(done, len(stored))
         save_one_by_one(output, step, arrays, about)
     return output

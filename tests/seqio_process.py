@@ -14,7 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from diffeqformer.data import sources, tasks
-from diffeqformer.data.perplexities import text_results, window_results
+from diffeqformer.data.perplexities import WITHHELD, text_results, window_results
 from diffeqformer.data.tokenizers import GPT2Tokenizer
 from hub import parquet
 from newcomer import DETOKENIZED, PAGES, gpt2_files
@@ -174,6 +174,13 @@ def test_text_without_words_has_no_perplexity_per_word():
     assert math.isnan(nothing["perplexity"]) and math.isnan(nothing["word_perplexity"])
     blank = tasks.Perplexity(log_likelihood=-3.0, tokens=1, words=0, bytes=1).compute()
     assert math.isnan(blank["word_perplexity"]) and blank["loss"] == 3
+
+
+def test_unknown_ids_withhold_what_is_divided_by_words_or_bytes():
+    scores = dict(log_likelihood=-3.0, tokens=2, words=1, bytes=5)
+    known, unknown = (tasks.Perplexity(**scores, unknown=number).merge(tasks.Perplexity.empty()) for number in (0, 1))
+    assert known.compute() | WITHHELD == pytest.approx(unknown.compute(), nan_ok=True)
+    assert not math.isnan(known.compute()["bits_per_byte"])
 
 
 def test_a_mixture_is_read_and_evaluated_by_its_tasks():

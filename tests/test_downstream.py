@@ -120,6 +120,16 @@ def test_seeds_are_averaged_and_compared_with_their_own():
     assert "**ours 2, less gpt 2, 0 shots**" in paired.describe_differences(runs)
 
 
+def test_what_the_tokenizer_loses_is_shown():
+    row = {"bits_per_byte,none": math.nan, "shots": 0, "examples": 4, "contexts_cut": 0}
+    run = {"label": "a", "shots": 0, "field": "gpt"}
+    lossy = {"pages": row | {"unknown_tokens": 1234, "altered_texts": 3}}
+    shown = published.describe([{**run, "tasks": lossy}], {})
+    assert "| nan [1,234 unknown, 3 altered] |" in shown and "\n[n unknown, m altered]: the tokenizer has" in shown
+    whole = {"pages": row | {"unknown_tokens": 0, "altered_texts": 0}}
+    assert "altered" not in published.describe([{**run, "tasks": whole}], {})
+
+
 def test_the_same_documents_are_compared_in_pairs():
     first = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     found = paired.difference(first, 7 * [1.0] + 3 * [0.0])  # 4 better and 1 worse

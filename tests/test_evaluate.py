@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from diffeqformer import checkpoint, transformer
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.console.results import results_folder, whole_numbers
-from diffeqformer.data.store import open_store
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.store import SPLITS, open_store
+from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import report, text_options
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
@@ -212,7 +212,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence, monkeypatch):
     options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
-    options |= {"tolerance": [], "calibration_files": None, "perplexity": "both"}
+    options |= {"tolerance": [], "calibration_files": None, "perplexity": "both", "per_document": False}
     monkeypatch.setattr(evaluation_command, "open_text", lambda *_: pytest.fail("it read the text"))
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
@@ -350,12 +350,66 @@ def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path
 
 
 @pytest.mark.long
-def test_a_text_shorter_than_a_window_is_refused(workdir, tmp_path):
-    (tmp_path / "short.txt").write_text("short")
-    done = evaluate(workdir, tmp_path / "short.txt")
-    assert (
-        done.returncode == 1 and "has 6 tokens, fewer than one window of 16; choose a smaller --window" in done.stderr
-    )
+@pytest.mark.parametrize("light", [False, True])
+def test_a_short_text_has_the_full_perplexity_alone(light, workdir, tmp_path, monkeypatch):
+    """With SeqIO and without; each document's score, and what the text lacks is said of its file."""
+    rows = [{"text": text} for text in ("x", "short")]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "blank.txt").write_text(" \n")
+    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
+
+    def score(name, perplexity, **changes):
+        options = dict.fromkeys("step task remote module tfds_dir window stride calibration_files".split())
+        options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": ["6", "3"]}
+        options |= {"tolerance": [], "batch_size": 8, "files": f"{tmp_path}/{name}", "perplexity": perplexity}
+        options |= {"output": f"{tmp_path}/{perplexity}", "per_document": False}
+        return evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
+
+    for perplexity in ("paper", "both"):
+        sentence = f"^{tmp_path}/short.jsonl has 8 tokens, fewer than one window of 16; choose a smaller --window"
+        with pytest.raises(UserError, match=sentence):
+            score("short.jsonl", perplexity)
+    with pytest.raises(UserError, match="there is nothing in it but white space"):
+        score("blank.txt", "full", output=f"{tmp_path}/blank")
+    with pytest.raises(UserError, match="^--per_document: "):
+        score("short.jsonl", "paper", per_document=True)
+    results = score("short.jsonl", "full", per_document=True)
+    lines = [json.loads(line) for line in (tmp_path / "full" / "documents.jsonl").read_text().splitlines()]
+    assert [(line["num_steps"], line["document"], line["bytes"]) for line in lines] == [
+        (6, 0, 1), (6, 1, 5), (3, 0, 1), (3, 1, 5)
+    ]  # fmt: skip
+    for row, (one, two) in zip(results["rows"], (lines[:2], lines[2:])):
+        assert one["tokens"] == 1 and two["bits_per_byte"] == pytest.approx(two["nats"] / math.log(2) / 5)
+        assert (one["nats"] + two["nats"]) / 6 == pytest.approx(row["loss"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("light", [False, True])
+def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_path, monkeypatch):
+    """From files and from a store, whose description has the documents. Figures that it would flatter are withheld."""
+    tokenizer = SentencePieceTokenizer.open(str(lossy_file))
+    texts = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "A cat"]
+    about = make_store(tmp_path / f"python_stdlib-{tokenizer.name}", dict.fromkeys(SPLITS, [texts]), tokenizer)
+    about["splits"]["validation"] |= {"unknown": 1, "altered": 2}
+    (tmp_path / f"python_stdlib-{tokenizer.name}" / "store.json").write_text(json.dumps(about))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = toy_config(model__vocab_size=tokenizer.vocab_size, data__dir=str(tmp_path))
+    params = split_model(lively_model("diffeqformer", vocab_size=tokenizer.vocab_size))[1]
+    named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
+    save_params(tmp_path / "run", config, {3: params}, **named, data_sha256=about["splits"]["train"]["sha256"])
+    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
+    options = dict.fromkeys("step task remote module tfds_dir stride calibration_files files output".split())
+    options |= {"workdir": str(tmp_path / "run"), "split": "validation", "solver": [], "num_steps": [], "window": 8}
+    options |= {"tolerance": [], "batch_size": 8, "perplexity": "both", "per_document": False}
+    for changes in ({"files": f"{tmp_path}/a.jsonl"}, {}, {"perplexity": "paper"}):
+        results = evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
+        assert (results["unknown_tokens"], results["altered_documents"]) == (1, 2)
+        shown = report.table(results)
+        assert "loses text: 1 unknown ids and 2 documents whose ids decode to another text, so what is " in shown
+        [row] = results["rows"]
+        assert ("bits_per_byte" in row) == ("word_perplexity" in row) == ("perplexity" not in changes)
+        assert math.isnan(row.get("bits_per_byte", math.nan)) and math.isnan(row.get("word_perplexity", math.nan))
+        assert row["paper_perplexity"] > 1
 
 
 def test_the_text_is_by_default_that_of_the_training(tmp_path):

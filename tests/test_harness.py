@@ -228,6 +228,19 @@ def test_an_unknown_id_is_never_what_greedy_decoding_would_give(lossy_file):
     assert (greedy, likeliest) == (False, True)
 
 
+def test_what_the_tokenizer_loses_is_counted_by_task(lossy_file):
+    """Whatever is asked. Whole texts with unknown ids have no likelihood, from which bits per byte would be made."""
+    tokenizer = SentencePieceTokenizer.open(str(lossy_file))
+    model = harness_model(small_model(vocab_size=tokenizer.vocab_size), tokenizer)
+    log_likelihoods(model, [("A cat", " sees the"), ("A cat\n", "sees"), ("Кот", " sees"), ("", "the thing")])
+    assert (model.unknown, model.altered) == ({"task": 1}, {"task": 2})
+    assert np.isnan(rolling(model, ["A cat", "A\ncat", "Кот Кот"])).tolist() == [False, False, True]
+    assert (model.unknown, model.altered) == ({"task": 3}, {"task": 4})
+    write(model, ("A cat", {"max_gen_toks": 1}), ("Кот", {"max_gen_toks": 1}))
+    assert (model.unknown, model.altered) == ({"task": 4}, {"task": 5})
+    assert model.get_model_info()["model_unknown_tokens"] == 4
+
+
 def constant_writer(tokens):
     """A `continue_prompts` that yields these ids in each text and records arguments. Reading past end-of-text fails."""
     calls = []

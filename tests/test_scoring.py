@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from diffeqformer import transformer
-from diffeqformer.errors import NotFinite, UserError
+from diffeqformer.errors import UserError
+from diffeqformer.finite import NotFinite
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh

@@ -12,7 +12,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data.perplexities import text_results
+from diffeqformer.data.perplexities import WITHHELD, text_results
 
 
 class NextToken(seqio.FeatureConverter):
@@ -62,6 +62,7 @@ class Perplexity(seqio.metrics.Metric):
 
     With windows, `perplexity` is the paper's. With whole documents, their end-of-text ids are among the tokens; they
     have no words and no bytes. A word that a window cuts counts in both windows. This holds for scores by `CONVERTER`.
+    With unknown ids, what is divided by words or bytes is NaN.
     """
 
     model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
@@ -69,6 +70,7 @@ class Perplexity(seqio.metrics.Metric):
     tokens: int = 0
     words: int = 0
     bytes: int = 0
+    unknown: int = 0
 
     @classmethod
     def from_model_output(cls, inputs, model_output, features, target_field_name="targets", mask=None, indices_2d=None):
@@ -80,12 +82,14 @@ class Perplexity(seqio.metrics.Metric):
                 ids = example[target_field_name][1:].tolist()
                 text = tokenizer.decode_bytes(ids)
                 words = len(text.decode("utf-8", errors="replace").split())
-                sums = sums.merge(cls(log_likelihood=score, tokens=len(ids), words=words, bytes=len(text)))
+                unknown = ids.count(tokenizer.unknown)
+                one = cls(log_likelihood=score, tokens=len(ids), words=words, bytes=len(text), unknown=unknown)
+                sums = sums.merge(one)
         return sums
 
     def merge(self, other: "Perplexity") -> "Perplexity":
         """The sums over both."""
-        names = ("log_likelihood", "tokens", "words", "bytes")
+        names = ("log_likelihood", "tokens", "words", "bytes", "unknown")
         return self.replace(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @classmethod
@@ -93,4 +97,5 @@ class Perplexity(seqio.metrics.Metric):
         return cls()
 
     def compute(self) -> dict[str, Any]:
-        return text_results(float(self.log_likelihood), int(self.tokens), int(self.words), int(self.bytes))
+        found = text_results(float(self.log_likelihood), int(self.tokens), int(self.words), int(self.bytes))
+        return found | WITHHELD if self.unknown else found

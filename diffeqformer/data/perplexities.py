@@ -3,6 +3,7 @@
 import math
 
 LARGEST = 700.0  # exponents beyond this overflow
+WITHHELD = dict.fromkeys(("word_perplexity", "bits_per_byte"), math.nan)  # behind an unknown id can be any text
 
 
 def window_results(log_likelihood: float, tokens: int) -> dict[str, float]:

@@ -65,7 +65,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     @property
     def unk_id(self):
-        return None
+        return self.tokenizer.unknown
 
     @property
     def _base_vocab_size(self):

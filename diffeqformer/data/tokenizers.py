@@ -206,11 +206,7 @@ Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer
 
 
 def lost_in(tokenizer: Tokenizer, text: str, ids: list[int] | np.ndarray) -> tuple[int, bool]:
-    """What a tokenizer loses of a text: how many of its ids are unknown, and whether they decode to another text.
-
-    Args:
-        ids: those of the text; an end-of-text doesn't matter.
-    """
+    """What a tokenizer loses of a text: how many of its ids are unknown, and whether they decode to another text."""
     if tokenizer.unknown is None:
         return 0, False
     ids = ids if isinstance(ids, list) else ids.tolist()
@@ -219,16 +215,10 @@ def lost_in(tokenizer: Tokenizer, text: str, ids: list[int] | np.ndarray) -> tup
 
 
 def say_lost(unknown: int, altered: int | None) -> str:
-    """What was lost of some documents in words, or nothing if nothing was.
-
-    Args:
-        altered: how many don't decode to their text; None: nobody has counted them.
-    """
-    said = f"{unknown:,} unknown ids, for characters that the tokenizer doesn't have" if unknown else ""
-    if altered != 0:
-        number = "an unknown number of" if altered is None else f"{altered:,}"
-        said += "; " * bool(said) + f"{number} documents whose ids decode to another text"
-    return said
+    """What documents lose, in words; empty if it is nothing, or if `altered` ones weren't counted (None)."""
+    said = [f"{unknown:,} unknown ids"] if unknown else []
+    said += [f"{altered:,} documents whose ids decode to another text"] if altered else []
+    return " and ".join(said)
 
 
 TOKENIZERS = ("bytes", "gpt2", "sentencepiece")

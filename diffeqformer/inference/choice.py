@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.cross_entropy import of_vocabulary
-from diffeqformer.errors import NotFinite, UserError
+from diffeqformer.errors import UserError
+from diffeqformer.finite import NotFinite
 
 
 class Choice(NamedTuple):
@@ -73,16 +74,12 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], choice: Choice) -> 
 
 
 def refused(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-    """The tokens, with -1 where logits are NaN or infinite, so that `checked` finds it on the host."""
+    """The tokens, with -1 where the logits are NaN or infinite, which `checked` finds on the host."""
     return jnp.where(jnp.isfinite(logits.max(axis=-1)), tokens, -1).astype(jnp.int32)
 
 
 def checked(tokens: Array | np.ndarray) -> Int[np.ndarray, "..."]:
-    """Tokens on the host.
-
-    Raises:
-        NotFinite: if `refused` has marked one.
-    """
+    """Tokens on the host; raises `NotFinite` if one of them was `refused`."""
     tokens = np.asarray(tokens)
     if (tokens < 0).any():
         raise NotFinite

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from diffeqformer import checkpoint
+from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
 from diffeqformer.inference.batches import Text, write_batches
 from diffeqformer.inference.choice import Choice
@@ -37,6 +39,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     contexts, cut: by task, the contexts so far, and how many of these were too long for the window and lost their
         start. Whole texts (`loglikelihood_rolling`) have no context.
+    unknown, altered: by task, the unknown ids of its texts, and how many of these texts decode to others.
 
     Args:
         opened: from `checkpoint.load`.
@@ -62,7 +65,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh, opened.tokenizer)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
-        self.contexts, self.cut = collections.Counter(), collections.Counter()
+        self.contexts, self.cut, self.unknown, self.altered = (collections.Counter() for _ in range(4))
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
@@ -120,6 +123,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def get_model_info(self) -> dict:
         """What lm-eval stores alongside its results."""
         return {
+            "model_unknown_tokens": self.unknown.total(),
+            "model_altered_texts": self.altered.total(),
             "model_source": "diffeqformer",
             "model_config": self.opened.config.name,
             "model_step": self.opened.step,
@@ -142,12 +147,18 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 raise _nothing_to_score(*request.args)
         results = super().loglikelihood(requests, disable_tqdm)
         self._count(requests, self._too_long)
+        self._count_lost(requests, self._lost)
         return results
 
     def _count(self, requests: list[Instance], too_long: Sequence[bool]) -> None:
         for request, cut in zip(requests, too_long, strict=True):
             self.contexts[request.task_name] += 1
             self.cut[request.task_name] += cut
+
+    def _count_lost(self, requests: list[Instance], lost: Sequence[tuple[int, bool]]) -> None:
+        for request, (unknown, altered) in zip(requests, lost, strict=True):
+            self.unknown[request.task_name] += unknown
+            self.altered[request.task_name] += altered
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
@@ -156,6 +167,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 raise _nothing_to_score(context, continuation)
         # a context of only spaces has become part of the continuation
         requests = [(texts, context or [self.eot_token_id], ids) for texts, context, ids in requests]
+        self._lost = [lost_in(self.opened.tokenizer, "".join(texts), before + ids) for texts, before, ids in requests]
         groups = [self._stretches(context, ids) for _, context, ids in requests]
         self._too_long = [len(context) > max(1, self.max_length + 1 - len(ids)) for _, context, ids in requests]
         results = self._score(groups, "Scoring", disable_tqdm)
@@ -171,11 +183,17 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return [Stretch(ids, len(ids) - len(continuation))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text in nats, from adjacent windows. The first id follows end-of-text."""
+        """Log-probability of each whole text in nats, from adjacent windows. The first id follows end-of-text.
+
+        It is NaN for a text with unknown ids, so that nothing is divided by its words and bytes.
+        """
         texts = [request.args[0] for request in requests]
-        window, before = self.max_length, self.eot_token_id
-        groups = [list(sliding_windows(self.tok_encode(text), window, window, before)) for text in texts]
-        results = [total for total, _ in self._score(groups, "Scoring texts", disable_tqdm)]
+        window, before, encoded = self.max_length, self.eot_token_id, [*map(self.tok_encode, texts)]
+        lost = [lost_in(self.opened.tokenizer, text, ids) for text, ids in zip(texts, encoded)]
+        self._count_lost(requests, lost)
+        groups = [list(sliding_windows(ids, window, window, before)) for ids in encoded]
+        scores = self._score(groups, "Scoring texts", disable_tqdm)
+        results = [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
         for text, result in zip(texts, results):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), result)
         return results
@@ -207,6 +225,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         texts, choices, scorer = [], collections.defaultdict(list), self.scorer
         for number, request in enumerate(requests):
             text, choice = self._generation(number, *request.args)
+            self._count_lost([request], [lost_in(self.opened.tokenizer, request.args[0], text.prompt)])
             texts.append(text._replace(prompt=text.prompt[-(self.max_length - text.count) :]))
             choices[choice].append(texts[-1])
             self._count([request], [len(texts[-1].prompt) < len(text.prompt)])

@@ -5,7 +5,7 @@ scores every token of every document.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax
 import numpy as np
@@ -90,8 +90,10 @@ class Evaluation:
         files: local files to use instead of the corpus, if any.
         stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
 
+    nats: the negative log-likelihood of each document, by the last full perplexity.
+
     Raises:
-        UserError: if there is no such split, or less text in it than one window.
+        UserError: if there is no such split.
     """
 
     def __init__(
@@ -105,9 +107,9 @@ class Evaluation:
         stored: Split | None = None,
     ):
         self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
-        self.split = split
+        self.split, self.text = split, (corpus, split, files)
         text = corpus, tokenizer, {split: files} if files else None
-        windows = tasks.add_task(
+        self.cut = tasks.add_task(
             *text, f"_windows_{window}", stored=stored, metric_objs=[WindowPerplexity],
             preprocessors=[tasks.with_text, lambda texts: tasks.windows(texts, {"targets": window})],
         )  # fmt: skip
@@ -117,12 +119,10 @@ class Evaluation:
         tasks.fetch(documents)
         if split not in documents.splits:
             raise UserError(f"--split: {corpus} has {', '.join(documents.splits)}, but it is '{split}'")
-        self.windows = self._evaluator(windows)
-        [dataset] = self.windows.cached_model_datasets.values()
-        if not any(True for _ in dataset.take(1)):
-            read = documents.get_dataset(split=split, shuffle=False)
-            tokens = sum(len(example["targets"]) for example in read.as_numpy_iterator())
-            check_size(corpus, split, tokens, window)
+
+    def read(self) -> Iterator[tuple[str, list[int]]]:
+        """The text and the ids of each document."""
+        return ((text.decode("utf-8"), ids.tolist()) for text, ids in tasks.examples(self.task, self.split, 0, 1))
 
     def _evaluator(self, task: seqio.Task) -> seqio.Evaluator:
         """An evaluator, which reads and tokenizes the whole text."""
@@ -132,6 +132,15 @@ class Evaluation:
                 return seqio.Evaluator(task.name, converter, self.split, async_compute_metrics=False)
         except tf.errors.OpError as error:
             raise UserError(tasks.one_sentence(error)) from None
+
+    @functools.cached_property
+    def windows(self) -> seqio.Evaluator:
+        """Of the windows, made when they are first needed; raises a UserError if there is none."""
+        evaluator = self._evaluator(self.cut)
+        [dataset] = evaluator.cached_model_datasets.values()
+        if not any(True for _ in dataset.take(1)):
+            check_size(*self.text, sum(len(ids) for _, ids in self.read()), self.window)
+        return evaluator
 
     @functools.cached_property
     def documents(self) -> seqio.Evaluator:
@@ -162,7 +171,9 @@ class Evaluation:
     def _evaluate(self, evaluator, scorer, show, stretches_of) -> dict[str, float]:
         def log_likelihoods(dataset: tf.data.Dataset) -> list[tuple[int, float]]:
             examples = {int(i): example["targets"].tolist() for i, example in dataset.as_numpy_iterator()}
-            return list(zip(examples, log_likelihoods_of(examples.values(), scorer, show, stretches_of)))
+            found = log_likelihoods_of(examples.values(), scorer, show, stretches_of)
+            self.nats = [-total for total in found]
+            return list(zip(examples, found))
 
         metrics, _ = evaluator.evaluate(compute_metrics=True, score_fn=log_likelihoods)
         [result] = metrics.result().values()

@@ -1,31 +1,44 @@
 """Perplexities without SeqIO, where it isn't installed; `diffeqformer.inference.perplexity` computes them with it."""
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import open_texts, stored_documents
-from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.data.tokenizers import Tokenizer, lost_in
 from diffeqformer.errors import UserError
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 
 GROUP = 4096  # windows held in memory at once
 
 
-def check_size(corpus: str, split: str, tokens: int, window: int) -> None:
-    """Check that a text has at least one window.
+def check_size(corpus: str, split: str, files: Sequence[str] | None, tokens: int, window: int) -> None:
+    """Check that a text has at least one window, which the paper's perplexity needs.
 
     Raises:
         UserError: if not.
     """
     if tokens < window:
-        raise UserError(
-            f"{corpus}: the {split} split has {tokens:,} tokens, fewer than one window of {window}; choose a "
-            "smaller --window"
-        )
+        place = ", ".join(files) if files else f"{corpus}: the {split} split"
+        raise UserError(f"{place} has {tokens:,} tokens, fewer than one window of {window}; choose a smaller --window")
+
+
+def accounts_of(documents: Iterable[tuple[str, list[int]]], tokenizer: Tokenizer) -> list[dict[str, int]]:
+    """Of each document: its bytes, its tokens without end-of-text, and what the tokenizer loses of it (`lost_in`).
+
+    Args:
+        documents: texts and their ids, of which the last is end-of-text.
+    """
+    return [
+        {"bytes": len(text.encode()), "tokens": len(ids) - 1, "unknown_tokens": lost[0], "altered": int(lost[1])}
+        for text, ids in documents
+        for lost in [lost_in(tokenizer, text, ids)]
+    ]
 
 
 def log_likelihoods_of(
@@ -41,7 +54,8 @@ def log_likelihoods_of(
         show: called with the number of scored tokens and their total.
         stretches_of: what to score of an example.
     """
-    examples = list(examples)
+    if not (examples := list(examples)):
+        raise UserError("the text to be scored: there is nothing in it but white space; choose another")
     sums, total, done = [0.0] * len(examples), sum(len(ids) - 1 for ids in examples), 0
 
     def count(tokens: int) -> None:
@@ -67,8 +81,10 @@ class PlainEvaluation:
         stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
         tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
 
+    nats: the negative log-likelihood of each document, by the last full perplexity.
+
     Raises:
-        UserError: if there is no such corpus or split, it can't be fetched, or has less text than one window.
+        UserError: if there is no such corpus or split, or it can't be fetched.
     """
 
     def __init__(
@@ -92,9 +108,18 @@ class PlainEvaluation:
             texts.fetch()
             every = (text for text in texts.documents(split) if text.strip())
             self.documents = [(text, [*tokenizer.encode(text), self.end_of_text]) for text in every]
+        self.text = corpus, split, files
+
+    def read(self) -> Iterator[tuple[str, list[int]]]:
+        """The text and the ids of each document."""
+        return iter(self.documents)
+
+    @functools.cached_property
+    def windows(self) -> Int[np.ndarray, "N window"]:
+        """All disjoint windows; raises a UserError if there is none."""
         stream = np.array([i for _, ids in self.documents for i in ids], np.int32)
-        check_size(corpus, split, len(stream), window)
-        self.windows = stream[: len(stream) // window * window].reshape(-1, window)
+        check_size(*self.text, len(stream), self.window)
+        return stream[: len(stream) // self.window * self.window].reshape(-1, self.window)
 
     def first_windows(self, count: int) -> list[Stretch]:
         """The first disjoint windows, at most `count`."""
@@ -111,6 +136,7 @@ class PlainEvaluation:
         sums = log_likelihoods_of(
             all_ids, scorer, show, lambda ids: sliding_windows(ids[:-1], self.window, self.stride, self.end_of_text)
         )
+        self.nats = [-total for total in sums]
         size = sum(len(text.encode()) for text, _ in self.documents)
         results = text_results(
             sum(sums),

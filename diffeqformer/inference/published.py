@@ -116,6 +116,8 @@ def shown_value(results: dict, shots: int) -> Value:
     note = "" if results["shots"] == shots else f" [{results['shots']} shots]"
     if results["contexts_cut"]:
         note += f" [{results['contexts_cut']:,} of {results['contexts']:,} cut]"
+    if results.get("unknown_tokens") or results.get("altered_texts"):
+        note += f" [{results['unknown_tokens']:,} unknown, {results['altered_texts']:,} altered]"
     return Value(scale * results[key], scale * error if is_number(error) else None, note)
 
 
@@ -134,6 +136,11 @@ def describe(runs: list[dict], failed: dict[str, str]) -> str:
         text += (
             "\n[n of m cut]: n of m contexts didn't fit into the window with what follows them, and lost their start, "
             "the examples first.\n"
+        )
+    if any(results.get("altered_texts") for run in runs for results in run["tasks"].values()):
+        text += (
+            "\n[n unknown, m altered]: the tokenizer has n unknown ids for the task's texts, and decodes m texts to "
+            "others. Perplexities per word or byte are nan where ids are unknown.\n"
         )
     return text + "".join(f"\n{TASKS.get(task, task)} wasn't run: {why}\n" for task, why in failed.items())
 

@@ -1,10 +1,12 @@
 """The results of `diffeqformer.evaluate`: a Markdown table, JSON, curves for TensorBoard and a figure."""
 
 import itertools
+import math
 import pathlib
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.console.results import write_json, write_text
+from diffeqformer.data.tokenizers import say_lost
 from diffeqformer.depth.depths import shares_of_depths
 
 COLUMNS = {
@@ -75,6 +77,9 @@ def table(results: dict) -> str:
             digits = 4 if name == "bits_per_byte" else 2
             cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
         lines.append("| " + " | ".join(cells) + " |")
+    if lost := say_lost(results["unknown_tokens"], results["altered_documents"]):
+        withheld = ", so what is divided by words or bytes is withheld" * bool(results["unknown_tokens"])
+        lines += ["", f"The tokenizer loses text: {lost}{withheld}."]
     return "\n".join(lines)
 
 
@@ -99,7 +104,7 @@ def write_curves(results: dict, folder: pathlib.Path) -> None:
         with tensorboardX.SummaryWriter(str(folder / "tensorboard" / name.replace(" ", "_"))) as writer:
             for row in rows:
                 for metric in list(COLUMNS)[2:]:
-                    if metric in row:
+                    if math.isfinite(row.get(metric, math.nan)):
                         writer.add_scalar(f"{results['text']}/{metric}_over_depth", row[metric], row["num_steps"])
 
 

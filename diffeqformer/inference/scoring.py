@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
-from diffeqformer.errors import NotFinite, UserError, UserErrorEverywhere
+from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
+from diffeqformer.finite import NotFinite
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
@@ -90,7 +91,6 @@ def target_scores(
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
     Args:
-        written: see `log_probabilities`.
         params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
     """
 
@@ -125,7 +125,7 @@ class Scorer:
         num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
-        tokenizer: if it is given, an id that it never decodes to text (`of_vocabulary`) isn't called the likeliest.
+        tokenizer: by which only ids that it can write are called the likeliest.
 
     Raises:
         UserError: if the model can't take that number of steps, or the batch size is below 1.

@@ -15,6 +15,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, title, whole_numbers
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
+from diffeqformer.inference.text_file import read_text
 from diffeqformer.parallel import hosts
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"
@@ -40,7 +41,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "text", DEFAULTS["text"], f"Text whose last token is explained by earlier ones; by default {TEXT!r}."
     )
-    flags.DEFINE_string("text_file", DEFAULTS["text_file"], "A file with that text; a final newline is ignored.")
+    flags.DEFINE_string("text_file", DEFAULTS["text_file"], "A file with that text; -: standard input.")
     flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
     flags.DEFINE_integer(
         "times", DEFAULTS["times"], "Number of times at which spectra are computed; by default the solver's own."
@@ -74,13 +75,7 @@ def text_tokens(options, opened: checkpoint.Checkpoint) -> list[int]:
     if options.text_file is not None:
         if options.text is not None:
             raise UserError("--text_file: can't be given together with --text; leave one of them out")
-        name = "--text_file"
-        try:
-            with open(options.text_file, encoding="utf-8") as file:
-                text = file.read().removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", error)
-            raise UserError(f"--text_file: {options.text_file} can't be read as text: {reason}") from None
+        name, text = "--text_file", read_text("--text_file", options.text_file)
     ids = opened.tokenizer.encode(text)
     if text is TEXT:
         ids = ids[: opened.model.max_length]

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import sys
 import time
 
@@ -14,7 +13,6 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
-from diffeqformer.data.files import read_lines
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, printable
 from diffeqformer.finite import logits_of
@@ -22,6 +20,7 @@ from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
 from diffeqformer.inference.sampling import MOST, Samples, encode_prompt, write_tokens
+from diffeqformer.inference.text_file import read_text
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, random_key
 
@@ -36,6 +35,7 @@ def define_flags() -> None:
     flags.DEFINE_string("output", None, "A new file for these JSON lines; by default standard output.")
     flags.DEFINE_integer("batch_size", None, "Texts written at once after --prompts_file; by default 8.", 1, 2**16)
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
+    flags.DEFINE_multi_string("stop", [], "Where this text comes up, a text ends before it; several can be given.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
     help_text = "Texts to write after the same prompt; the first is shown as it is generated."
     flags.DEFINE_integer("samples", 1, help_text, 1, 2**16)
@@ -60,18 +60,10 @@ def prompt_text(options) -> str:
         hosts.check_one("--prompt: reading standard input, as without it and --prompt_file,")
     if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
-    try:
-        if options.prompt_file in (None, "-"):
-            text = sys.stdin.buffer.read().decode("utf-8")
-            if not text and options.prompt_file is None:
-                raise UserError("--prompt: a text is needed, but standard input is empty; --prompt= continues nothing")
-            return text
-        return pathlib.Path(options.prompt_file).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"--prompt_file: {options.prompt_file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        source = "standard input" if options.prompt_file in (None, "-") else f"--prompt_file: {options.prompt_file}"
-        raise UserError(f"{source}: the text must be UTF-8, but byte {error.start} is not") from None
+    text = read_text("--prompt_file", options.prompt_file or "-")
+    if not text and options.prompt_file is None:
+        raise UserError("--prompt: a text is needed, but standard input is empty; --prompt= continues nothing")
+    return text
 
 
 def prompts_of(options) -> list[str]:
@@ -96,7 +88,7 @@ def prompts_of(options) -> list[str]:
         raise UserError(
             f"--output: must be a new file in a folder that can be written, but it is {options.output}; choose another"
         )
-    return [line.rstrip("\r\n") for line in read_lines(options.prompts_file)]
+    return read_text("--prompts_file", options.prompts_file).split("\n")
 
 
 def write(options) -> None:
@@ -105,6 +97,8 @@ def write(options) -> None:
     choice = Choice(options.temperature, options.top_k, options.top_p)
     with hosts.all_succeed("the prompt"):
         choice.check()
+        if "" in options.stop:
+            raise UserError("--stop: must not be empty; leave it out")
         prompts = prompts_of(options)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     hosts.check_same("--prompt: the text", digest, "give all processes the same one")
@@ -140,12 +134,12 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
         draft_steps=options.draft_steps, **how,
     )  # fmt: skip
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
-    samples, shown = Samples(tokenizer, ids, count), prompt
+    samples, shown = Samples(tokenizer, ids, count, options.stop), prompt
     print(headings[0] + prompt, end="", flush=True)
     for tokens in steps:
         first = first or time.monotonic()
         samples.add(tokens)
-        text = prompt + samples.text(0).rstrip("\ufffd")  # may be an incomplete character
+        text = prompt + samples.settled(0)
         print(text[len(shown) :], end="", flush=True)
         shown = max(shown, text, key=len)
         if samples.finished():
@@ -168,7 +162,8 @@ def write_lines(
     Raises:
         UserError: if one of the prompts has no room, or the file can't be written.
     """
-    texts = write_texts(model, tokenizer, prompts, tokens=options.tokens, batch_size=options.batch_size or 8, **how)
+    how = dict(how, tokens=options.tokens, batch_size=options.batch_size or 8, until=options.stop)
+    texts = write_texts(model, tokenizer, prompts, **how)
     try:
         with contextlib.ExitStack() as stack:
             file = sys.stdout

@@ -93,7 +93,7 @@ def options_of(**changes):
 WRONG = {
     "an empty text": ({"text": ""}, "diffeqformer", "^--text: must have at least 2 tokens and at most 16, .* has 0$"),
     "a long text": ({"text": "x" * 17}, "diffeqformer", "^--text: must have .* at most 16, .* it has 17$"),
-    "no such file": ({"text_file": "nowhere.txt"}, "diffeqformer", "^--text_file: nowhere.txt can't be read"),
+    "no such file": ({"text_file": "nowhere.txt"}, "diffeqformer", "^--text_file: nowhere.txt: No such file"),
     "a head that isn't there": (
         {"heads": ["0", "4"]},
         "diffeqformer",

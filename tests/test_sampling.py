@@ -1,6 +1,8 @@
 """Generation: the cached path equals the plain one; choices, samples, and the command."""
 
+import gzip
 import io
+import json
 import subprocess
 import sys
 import types
@@ -13,7 +15,8 @@ import pytest
 from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from diffeqformer.errors import NotFinite, UserError, printable
+from diffeqformer.errors import UserError, printable
+from diffeqformer.finite import NotFinite
 from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import (
     CHUNK,
@@ -24,6 +27,7 @@ from diffeqformer.inference.sampling import (
     read_token,
     write_tokens,
 )
+from diffeqformer.inference.text_file import read_text
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, random_key, split_model, weights_at
 from helpers import FAMILY, ROOT, build_model, lively_model, logits_of
@@ -295,28 +299,72 @@ def test_reading_stops_without_a_word(run):
     assert "Traceback" not in generating.stderr.read() and generating.wait() == 0
 
 
-def test_streamed_characters_come_whole_and_line_ends_as_they_are(run, tmp_path, capsys, monkeypatch):
-    """Tokens that are parts of characters, then end-of-text; a file's line endings are kept."""
-    bytes_written = "é€ж".encode() + b"\xff!"
-    monkeypatch.setattr(
-        generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in [*bytes_written, 256, 65])
-    )
+def streamed(run, monkeypatch, tokens, **changes) -> list[str]:
+    """What the command prints, piece by piece, if the model writes these tokens after `a`."""
+    monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in tokens))
     shown = []
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
-    (tmp_path / "prompt").write_bytes(b"a\r\n")
-    options = dict.fromkeys("step prompt prompts_file output batch_size tokens solver num_steps draft_steps".split())
-    options |= dict(workdir=run, prompt_file=tmp_path / "prompt", samples=1, temperature=1.0, top_k=0, top_p=1.0)
-    generate_command.write(types.SimpleNamespace(**options, seed=0, sliding_window=False))
-    assert shown == ["a\r\n", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
+    names = "step prompt_file prompts_file output batch_size tokens solver num_steps draft_steps"
+    options = dict.fromkeys(names.split(), None) | dict(prompt="a", stop=[], seed=0, sliding_window=False)
+    options |= dict(workdir=run, samples=1, temperature=1.0, top_k=0, top_p=1.0)
+    generate_command.write(types.SimpleNamespace(**options | changes))
+    return shown
 
 
-def test_prompts_are_read_byte_by_byte_or_refused(tmp_path, monkeypatch):
+def test_streamed_characters_come_whole(run, monkeypatch):
+    """Tokens that are parts of characters, then end-of-text."""
+    shown = streamed(run, monkeypatch, [*"é€ж".encode(), *b"\xff!", 256, 65])
+    assert shown == ["a", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
+
+
+def test_a_text_ends_before_the_first_stop_of_which_nothing_is_shown(run, monkeypatch):
+    """Though stops take several tokens, overlap, or begin in vain; what looked like one comes at the end."""
+    shown = streamed(run, monkeypatch, b"x.a..b\n\nno", stop=["\n\n", "..c", "€"])
+    assert shown == ["a", "x", "", ".a", "", "", "..b", "", "", "\n"]
+    assert streamed(run, monkeypatch, b"x..", stop=["..c"]) == ["a", "x", "", "", "..\n"]
+    assert streamed(run, monkeypatch, "x€ no".encode(), stop=["a", "€"]) == ["a", "x", "", "", "", "\n"]
+    assert streamed(run, monkeypatch, b"abc", stop=["c", "bc"]) == ["a", "a", "", "", "\n"]
+    with pytest.raises(UserError, match="^--stop: must not be empty"):
+        streamed(run, monkeypatch, b"a", stop=["a", ""])
+
+
+@pytest.mark.long
+def test_texts_end_at_stops_whatever_writes_them(run, tmp_path):
+    """One prompt or many, with drafts, and in Python."""
+    opened = checkpoint.load(run)
+    options = dict(key=random_key(0, "sample"), choice=Choice(0.0), samples=2)
+    [whole, _] = generate(opened.model, opened.tokenizer, "def ", tokens=30, **options)
+    stop = whole[7:9]
+    expected = whole[: whole.find(stop)]
+    assert generate(opened.model, opened.tokenizer, "def ", tokens=30, until=[stop], **options) == [expected] * 2
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfdef \r\n")
+    common = ["--workdir", run, "--tokens=30", "--temperature=0", "--stop=never", f"--stop={stop}"]
+    for more in ([], ["--draft_steps=1"]):
+        assert command("generate", *common, "--prompt=def ", *more).stdout == f"def {expected}\n"
+    lines = command("generate", *common, "--prompts_file", tmp_path / "prompts").stdout
+    assert json.loads(lines) == {"prompt": "def ", "text": expected}
+
+
+def test_all_files_of_text_are_read_alike(tmp_path, monkeypatch):
+    """From a file, packed or not, and from standard input: a BOM, line ends, and the end of the last line."""
+    for content, text in ((b"\xef\xbb\xbfa\r\n\xc3\xa9 \r\n\r\n", "a\né \n"), (b"a\rb", "a\rb"), (b"\n", "")):
+        (tmp_path / "a.txt").write_bytes(content)
+        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        paths = f"{tmp_path}/a.txt", f"{tmp_path}/a.txt.gz", "-"
+        assert [read_text("--text_file", path) for path in paths] == [text] * 3
+    (tmp_path / "a.txt").write_bytes(b"a\xff")
+    with pytest.raises(UserError, match="^--text_file: .*/a.txt: byte 1 isn't UTF-8"):
+        read_text("--text_file", f"{tmp_path}/a.txt")
+
+
+def test_standard_input_is_a_prompt_or_refused(monkeypatch):
     def read(file=None):
         return generate_command.prompt_text(types.SimpleNamespace(prompt=None, prompt_file=file))
 
     for file in (None, "-"):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\r\n")))
-        assert read(file) == "a\r\n"
+        assert read(file) == "a"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
     with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
         read()

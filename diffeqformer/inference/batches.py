@@ -48,6 +48,7 @@ def write_texts(
     batch_size: int = 8,
     num_steps: int | None = None,
     sliding_window: bool = False,
+    until: Sequence[str] = (),
 ) -> Iterator[str]:
     """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
 
@@ -73,7 +74,7 @@ def write_texts(
             count = tokens_after(ids, tokens, model.max_length, sliding_window)
         except UserError as error:
             raise UserError(f"prompt {number}: {error}") from None
-        texts += [Text(ids, count, sample) for sample in range(samples)]
+        texts += [Text(ids, count, sample, until) for sample in range(samples)]
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
@@ -85,7 +86,7 @@ def write_texts(
 def write_batches(
     reader: tuple, tokenizer: Tokenizer, texts: Sequence[Text], keys: Key[Array, "N"], choice: Choice, size: int
 ) -> Iterator[str]:
-    """Yields the texts in order, `size` at a time: what follows each prompt, with the string that ended it, if any.
+    """Yields the texts in order, `size` at a time: what follows each prompt, up to the string that ends it, if any.
 
     Args:
         reader: the first four arguments of `continue_prompts`.
@@ -93,7 +94,7 @@ def write_batches(
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
-        written = [Samples(tokenizer, text.prompt, 1) for text in batch]
+        written = [Samples(tokenizer, text.prompt, 1, text.until) for text in batch]
         steps = continue_prompts(
             *reader, [text.prompt for text in whole], count=max(text.count for text in batch),
             keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size,
@@ -103,14 +104,7 @@ def write_batches(
         for done, tokens in enumerate(steps, 1):
             for i in going_on:
                 written[i].add(tokens[i : i + 1])
-            going_on = [i for i in going_on if done < batch[i].count and not _ended(written[i], batch[i].until)]
+            going_on = [i for i in going_on if done < batch[i].count and not written[i].finished()]
             if not going_on:
                 break
         yield from (samples.text(0) for samples in written)
-
-
-def _ended(written: Samples, until: Sequence[str]) -> bool:
-    if written.finished() or not until:
-        return written.finished()
-    text = written.text(0)
-    return any(stop in text for stop in until)

@@ -267,10 +267,11 @@ class Samples:
 
     Args:
         prompt: its ids. Some tokenizers decode an id differently at the beginning of a text.
+        until: strings before which a text ends, none of them empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int):
-        self.tokenizer, self.prompt = tokenizer, prompt
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int, until: Sequence[str] = ()):
+        self.tokenizer, self.prompt, self.until = tokenizer, prompt, until
         self.ids = [[] for _ in range(count)]
         self.decoded = [("", 0)] * count  # of each sample: text in whole characters, and how many ids it has
         self.ended = [False] * count
@@ -281,13 +282,29 @@ class Samples:
             self.ended[sample] |= token == self.tokenizer.end_of_text
             if not self.ended[sample]:
                 self.ids[sample].append(token)
+                self.ended[sample] = bool(self.until) and self._stop(self._whole(sample)) is not None
 
     def finished(self) -> bool:
-        """Whether every sample has reached its end-of-text."""
+        """Whether every sample has reached its end-of-text, or one of the strings."""
         return all(self.ended)
 
     def text(self, sample: int) -> str:
-        """The text of a sample so far. Only what is new is decoded, after the ids before it."""
+        """The text of a sample so far, up to the first string that ends it."""
+        text = self._whole(sample)
+        return text[: self._stop(text)]
+
+    def settled(self, sample: int) -> str:
+        """The same without an end that later tokens can change or take away: a part of a character or of a string."""
+        text = self.text(sample).rstrip("\ufffd")
+        parts = (stop[:size] for stop in self.until for size in range(len(stop), 0, -1))
+        return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
+
+    def _stop(self, text: str) -> int | None:
+        """Where the first of the strings begins."""
+        return min((place for place in map(text.find, self.until) if place >= 0), default=None)
+
+    def _whole(self, sample: int) -> str:
+        """All of a sample so far. Only what is new is decoded, after the ids before it."""
         ids, (text, known) = self.ids[sample], self.decoded[sample]
         begin = known - CONTEXT
         before = ids[begin:known] if begin >= 0 else self.prompt[begin:] + ids[:known]
@@ -323,6 +340,7 @@ def generate(
     num_steps: int | None = None,
     draft_steps: int | None = None,
     sliding_window: bool = False,
+    until: Sequence[str] = (),
 ) -> list[str]:
     """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
@@ -330,11 +348,12 @@ def generate(
         model: any model of the family.
         tokenizer: one of `diffeqformer.data.tokenizers`.
         prompt: may be empty.
+        until: see `Samples`.
 
     See `write_tokens` for the other arguments and the errors.
     """
     ids = encode_prompt(tokenizer, prompt)
-    written = Samples(tokenizer, ids, samples)
+    written = Samples(tokenizer, ids, samples, until)
     for step in write_tokens(
         model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown, choice=choice,
         samples=samples, num_steps=num_steps, draft_steps=draft_steps, sliding_window=sliding_window,

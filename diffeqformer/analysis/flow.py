@@ -42,7 +42,7 @@ def _largest_exponents(solver, field, weights, x, directions, count, tolerance, 
         _, _, change, done = carry
         return (done < passes) & ~(change <= tolerance)
 
-    start = (directions, jnp.full(count, jnp.inf), jnp.asarray(jnp.inf), 0)
+    start = (directions, jnp.full(count, jnp.inf, jnp.float32), jnp.float32(jnp.inf), 0)
     return jax.lax.while_loop(goes_on, there_and_back, start)[1:3]
 
 
@@ -71,7 +71,7 @@ def flow_exponents(
     weights, x = weights_at(model, num_steps), model.embed(tokens[None], Context())[0]
     count = min(count, x.size)
     more = min(2 * count + 8, x.size)  # the last vectors of a subspace are the least exact
-    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more)))[0]
+    directions = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (x.size, more), jnp.float32))[0]
     limits = jnp.float32(tolerance), passes
     with threadpool_limits(1, "blas"):
         found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, *limits)

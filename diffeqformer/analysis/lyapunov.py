@@ -173,7 +173,7 @@ def exponents(
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     parts, width = len(of_tokens(states, solver.read(states))), model.field.width
-    first = jnp.eye(parts * width, width)  # nothing but x depends on x(0) yet
+    first = jnp.eye(parts * width, width, dtype=jnp.float32)  # nothing but x depends on x(0) yet
     tangents = jnp.tile(first, (len(tokens), 1, 1))
     added, steps = [], len(weights.step_sizes)
     with threadpool_limits(1, "blas"):  # for the QR: under load, its threads wait for one another
@@ -206,7 +206,7 @@ def total_derivative(
     """
     weights = weights_at(model, num_steps)
     x = model.embed(tokens[None], Context())[0]
-    rows, at_once = jnp.eye(x.shape[-1]), rows_at_once(len(tokens))
+    rows, at_once = jnp.eye(x.shape[-1], dtype=x.dtype), rows_at_once(len(tokens))
     parts = []
     for start in range(0, len(rows), at_once):
         parts.append(np.asarray(_pull_back(model.solver, model.field, weights, x, rows[start : start + at_once])))

@@ -66,10 +66,10 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
         key: random key of this training step.
     """
     if how in ("shifted", "mixed"):
-        ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key)
+        ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
         return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
     ends, sizes = (np.repeat(each, len(nodes)) for each in (grid.ends, np.diff(grid.ends, prepend=0.0)))
-    times = jnp.maximum(ends - sizes * jax.random.uniform(key, grid.times.shape), 0.0)
+    times = jnp.maximum(ends - sizes * jax.random.uniform(key, grid.times.shape, jnp.float32), 0.0)
     return Grid(jnp.asarray(grid.ends, jnp.float32), times.astype(jnp.float32))
 
 

@@ -26,7 +26,7 @@ class GatedLinear(nnx.Module):
             self.gate_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs))
 
     def __call__(self, h: Float[Array, "T E"]) -> dict:
-        gate = jnp.ones((len(h), self.kernel.shape[1]))
+        gate = jnp.ones((len(h), self.kernel.shape[1]), jnp.float32)
         if hasattr(self, "gate_projection"):
             gate += exact(h, self.gate_projection)
         weights = {"kernel": self.kernel[...] * gate[:, None]}

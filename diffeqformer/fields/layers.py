@@ -243,5 +243,5 @@ def dropout(x: Float[Array, "B S D"], context: Context, site: int) -> Float[Arra
     if context.keys is None or context.dropout == 0.0:
         return x
     keep = 1.0 - context.dropout
-    mask = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))(fold_in(context.keys, site))
+    mask = jax.vmap(lambda key: jax.random.bernoulli(key, jnp.float32(keep), x.shape[1:]))(fold_in(context.keys, site))
     return jnp.where(mask, x / keep, 0.0)

@@ -63,7 +63,7 @@ def keep(
     p, q = jax.nn.softmax(many), jax.nn.softmax(few)
     of_draft = drafted[:, None]
     ratios = jnp.take_along_axis(p[:count], of_draft, 1) / jnp.take_along_axis(q, of_draft, 1)
-    kept = jnp.cumprod(jax.random.uniform(jax.random.fold_in(key, 0), (count,)) < ratios[:, 0]).sum()
+    kept = jnp.cumprod(jax.random.uniform(jax.random.fold_in(key, 0), (count,), jnp.float32) < ratios[:, 0]).sum()
     missing = jnp.maximum(p - jnp.append(q, jnp.zeros_like(q[:1]), axis=0), 0.0)[kept]  # after a whole draft: p
     missing = jnp.where(missing.sum() > 0, missing, p[kept])  # where p and q are equal but for rounding
     following = jax.random.categorical(jax.random.fold_in(key, 1), jnp.log(missing)).astype(jnp.int32)

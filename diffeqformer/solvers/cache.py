@@ -50,6 +50,7 @@ class CachedAttention:
         """Keys or values, with the new ones at their positions."""
         new = new.astype(old.dtype)
         if self.position.ndim == 0:
-            return jax.lax.dynamic_update_slice(old, new[None], (self.evaluation, 0, self.position, 0, 0))
+            start = map(jnp.int32, (self.evaluation, 0, self.position, 0, 0))
+            return jax.lax.dynamic_update_slice(old, new[None], tuple(start))
         places = self.position[:, None] + jnp.arange(new.shape[1])
         return old.at[self.evaluation, jnp.arange(len(new))[:, None], places].set(new)

@@ -308,5 +308,5 @@ class ChunkedLoss(ShardedLoss):
         """The mean loss of all devices' tokens, from the last states on a device."""
         examples = len(tokens) * math.prod(self.mesh.shape[axis] for axis in BATCH)
         count = examples * (tokens.shape[1] - 1)
-        scored = jnp.zeros(tokens.shape).at[:, :-1].set(1 / count)
+        scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(1 / count)
         return jax.lax.psum(self.sum_of_states(self.model_on_device(others), x, tokens, scored), AXES)

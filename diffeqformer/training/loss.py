@@ -169,7 +169,7 @@ class ShardedLoss:
         """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
-        scored = jnp.zeros(tokens.shape).at[:, :-1].set(scale)
+        scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
         return self.device_sum(others, stack(layers, step_sizes), tokens, keys, scored)
 
     def device_sum(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:

@@ -142,9 +142,9 @@ def _read_json(folder: epath.Path, step: int) -> dict:
     """What Orbax saved as `about`, without waiting for other processes, as Orbax would."""
     about = folder / str(step) / "about"
     try:
-        return from_json((about / "data.json").read_text())
+        return from_json((about / "data.json").read_bytes())
     except FileNotFoundError:
-        return from_json((about / "metadata").read_text())  # of version 0 of Orbax's interface
+        return from_json((about / "metadata").read_bytes())  # of version 0 of Orbax's interface
 
 
 def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:

@@ -186,8 +186,6 @@ def main() -> None:
     hosts.define_flags()
 
     def command() -> None:
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # for characters that the terminal can't show
         try:
             with hosts.joined(flags.FLAGS):
                 write(flags.FLAGS)

@@ -40,6 +40,9 @@ def become(request: dict) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.modules["jax"].config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64") == "1")  # it was read at import
+    if encoding := os.environ.get("PYTHONIOENCODING"):
+        sys.stdout.reconfigure(encoding=encoding, errors="strict")
     os.chdir(request["folder"])
     if "tensorflow" in sys.modules:
         preparation = sys.modules["diffeqformer.data.preparation"]

@@ -10,6 +10,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffeqformer.console.results import MOST_DIGITS
+from diffeqformer.console.surroundings import at_home, options_at_home, set_up
 from diffeqformer.console.terminal import PrintableOutput
 from diffeqformer.errors import (
     CLOSED,
@@ -70,6 +71,7 @@ def config_file(text: str) -> str:
     Raises:
         UserError: if there is no such config.
     """
+    text = at_home("--config", text)
     name, colon, model = text.partition(":")
     if pathlib.Path(name).is_file():
         return text
@@ -194,6 +196,7 @@ def run(
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    set_up()
     if sys.stdout and sys.stdout.isatty():  # None if it is closed; files and pipes get texts as they are
         sys.stdout = PrintableOutput(sys.stdout)
 
@@ -205,7 +208,10 @@ def run(
             say_and_end(explain() if explain and "help_config" in given else help_text())
         try:
             check_text(line)
-            return parse_config(line, check) if check else parse_flags(line, arguments)
+            rest = parse_config(line, check) if check else parse_flags(line, arguments)
+            for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
+                flags.FLAGS[name].value = value
+            return [at_home(each, each) for each in rest]
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long

@@ -113,7 +113,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
     """Write a file atomically, so that it is never half-written."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8") as file:  # never through a link
+    with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
         file.write(text)
     partial.replace(path)
 

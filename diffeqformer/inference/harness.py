@@ -17,6 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from diffeqformer import checkpoint
+from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
 from diffeqformer.inference.batches import Text, write_batches
@@ -95,7 +96,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 raise UserError(f"{name}: must be a whole number{best}, but it is {value!r}")
             values[name] = int(value)
         step = values.pop("step", None)
-        return cls(checkpoint.load(str(workdir), make_mesh(), step), **values)
+        return cls(checkpoint.load(at_home("workdir", str(workdir)), make_mesh(), step), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":

@@ -71,7 +71,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     finally:
         watchdog.cancel()
     if jax.process_index():
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="ignore")
 
 
 @contextlib.contextmanager

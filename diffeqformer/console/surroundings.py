@@ -1,0 +1,64 @@
+"""What every command does about its surroundings: JAX's variables, the output's encoding, and ~ in paths."""
+
+import codecs
+import json
+import os
+import re
+import sys
+
+import jax
+from ml_collections import ConfigDict
+
+from diffeqformer.errors import UserError
+
+PATHS = re.compile(r"workdir|output|include|json|dump|base|use_cache|(\w+_)?(dir|files?|path)")
+"""The names of options and of config fields whose values are paths."""
+
+
+def set_up() -> None:
+    """Compute as if no variable had told JAX otherwise, and print what the output's encoding lacks as \\uXXXX.
+
+    Models have the types of their configs. With other rules of types, dropout and samples would be others, too.
+    """
+    jax.config.update("jax_enable_x64", False)
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    codecs.register_error("escaped", _escaped)
+    if hasattr(sys.stdout, "reconfigure"):  # not of a notebook, and None if it is closed
+        sys.stdout.reconfigure(errors="escaped")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Characters as in JSON, so that lines of JSON stay exact."""
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def at_home(option: str, paths: str) -> str:
+    """A path, or several with commas between them, with home folders in place of ~ and ~user.
+
+    Raises:
+        UserError: if there is no such home folder.
+    """
+    parts = re.split(r"((?:^|,)\s*~[^/,]*)", paths)
+    for number, part in enumerate(parts[1::2]):
+        before, user = part[: part.index("~")], part[part.index("~") :]
+        if (home := os.path.expanduser(user)) == user:
+            raise UserError(f"{option}: there is no home folder {user}; write ./{user} for a folder of that name")
+        parts[2 * number + 1] = before + home
+    return "".join(parts)
+
+
+def options_at_home(options: dict[str, str | list | ConfigDict], prefix: str = "--") -> dict[str, str | list]:
+    """Those of some options or fields that are paths, with home folders (`at_home`). Configs are changed themselves.
+
+    Raises:
+        UserError: if there is no such home folder.
+    """
+    changed = {}
+    for name, value in options.items():
+        if isinstance(value, ConfigDict):
+            value.update(options_at_home(dict(value.items()), f"{prefix.lstrip('-')}{name}."))
+        elif PATHS.fullmatch(name) and isinstance(value, str):
+            changed[name] = at_home(prefix + name, value)
+        elif PATHS.fullmatch(name) and isinstance(value, list):
+            changed[name] = [at_home(prefix + name, path) for path in value]
+    return changed

@@ -1,0 +1,118 @@
+"""Whatever JAX's variables, the output's encoding and the names of folders are, commands do the same."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffeqformer import harness
+from diffeqformer.console.results import write_json
+from diffeqformer.console.surroundings import at_home, set_up
+from diffeqformer.errors import UserError
+from diffeqformer.transformer import split_model
+from helpers import ONE_DEVICE, lively_model, logits_of, run_steps, toy_config
+from runs import TINY, command
+
+COMMANDS = {
+    "inspect": ["--workdir={run}", "--statistics"],
+    "prepare": ["--config=tiny", "--config.data.dir={stores}"],
+    "generate": ["--workdir={run}", "--prompt=def ", "--tokens=4"],
+    "evaluate": ["--workdir={run}", "--files={text}", "--output={out}"],
+    "analyze": ["--workdir={run}", "--text=a text", "--flow=2", "--output={out}"],
+    "ode": ["--workdir={run}", "--files={text}", "--refinements=2", "--output={out}"],
+    "materialize": ["--workdir={run}", "--output={out}"],
+    "main": [*TINY, "--config.steps=2", "--config.data.dir={stores}", "--workdir={out}"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_computes_with_the_types_of_its_config(name, run, short_stores, tmp_path):
+    (tmp_path / "text.txt").write_text("Depth is time. " * 40)
+    places = {"run": run, "stores": short_stores, "text": tmp_path / "text.txt", "out": tmp_path / "out"}
+    arguments = [argument.format(**places) for argument in COMMANDS[name]]
+    done = command(name, *arguments, environment={"JAX_ENABLE_X64": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_variable_of_jax_changes_what_commands_compute():
+    try:
+        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
+        set_up()
+        assert (jnp.arange(2) / np.float64(2)).dtype == jnp.float32
+    finally:
+        jax.config.update("jax_enable_x64", False)
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+def test_models_keep_their_types_where_a_program_has_enabled_others():
+    model, tokens = lively_model("diffeqformer"), np.arange(6)[None]
+    config = toy_config(model__dropout=0.1, model__training_times="jittered", batch_size=2)
+    results = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            logits = logits_of(*split_model(model), model.weights(), jnp.asarray(tokens, jnp.int32))
+            _, state, scalars = run_steps(config, ONE_DEVICE, 1)
+            types = {str(leaf.dtype) for leaf in jax.tree.leaves((state, logits))}
+            results.append((np.asarray(logits), scalars, types))
+    for ours, theirs in zip(*results):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5) if isinstance(ours, np.ndarray) else None
+    assert results[0][2] == results[1][2] <= {"float32", "int32"}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("~/runs/a", "/home/me/runs/a"),
+        ("~", "/home/me"),
+        ("runs/a, ~/b,~root/c", "runs/a, /home/me/b,/root/c"),
+        ("gs://bucket/~/a", "gs://bucket/~/a"),
+        ("a~/~b,./~", "a~/~b,./~"),
+    ],
+)
+def test_a_tilde_is_a_home_folder(given, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert at_home("--workdir", given) == expected
+    assert harness.argument_at_home(f"--use_cache={given}") == f"--use_cache={expected}"
+    assert harness.argument_at_home("--system_instruction=~") == "--system_instruction=~"
+    with pytest.raises(UserError, match=r"^--workdir: there is no home folder ~nobody-here; write ./~nobody-here for"):
+        at_home("--workdir", "a,~nobody-here/b")
+
+
+def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path):
+    home = {"HOME": str(tmp_path)}
+    (tmp_path / "run").symlink_to(run)
+    done = command("generate", "--workdir=~/run", "--prompt=~/", "--tokens=1", environment=home, folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("~/"), done.stderr
+    (tmp_path / "mine.py").write_text(
+        "from diffeqformer.config import base_config\ndef get_config(model='gpt'):\n"
+        "    config = base_config('mine', model)\n    config.data.tokenizer_file = '~/absent'\n    return config"
+    )
+    done = command("prepare", "--config=~/mine.py", environment=home, folder=tmp_path)
+    assert done.stderr.startswith(f"diffeqformer: {tmp_path}/absent: ")
+    done = command("main", "--config=tiny", "--config.data.dir=~nobody-here", folder=tmp_path)
+    assert done.stderr.startswith("diffeqformer: config.data.dir: there is no home folder ~nobody-here;")
+    assert not list(tmp_path.glob("~*"))
+
+
+def test_what_the_outputs_encoding_lacks_is_escaped(run, tmp_path):
+    (tmp_path / "prompts").write_text("é 🙂\n", encoding="utf-8")
+    for encoding, shown in (("ascii", "\\u00e9 \\ud83d\\ude42"), ("utf-8", "é 🙂")):
+        options = [f"--workdir={run}", f"--prompts_file={tmp_path / 'prompts'}", "--tokens=4"]
+        done = command("generate", *options, environment={"PYTHONIOENCODING": encoding})
+        assert done.returncode == 0 and shown in done.stdout, done.stderr
+        assert json.loads(done.stdout)["prompt"] == "é 🙂"
+
+
+def test_names_of_any_bytes_are_written(tmp_path):
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    write_json(tmp_path / "results.json", {"é": name}, ensure_ascii=False)
+    assert json.loads((tmp_path / "results.json").read_text("utf-8")) == {"é": name}
+
+
+def test_a_file_of_any_bytes_is_scored_and_named(run, tmp_path):
+    (tmp_path / b"caf\xe9.txt".decode("utf-8", "surrogateescape")).write_text("Depth is time. " * 40)
+    done = command("evaluate", f"--workdir={run}", f"--files={tmp_path}/*.txt", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 0 and "caf\\udce9.txt" in (tmp_path / "out" / "results.json").read_text(), done.stderr

@@ -25,7 +25,7 @@ class Stopped(Exception):
     """A run was told to stop and has saved a checkpoint.
 
     Args:
-        status: of the process: 130 after Ctrl-C, 143 after SIGTERM.
+        status: of the process: 128 and the signal's number, so 143 after SIGTERM.
     """
 
     def __init__(self, message: str, status: int = 143):
@@ -83,6 +83,11 @@ def unforeseen(error: Exception) -> str:
 CLOSED = "the output was closed before its end"
 
 
+def said_of_output(error: OSError) -> str:
+    """What is said of standard output that can't be written."""
+    return CLOSED if isinstance(error, BrokenPipeError) else f"the output can't be written: {error.strerror}"
+
+
 def leave(status: int, sentence: str) -> None:
     """End the process immediately. A normal exit can crash or hang in threads of XLA or TensorFlow."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the output is full, or closed
@@ -98,8 +103,7 @@ def say_and_end(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        closed = isinstance(error, BrokenPipeError)
-        leave(1, CLOSED if closed else f"the output can't be written: {error.strerror}")
+        leave(1, said_of_output(error))
     sys.exit(0)
 
 

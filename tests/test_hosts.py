@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -210,9 +211,6 @@ def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_interrupts(capfd):
             assert "Ctrl-C again stops without one" in capfd.readouterr().err
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        with hosts.Notice() as notice:
-            signal.raise_signal(signal.SIGTERM)
-            assert notice.now(False) and notice.status == 143
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
         with hosts.Notice() as notice:
@@ -220,6 +218,38 @@ def test_ctrl_c_asks_for_a_checkpoint_and_a_second_one_interrupts(capfd):
             assert not notice.now(False)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [n for n in hosts.STOPS if n != signal.SIGINT])
+def test_a_signal_asks_for_a_checkpoint_again_and_again_unless_it_is_ignored(number):
+    before = signal.getsignal(number)
+    with hosts.Notice() as notice:
+        for _ in range(3):  # a closed terminal sends two
+            signal.raise_signal(number)
+        assert notice.now(False) and notice.status == 128 + number
+    assert signal.getsignal(number) == before
+    try:
+        signal.signal(number, signal.SIG_IGN)  # nohup
+        with hosts.Notice() as notice:
+            signal.raise_signal(number)
+            assert not notice.now(False)
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_output_that_is_lost_asks_for_a_checkpoint(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    with hosts.Notice() as notice:
+        print("is only kept for later")
+        assert not notice.now(False)
+        for _ in range(2):
+            print("is written", flush=True)
+        assert notice.now(False) and notice.status == 141
+        assert notice.why == "the output can't be written: No space left on device"
+    monkeypatch.setattr(sys, "stdout", None)  # as after >&-
+    with hosts.Notice() as notice:
+        print("nowhere", flush=True)
+        assert not notice.now(False)
 
 
 @pytest.mark.parametrize("wait, heard", [(False, [False, True]), (True, [True, True])])

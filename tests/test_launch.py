@@ -324,7 +324,7 @@ def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1 and calls == []
 
 
-@pytest.mark.parametrize("status, more", [(0, []), (143, ["scontrol requeue 7"]), (1, [])])
+@pytest.mark.parametrize("status, more", [(0, []), *((n, ["scontrol requeue 7"]) for n in (138, 143)), (1, [])])
 def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
     done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), **slurm)

@@ -183,7 +183,7 @@ def run(
 ) -> None:
     """Parse the flags and run the command.
 
-    Ends with one sentence, and a status, after any error (1), Ctrl-C (130) and SIGTERM (143).
+    Ends with one sentence, and a status, after any error (1), Ctrl-C (130) and other signals that a run heeds.
 
     Args:
         check: of a command that takes --config: checks its arguments and may raise a UserError

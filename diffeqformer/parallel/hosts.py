@@ -2,13 +2,14 @@
 
 import contextlib
 import hashlib
+import io
 import os
 import signal
 import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped
 
-from diffeqformer.errors import Stopped, UserError, UserErrorEverywhere, leave, out_of_memory, unforeseen
+from diffeqformer.errors import (
+    Stopped,
+    UserError,
+    UserErrorEverywhere,
+    leave,
+    out_of_memory,
+    said_of_output,
+    unforeseen,
+)
 from diffeqformer.orbax import awaited, ocp
 
 
@@ -244,29 +253,44 @@ def check_same_fields(fields: dict[str, object]) -> None:
         )
 
 
-class Notice(contextlib.AbstractContextManager):
-    """A notice to stop: SIGTERM, which a cloud or a scheduler sends before it reclaims the machine, or Ctrl-C.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""What clouds, schedulers and closed terminals send before they end a process. SIGQUIT ends it without a checkpoint."""
 
-    A second Ctrl-C interrupts at once. Where SIGINT is ignored, as in a shell's background jobs, it stays ignored.
+
+class Notice(contextlib.AbstractContextManager):
+    """A notice to stop: a signal (`STOPS`), or standard output that is closed or can't be written any longer.
+
+    A second Ctrl-C interrupts at once. Signals that are ignored, by nohup or a shell's background job, stay ignored.
+
+    why: what stopped it, for messages; status: of the process.
     """
 
     def __enter__(self) -> "Notice":
-        self.told, self.previous, self.before, self.status = False, {}, None, 143
+        self.told, self.previous, self.before, self.status, self.why = False, {}, None, 143, "told to stop"
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) != signal.SIG_IGN:
+            for number in STOPS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: of a library
                     self.previous[number] = signal.signal(number, self._tell)
+        self.output = sys.stdout
+        if sys.stdout:
+            sys.stdout = _Output(sys.stdout, self)
         mesh = Mesh(jax.devices(), ("all",))
         self.flags = NamedSharding(mesh, PartitionSpec("all"))
         self.any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
         return self
 
     def _tell(self, number: int, _) -> None:
-        self.told = True
+        self.told, self.status = True, 128 + number
         if number == signal.SIGINT:
-            self.status = 130
             signal.signal(number, self.previous.pop(number))
-            os.write(2, b"\nstopping after what is in progress, with a checkpoint; Ctrl-C again stops without one\n")
+            said = b"\nstopping after what is in progress, with a checkpoint; Ctrl-C again stops without one\n"
+            with contextlib.suppress(OSError):  # standard error can be closed
+                os.write(2, said)
+
+    def lost_output(self, error: OSError) -> None:
+        """Give notice that standard output can't be written."""
+        if not self.told:
+            self.told, self.status, self.why = True, 128 + signal.SIGPIPE, said_of_output(error)
 
     def now(self, wait: bool) -> bool:
         """Whether to stop after this step. The answer is the same on all hosts, no matter which one got the notice.
@@ -285,5 +309,31 @@ class Notice(contextlib.AbstractContextManager):
         return answer is not None and bool(answer)
 
     def __exit__(self, *_) -> None:
+        sys.stdout = self.output
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+class _Output:
+    """Standard output that gives notice to stop instead of an error, and then takes no more."""
+
+    def __init__(self, output: io.TextIOBase, notice: Notice):
+        self.output, self.notice, self.lost = output, notice, False
+
+    def write(self, text: str) -> int:
+        self._try(self.output.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.output.flush)
+
+    def _try(self, action: Callable, *given: str) -> None:
+        if not self.lost:
+            try:
+                action(*given)
+            except OSError as error:
+                self.lost = True
+                self.notice.lost_output(error)
+
+    def __getattr__(self, name: str):
+        return getattr(self.output, name)

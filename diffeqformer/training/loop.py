@@ -62,7 +62,7 @@ def train(
 
     Raises:
         UserError: for anything the user can fix; the message says how.
-        Stopped: after SIGTERM or Ctrl-C, once the run has saved a checkpoint.
+        Stopped: after a notice to stop (`diffeqformer.parallel.hosts.Notice`), once the run has saved a checkpoint.
     """
     started = time.monotonic() if started is None else started
     check_fields(config)
@@ -85,7 +85,7 @@ def train(
             with hosts.Notice() as notice:
                 state = train_steps(run, state, notice)
                 if int(state["step"]) < config.steps:
-                    said = f"told to stop, and saved at step {int(state['step']):,} in {folder}"
+                    said = f"{notice.why}, and saved at step {int(state['step']):,} in {folder}"
                     raise Stopped(f"{said}; the same command resumes from it", notice.status)
         report_end(run, finished)
     params = state["params"]

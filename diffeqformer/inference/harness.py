@@ -2,12 +2,15 @@
 
 import collections
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 
+import jax
 import lm_eval.api.model
 import numpy as np
 from jax.sharding import Mesh
@@ -16,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
-from diffeqformer import checkpoint
+from diffeqformer import __version__, checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
@@ -28,6 +31,7 @@ from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, win
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
@@ -133,6 +137,14 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             "model_dtype": str(self.opened.model.dtype),
             "model_window": self.max_length,
         }
+
+    def answers_as(self) -> str:
+        """A hash of all that its answers depend on: two models with the same one give the same, up to rounding."""
+        config, tokenizer, scorer = self.opened.config.model, self.opened.tokenizer, self.scorer
+        solver = [name for name, solver in SOLVERS.items() if solver == self.opened.model.solver]
+        how = [config.to_dict(), solver, self.num_steps, self.max_length, tokenizer.name, tokenizer.save(), __version__]
+        how += [checksums.of_tree((scorer.params, scorer.weights)), jax.config.jax_default_matmul_precision]
+        return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probability of each continuation in nats, and whether greedy decoding would produce it.
@@ -272,6 +284,18 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         choice.check()
         until = [stop for stop in options["until"] if stop]
         return Text(encode_prompt(self.opened.tokenizer, context), count, number, until), choice
+
+
+class _Cache(lm_eval.api.model.CachingLM):
+    """lm-eval's cache of answers. It knows a request by its text alone, so each model here has a file of its own."""
+
+    def __init__(self, lm: lm_eval.api.model.LM, cache_db: str):
+        if isinstance(lm, HarnessModel):
+            cache_db = f"{cache_db.removesuffix('.db')}_{lm.answers_as()}.db"
+        super().__init__(lm, cache_db)
+
+
+lm_eval.api.model.CachingLM = _Cache  # which lm-eval looks up here
 
 
 def _nothing_to_score(context: str, continuation: str) -> UserError:

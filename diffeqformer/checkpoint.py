@@ -11,6 +11,7 @@ can be opened on any machine without other files. A materialized model (`diffeqf
 import contextlib
 import dataclasses
 import functools
+import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -111,9 +112,12 @@ def written(checkpoints: ocp.training.Checkpointer) -> Iterator[None]:
     except Exception as error:  # from the file system, TensorStore or another host
         if out_of_memory(error):
             raise
+        what, others = "a checkpoint can't be written", "earlier ones"
+        if any(frame.name == "rmtree" for frame in traceback.extract_tb(error.__traceback__)):  # Orbax's, after a save
+            what, others = "an old checkpoint can't be deleted", "newer ones"
         raise UserError(
-            f"{checkpoints.directory}: a checkpoint can't be written: {reason_of(error)}; earlier ones are untouched, "
-            "and the same command resumes from the newest"
+            f"{checkpoints.directory}: {what}: {reason_of(error)}; {others} are untouched, and the same command "
+            "resumes from the newest"
         ) from error
 
 

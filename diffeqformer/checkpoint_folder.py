@@ -200,7 +200,8 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
             error = error.__cause__  # Orbax hides what went wrong, even an interrupt, behind errors of its own
         if out_of_memory(error) or not isinstance(error, Exception):
             raise error from None
-        remedy = remedy or _remedy(folder, step)
+        passes = "start again when the reason has passed" if _passes(error) else ""
+        remedy = passes or remedy or _remedy(folder, step)
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
 
@@ -294,11 +295,14 @@ def move_aside(path: epath.Path, aside: epath.Path, name: str) -> epath.Path:
     return target
 
 
-PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "ABORTED", "CANCELLED", "Too many open files")
+PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "ABORTED", "CANCELLED", "RESOURCE_EXHAUSTED")
 
 
 def may_pass(error: Damaged) -> bool:
     """Whether a checkpoint can't be read for a reason that may pass, such as a disk that can't be reached."""
-    cause = error.__cause__
+    return _passes(error.__cause__)
+
+
+def _passes(cause: Exception | None) -> bool:
     of_disk = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return of_disk or any(word in str(cause) for word in PASSING)

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 import traceback
@@ -69,8 +70,12 @@ def end_imports_on_interrupt() -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error means that a device or the host ran out of memory."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    """Whether an error means that a device or the host ran out of memory.
+
+    Only XLA's are RuntimeErrors. TensorStore says RESOURCE_EXHAUSTED of full disks, quotas and too many open files.
+    """
+    of_xla = isinstance(error, RuntimeError) and any(s in str(error) for s in ("RESOURCE_EXHAUSTED", "Out of memory"))
+    return isinstance(error, MemoryError) or of_xla or "Cannot allocate memory" in str(error)
 
 
 def unforeseen(error: Exception) -> str:
@@ -84,7 +89,7 @@ CLOSED = "the output was closed before its end"
 
 
 def said_of_output(error: OSError) -> str:
-    """What is said of standard output that can't be written."""
+    """What is said of standard output, or of a file without a name, that can't be written."""
     return CLOSED if isinstance(error, BrokenPipeError) else f"the output can't be written: {error.strerror}"
 
 
@@ -124,9 +129,11 @@ def reachable(option: str, folder: os.PathLike | str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """An error's first line, without its middle if it is long. The array's spec at TensorStore's end is left out."""
+    """An error's first line, without its middle if it is long; of TensorStore's, what the operating system said."""
     while "See full TensorStore" in str(error) and error.__cause__:
         error = error.__cause__  # which has the reason
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
+        return os.strerror(int(code[1]))
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     line = line.partition(" [tensorstore_spec")[0].partition(". See full TensorStore")[0]
     return line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"

@@ -1,8 +1,10 @@
 """Checkpoints: what is saved in the background, opened from elsewhere, and said when it fails."""
 
 import dataclasses
+import errno
 import gc
 import os
+import shutil
 import threading
 import time
 
@@ -63,6 +65,40 @@ def test_a_save_that_fails_in_the_background_is_said_and_costs_no_earlier_one(tm
         with pytest.raises(UserError, match="can't be written: no space left; earlier ones are untouched"):
             checkpoint.check(checkpoints)
     assert (tmp_path / "checkpoints" / "1" / "params").is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EFBIG])
+def test_a_full_disk_is_not_called_a_lack_of_memory(number, tmp_path):
+    reason = os.strerror(number)
+    kind = "OUT_OF_RANGE" if number == errno.EFBIG else "RESOURCE_EXHAUSTED"
+    said = (
+        f"{kind}: Error writing \"a/0\": Failed to write 9 bytes: {reason} [os_error_code='{number}'] [tensorstore_spec"
+    )
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        for error in (ValueError(said), OSError(number, reason)):  # TensorStore's, and Python's
+            with pytest.raises(UserError) as found, checkpoint.written(checkpoints):
+                raise error
+            assert str(found.value).startswith(f"{checkpoints.directory}: a checkpoint can't be written: ")
+            assert f"{reason}; earlier ones are untouched" in str(found.value)
+        for error in (MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))):
+            with pytest.raises(type(error)), checkpoint.written(checkpoints):
+                raise error
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_not_called_unwritten(tmp_path, monkeypatch):
+    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
+
+    def rmtree(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
+        checkpoint.save(checkpoints, 1, {"params": {"w": jnp.ones(2)}}, about)
+        checkpoint.check(checkpoints, wait=True)
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        checkpoint.save(checkpoints, 2, {"params": {"w": jnp.ones(2)}}, about)
+        with pytest.raises(UserError, match="an old checkpoint can't be deleted: .*not permitted; newer ones are unto"):
+            checkpoint.check(checkpoints, wait=True)
+    assert checkpoint.read_about(checkpoints.directory, 2)
 
 
 def test_saves_leave_no_threads(tmp_path):

@@ -202,6 +202,7 @@ def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
         (MemoryError(), False),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
         (OSError(5, "Input/output error"), True),
+        (ValueError("RESOURCE_EXHAUSTED: opening \"0\": Too many open files [os_error_code='24']"), True),
     ],
 )
 def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, damaged, tmp_path, monkeypatch):
@@ -216,6 +217,7 @@ def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, dam
     with pytest.raises(checkpoint.Damaged if damaged else type(error)) as found:
         checkpoint.restore_state(checkpoints.directory, 1, {"params": {"w": None}, "step": None})
     assert not damaged or checkpoint_folder.may_pass(found.value)
+    assert not damaged or str(found.value).endswith("; start again when the reason has passed")
 
 
 def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, reachable
 
 MOST_DIGITS = 100  # of a number in an option: Python refuses to read thousands
 
@@ -110,12 +110,17 @@ def _new_folder(parent: pathlib.Path) -> pathlib.Path:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Write a file atomically, so that it is never half-written."""
+    """Write a file atomically, so that it is never half-written. In JSON, names of any bytes can be read back.
+
+    Raises:
+        UserError: if it can't be written.
+    """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
-        file.write(text)
-    partial.replace(path)
+    with reachable("--output", path):
+        partial.unlink(missing_ok=True)
+        with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
+            file.write(text)
+        partial.replace(path)
 
 
 def write_json(path: pathlib.Path, data, **options) -> None:

@@ -95,8 +95,13 @@ class Life:
         ]  # fmt: skip
 
 
-def end(campaign: Campaign, life: Life, running: list[subprocess.Popen], statuses: tuple[int, ...]) -> None:
-    """Wait for processes to end, and check what they say: nothing, or one sentence."""
+def end(
+    campaign: Campaign, life: Life, running: list[subprocess.Popen], statuses: tuple[int, ...], cause: str = ""
+) -> None:
+    """Wait for processes to end, and check what they say: nothing, or one sentence, which names the cause (a pattern).
+
+    A bucket's errors can be unforeseen.
+    """
     if life.environment:
         statuses += (1,)  # a bucket that fails too often
     for process in running:
@@ -111,6 +116,9 @@ def end(campaign: Campaign, life: Life, running: list[subprocess.Popen], statuse
         alone = life.processes == 1  # JAX reports the loss of another process at length
         if alone and (process.returncode not in statuses or errors.count("\n") > 1 or "Traceback" in errors):
             campaign.fail("not one sentence", f"{life.folder.name}: status {process.returncode}: {errors[-2000:]}")
+        named = re.search(cause, errors) and "TRACEBACK" not in errors and "not enough memory" not in errors
+        if alone and process.returncode == 1 and not life.environment and not named:
+            campaign.fail("wrong causes", f"{life.folder.name}: {errors[-2000:]}")
 
 
 def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
@@ -165,7 +173,7 @@ def paused(campaign: Campaign, life: Life) -> bool:
 def limited_files(campaign: Campaign, life: Life) -> None:
     """Files that can't grow beyond a random size."""
     size = int(2 ** campaign.at.uniform(10, 21))
-    end(campaign, life, life.start(limit=size), (1, 0))
+    end(campaign, life, life.start(limit=size), (1, 0), "File too large")
 
 
 def clock(campaign: Campaign, life: Life) -> bool:
@@ -281,7 +289,7 @@ def filled_disk(campaign: Campaign, life: Life) -> bool | None:
         return False
     free = shutil.disk_usage(disk).free - int(2 ** campaign.at.uniform(8, 21))
     (disk / "filler").write_bytes(bytes(max(0, free)))
-    end(campaign, life, life.start(), (1, 0))
+    end(campaign, life, life.start(), (1, 0), "No space left on device")
     (disk / "filler").unlink()
 
 
@@ -291,7 +299,7 @@ def read_only_disk(campaign: Campaign, life: Life) -> bool | None:
     if not os.path.ismount(disk):
         return False
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    end(campaign, life, life.start(), (1,))
+    end(campaign, life, life.start(), (1,), "Read-only file system")
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
 
 

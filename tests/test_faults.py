@@ -26,7 +26,7 @@ from diffeqformer.errors import printable
 from diffeqformer.training import loop
 from runs import TINY, curves, finish, start
 
-FORBIDDEN = ("silent changes", "lost checkpoints", "unusable folders", "hangs", "not one sentence")
+FORBIDDEN = ("silent changes", "lost checkpoints", "unusable folders", "hangs", "not one sentence", "wrong causes")
 SAVING = ["--config.checkpoint_every=3", "--config.steps=30", "--config.eval_every=10"]
 
 

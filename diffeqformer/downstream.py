@@ -60,21 +60,25 @@ def define_flags() -> None:
     )
 
 
-def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> None:
+def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> int:
     """Check, before any work, that a checkpoint exists and fits the options.
+
+    Returns:
+        its window.
 
     Raises:
         UserError: if it doesn't.
     """
     config = checkpoint.load_config(workdir, step)
     model = abstract_model(config)
-    window_size(window, config, model.max_length, "--window", f"of {workdir}")
+    window = window_size(window, config, model.max_length, "--window", f"of {workdir}")
     graph, params = split_model(model)
     for steps in num_steps:
         try:
             jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.grid(steps)), params)
         except UserError as error:
             raise UserError(f"{workdir}: {error}") from None
+    return window
 
 
 def run_harness(model, tasks: dict, limit: int | None) -> dict:
@@ -114,7 +118,7 @@ def summary(results: dict, names: list[str], model) -> dict[str, dict]:
 
 
 def write(folder: pathlib.Path, report: dict) -> None:
-    """Write all results. This is done after each run, so that an interruption loses little.
+    """Write all results. This is done after each task, so that an interruption or error loses little.
 
     results.json has the metrics, documents.json the scores of each document; results.md and downstream.png show them.
     """
@@ -177,12 +181,11 @@ def run_all(options) -> None:
             raise UserError(f"--{name}: must name at least one, but it is empty")
     shots = whole_numbers("--shots", options.shots, 0)
     steps = whole_numbers("--num_steps", options.num_steps, 1) or [None]
-    for workdir in options.workdir:
-        check_model(workdir, options.step, steps, options.window)
+    window = min(check_model(workdir, options.step, steps, options.window) for workdir in options.workdir)
     study = None
     with hosts.all_succeed("the tasks"):
         if hosts.is_first():
-            study = Study(options, shots)
+            study = Study(options, shots, window)
 
     from diffeqformer.inference.harness import HarnessModel
 
@@ -204,14 +207,17 @@ def run_all(options) -> None:
 class Study:
     """The tasks, and what models score on them, as process 0 runs them.
 
+    Args:
+        window: the shortest of the models.
+
     Raises:
         UserError: if none of the tasks can be run, or the folder of the results can't be made.
     """
 
-    def __init__(self, options, shots: list[int]):
+    def __init__(self, options, shots: list[int], window: int):
         check_output(options.output, options.workdir[0])
         self.shots, self.log_samples = shots, options.log_samples
-        self.tasks = load_tasks(options.tasks, options.include, shots)
+        self.tasks = load_tasks(options.tasks, options.include, shots, window)
         for name, task in self.tasks.loaded["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 hosts.check_one(f"--tasks: {name} is a task of generation, which")
@@ -227,19 +233,17 @@ class Study:
         }
 
     def run(self, workdir: str, model) -> None:
-        """Run all tasks with one model, a `HarnessModel`, with each number of shots, and write the results."""
+        """Run all tasks with one model, a `HarnessModel`, with each number of shots, and write each one's results."""
         label = f"{workdir}, {model.num_steps} steps"
         config, about = model.opened.config, model.opened.about
         texts = about.data_sha256, about.validation_sha256
         for number in self.shots:
-            said = f"{len(self.tasks.names)} tasks, {number} shots"
+            said = f"{len(self.tasks.rows)} tasks, {number} shots"
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
             self.tasks.set_shots(number)
             start = time.monotonic()
             for counts in (model.contexts, model.cut, model.unknown, model.altered):
                 counts.clear()
-            results = run_harness(model, self.tasks.loaded, self.report["limit"])
-            rows = summary(results, self.tasks.names, model)
             run = {
                 "label": label,
                 **header(workdir, model.opened),
@@ -248,15 +252,20 @@ class Study:
                 "shots": number,
                 "seed": config.seed,
                 "setting": setting(config, *texts, about.earlier_rates),
-                "seconds": round(time.monotonic() - start, 1),
-                "tasks": rows,
-                "documents": scores_of_documents(results, rows),
+                "tasks": {},
+                "documents": {},
             }
             self.report["runs"].append(run)
-            write(self.folder, self.report)
+            for row, tasks in self.tasks.rows.items():
+                results = run_harness(model, tasks, self.report["limit"])
+                found = summary(results, [row], model)
+                run["tasks"] |= found
+                run["documents"] |= scores_of_documents(results, found)
+                run["seconds"] = round(time.monotonic() - start, 1)
+                write(self.folder, self.report)
+                if self.log_samples:
+                    write_samples(self.folder, run, results["samples"])
             write_curves(self.folder, run)
-            if self.log_samples:
-                write_samples(self.folder, run, results["samples"])
             print(f"done in {duration(run['seconds'])}", flush=True)
 
     def say(self) -> None:

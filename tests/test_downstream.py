@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -331,6 +332,41 @@ def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path):
     assert scores[3][1:] == ["not run", *6 * ["–"]] and scores[1][1] == "5"
     assert [line[0] for line in differences] == ["PIQA", "last_word"]
     assert (tmp_path / "out" / "downstream.png").exists()
+
+
+@pytest.mark.parametrize(
+    "asked, sentence",
+    [
+        ({"max_gen_toks": 64}, "max_gen_toks: must be at least 1 and below the window of 64 tokens, but it is 64"),
+        ({"max_gen_toks": "many"}, "max_gen_toks: must be a number, but it is 'many'"),
+        ({"until": 3}, "until: must be text, or a list of texts, but it is 3"),
+        ({"num_beams": 4}, "num_beams: isn't supported; take do_sample, "),
+        ({"do_sample": True, "top_p": "half"}, "top_p: must be a number, but it is 'half'"),
+    ],
+)
+def test_impossible_generation_is_found_before_any_work(asked, sentence, runs, tmp_path, local_tasks, monkeypatch):
+    monkeypatch.setattr(downstream, "run_harness", lambda *_: pytest.fail("it went to work"))
+    write_task(tmp_path, "writes", output_type="generate_until", generation_kwargs=asked)
+    said = f"^--tasks: an example of writes with 0 shots can't be made, generation_kwargs.{re.escape(sentence)}"
+    with pytest.raises(UserError, match=said):
+        downstream.run_all(options(runs, include=str(tmp_path), output=str(tmp_path / "out")))
+
+
+def test_what_is_done_outlives_an_error_in_a_later_task(runs, tmp_path, local_tasks, monkeypatch):
+    run_harness = downstream.run_harness
+
+    def run_or_fail(model, tasks, limit):
+        if "pages" in tasks["tasks"]:
+            raise UserError("no more")
+        return run_harness(model, tasks, limit)
+
+    monkeypatch.setattr(downstream, "run_harness", run_or_fail)
+    with pytest.raises(UserError, match="^no more$"):
+        downstream.run_all(options(runs, tasks=["last_word", "pages"], output=str(tmp_path / "out"), limit=3))
+    [run] = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    [scored] = json.loads((tmp_path / "out" / "documents.json").read_text())
+    assert list(run["tasks"]) == ["last_word"] and len(scored["documents"]["last_word"]) == 3
+    assert "| last_word |" in (tmp_path / "out" / "results.md").read_text()
 
 
 def test_if_all_tasks_fail_nothing_is_scored(runs, tmp_path, local_tasks, monkeypatch, capsys):

@@ -267,23 +267,35 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def _generation(self, number: int, context: str, options: dict) -> tuple[Text, Choice]:
         """The text to be written for a request, with its whole context, and how its tokens are chosen."""
-        options = normalize_gen_kwargs(options, min(256, self.max_length // 2))
-        unknown = sorted(set(options) - GENERATION_FIELDS)
-        if unknown:
-            raise UserError(
-                f"generation_kwargs.{unknown[0]}: isn't supported; take {', '.join(sorted(GENERATION_FIELDS))}"
-            )
-        count = options["max_gen_toks"]
-        if not 1 <= count < self.max_length:
-            raise UserError(
-                f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {self.max_length} tokens, "
-                f"but it is {count}"
-            )
-        temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-        choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
-        choice.check()
-        until = [stop for stop in options["until"] if stop]
+        count, until, choice = generation(options, self.max_length)
         return Text(encode_prompt(self.opened.tokenizer, context), count, number, until), choice
+
+
+def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
+    """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens.
+
+    Raises:
+        UserError: for an option that is unknown or of another type, or more tokens than a window holds.
+    """
+    for name, value in options.items():
+        kinds, said = ((str,), "text, or a list of texts") if name == "until" else ((int, float), "a number")
+        several = value if name == "until" and isinstance(value, list) else [value]
+        if not all(each is None or isinstance(each, kinds) for each in several):
+            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {value!r}")
+    options = normalize_gen_kwargs(options, min(256, window // 2))
+    unknown = sorted(set(options) - GENERATION_FIELDS)
+    if unknown:
+        raise UserError(f"generation_kwargs.{unknown[0]}: isn't supported; take {', '.join(sorted(GENERATION_FIELDS))}")
+    count = options["max_gen_toks"]
+    if not 1 <= count < window:
+        raise UserError(
+            f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {window} tokens, "
+            f"but it is {count}"
+        )
+    temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+    choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
+    choice.check()
+    return count, [stop for stop in options["until"] if stop], choice
 
 
 class _Cache(lm_eval.api.model.CachingLM):

@@ -18,14 +18,14 @@ OURS = pathlib.Path(__file__).parent / "task_files"  # tasks whose data lm-eval 
 class Tasks(NamedTuple):
     """The tasks that can be run, and those that can't.
 
-    loaded: as `lm_eval.evaluator.evaluate` takes them.
-    names: what has a row in the tables: a group, or a task.
+    loaded: all of them, as `lm_eval.evaluator.evaluate` takes them.
+    rows: the same for each row of the tables alone: a group, or a task.
     own: by task, the number of examples that its file sets.
     failed: by requested name, why it can't be run.
     """
 
     loaded: dict
-    names: list[str]
+    rows: dict[str, dict]
     own: dict[str, int | None]
     failed: dict[str, str]
 
@@ -34,8 +34,8 @@ class Tasks(NamedTuple):
         _set_shots(self.loaded["tasks"], self.own, shots)
 
 
-def load_tasks(names: list[str], include: str | None, shots: list[int]) -> Tasks:
-    """The tasks of some names, each tried with one example at every number of shots.
+def load_tasks(names: list[str], include: str | None, shots: list[int], window: int) -> Tasks:
+    """The tasks of some names, each tried with one example at every number of shots, for models with that window.
 
     Your own task files come before lm-eval's tasks of the same name. If no others are needed, lm-eval's aren't read.
     A task that fails is reported at once on the standard error, and left out.
@@ -51,7 +51,7 @@ def load_tasks(names: list[str], include: str | None, shots: list[int]) -> Tasks
         try:
             tops, found = _load(manager, name)
             kept = {task: each.get_config("num_fewshot") for task, each in found["tasks"].items()}
-            _try_examples(found["tasks"], kept, shots)
+            _try_examples(found["tasks"], kept, shots, window)
         except _Failure as failure:
             said = f"--tasks: {failure}; {failure.remedy}"
             if len(names) == 1:
@@ -65,7 +65,7 @@ def load_tasks(names: list[str], include: str | None, shots: list[int]) -> Tasks
     if not built:
         raise UserError(f"--tasks: none of {', '.join(names)} can be run; see the reasons above")
     try:
-        return Tasks(manager.load(built), rows, own, failed)
+        return Tasks(manager.load(built), {row: manager.load([top]) for row, top in zip(rows, built)}, own, failed)
     except ValueError as error:
         raise UserError(f"--tasks: {error}; name each task once") from None
 
@@ -75,7 +75,8 @@ class _Failure(Exception):
 
     def __init__(self, what: str, error: Exception, remedy: str):
         reason = (str(error).strip().splitlines() or [""])[0]
-        super().__init__(printable(f"{what}, {type(error).__name__}: {reason[:300]}"))
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        super().__init__(printable(f"{what}, {kind}{reason[:300]}"))
         self.remedy = remedy
 
 
@@ -113,12 +114,17 @@ def _load(manager, name: str) -> tuple[list, dict]:
     return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values()), found
 
 
-def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int]) -> None:
+def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], window: int) -> None:
+    from diffeqformer.inference.harness import generation
+
     for number in shots:
         _set_shots(tasks, own, number)
         for name, task in tasks.items():
             try:
                 task.build_all_requests(limit=1)
+                for request in task.instances:
+                    if request.request_type == "generate_until":
+                        generation(request.args[1], window)
             except Exception as error:  # an error in a template, or too few examples to draw from
                 what = f"an example of {name} with {number} shots can't be made"
                 raise _Failure(what, error, "change its task file or --shots") from error

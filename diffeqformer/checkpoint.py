@@ -31,6 +31,7 @@ from diffeqformer.checkpoint_folder import (
     chosen_step,
     folder_of,
     older,
+    once_more,
     open_checkpoints,
     readable,
     steps_of,
@@ -290,7 +291,7 @@ def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir
     Raises:
         UserError: if there is none.
     """
-    return open_to_read(workdir, of, step).config
+    return once_more(lambda: open_to_read(workdir, of, step)).config
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
@@ -360,6 +361,10 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
     Raises:
         UserError: if there is none, or it has parameters that aren't finite.
     """
+    return once_more(lambda: _load(workdir, mesh, step, of))
+
+
+def _load(workdir: epath.PathLike, mesh: Mesh | None, step: Step, of: str) -> Checkpoint:
     folder, step, about, config = open_to_read(workdir, of, step)
     model = abstract_model(config)
     graph, params = split_model(model)
@@ -393,6 +398,8 @@ def load_on_all(workdir: epath.PathLike, step: Step = None) -> Checkpoint:
         UserError: on every process, if one can't open it or sees another one.
     """
     with hosts.all_succeed("the checkpoint"):
+        if jax.process_count() == 1:
+            return load(workdir, make_mesh(), step)
         step = open_to_read(workdir, step=step).step
     hosts.check_same("--workdir: the checkpoint", f"{step:016x}", "start again, or wait until training has ended")
     with hosts.all_succeed("the checkpoint"):

@@ -4,8 +4,8 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from etils import epath
 
@@ -167,6 +167,20 @@ def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option:
             f"{option}: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}", step
         )
     return steps[-1] if step is None else step
+
+
+def once_more(read: Callable[[], Any]) -> Any:
+    """What `read` returns of a checkpoint; once more if it found damage where a running training may have replaced one.
+
+    Raises:
+        Damaged: if the damaged one is the newest, or it found damage again.
+    """
+    try:
+        return read()
+    except Damaged as error:
+        if error.step >= max(steps_of(error.directory), default=error.step):
+            raise
+    return read()
 
 
 def best_step(folder: epath.Path) -> int | None:

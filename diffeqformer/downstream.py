@@ -24,7 +24,7 @@ from diffeqformer.checkpoint_folder import Step
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.finite import logits_of
 from diffeqformer.inference.bars import plot
 from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
@@ -238,7 +238,7 @@ class Study:
         config, about = model.opened.config, model.opened.about
         texts = about.data_sha256, about.validation_sha256
         for number in self.shots:
-            said = f"{len(self.tasks.rows)} tasks, {number} shots"
+            said = f"{counted(len(self.tasks.rows), 'task')}, {counted(number, 'shot')}"
             print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
             self.tasks.set_shots(number)
             start = time.monotonic()

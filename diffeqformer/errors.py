@@ -37,17 +37,26 @@ class Stopped(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar known name, if there is one.
 
-    Names can have parts: of `model.width`, the last is compared, in the same section first. Initials count as similar:
-    `lr` is `learning_rate`.
+    Names can have parts: of `model.width`, the last is compared, in the same section first, where initials (`lr` is
+    `learning_rate`) and common words (`warmup_fraction` and `warmup_steps`) count as well.
     """
     section, _, last = name.rpartition(".")
     known = list(known)
-    for names in ([other for other in known if other.rpartition(".")[0] == section], known):
+    beside = [other for other in known if other.rpartition(".")[0] == section]
+    for names, cutoff in ((beside, 0.6), (known, 0.8 if beside else 0.6)):
         parts = {other.rpartition(".")[2]: other for other in reversed(names)}
-        initials = [part for part in parts if "_" in part and last == "".join(word[:1] for word in part.split("_"))]
-        if close := initials or difflib.get_close_matches(last, parts, n=1):
+        words = {part: part.split("_") for part in parts if names is beside}
+        initials = [part for part in words if "_" in part and last == "".join(word[:1] for word in words[part])]
+        common = [part for part in words if (len(last) > 3 and last in part) or {*words[part]} & {*last.split("_")}]
+        close = initials or difflib.get_close_matches(last, parts, 1, cutoff)
+        if close := close or difflib.get_close_matches(last, common, 1, 0.0):
             return f"; did you mean {parts[close[0]]}?"
     return ""
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: 1 device, 2 devices."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.errors import UserError, printable
+from diffeqformer.errors import UserError, counted, printable
 from diffeqformer.finite import logits_of
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
@@ -120,7 +120,7 @@ def write(options) -> None:
             said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
         else:
             said = write_lines(model, opened.tokenizer, prompts, options, started, how)
-    steps = f"{options.num_steps or trained.num_steps} steps{solver}{drafts}"
+    steps = f"{counted(options.num_steps or trained.num_steps, 'step')}{solver}{drafts}"
     if hosts.is_first():
         what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
         print(f"\n{printable(what)}: {said}", file=sys.stderr)
@@ -151,7 +151,7 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
     sys.stdout.flush()
     written = sum(map(len, samples.ids))
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
-    return f"{written:,} tokens, the first after {first - started:.1f} s{rate}"
+    return f"{counted(written, 'token')}, the first after {first - started:.1f} s{rate}"
 
 
 def write_lines(
@@ -178,7 +178,7 @@ def write_lines(
     except OSError as error:
         where = options.output or "standard output"
         raise UserError(f"--output: {where}: {error.strerror}; delete what was written, and choose another") from None
-    return f"{number + 1:,} texts in {time.monotonic() - started:.1f} s"
+    return f"{counted(number + 1, 'text')} in {time.monotonic() - started:.1f} s"
 
 
 def main() -> None:

@@ -14,11 +14,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step, steps_of
+from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step, once_more, steps_of
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
 from diffeqformer.console.results import title
+from diffeqformer.errors import counted
 from diffeqformer.training import goodput
 
 BLOCK = 2**20  # elements whose float64 copies are in memory at a time
@@ -180,7 +181,7 @@ def heading(found: dict) -> list[str]:
     inside = f"its data inside ({saved:,} characters)" if saved else "without data"
     checkpoints = [f"{step:,}" + " (best validation)" * (step == found["best_step"]) for step in found["steps"]]
     lines = [
-        f"{found['name']}: {found['kind']}, field {found['field']}, {found['num_steps']} steps of depth by "
+        f"{found['name']}: {found['kind']}, field {found['field']}, {counted(found['num_steps'], 'step')} of depth by "
         f"{found['solver']}",
         f"step {found['step']:,} of {total:,}; checkpoints: {', '.join(checkpoints)}",
         f"training data: {found['config']['data.task']}, sha256 {found['data_sha256']}",
@@ -273,7 +274,8 @@ def main() -> None:
 
     def command() -> None:
         jax.config.update("jax_platforms", "cpu")  # a running training may hold the accelerator
-        print(text(inspect_run(workdir.value, step.value, with_statistics.value), everything.value))
+        found = once_more(lambda: inspect_run(workdir.value, step.value, with_statistics.value))
+        print(text(found, everything.value))
 
     command_line.run(command, verbosity=logging.FATAL)
 

@@ -8,7 +8,6 @@ command that takes a run also takes it.
 
 import contextlib
 import dataclasses
-import pathlib
 import tempfile
 from collections.abc import Iterator
 
@@ -18,9 +17,9 @@ from etils import epath
 from flax import traverse_util
 
 from diffeqformer import checkpoint, checksums
-from diffeqformer.checkpoint_folder import REPLACED, Step, begin_save
+from diffeqformer.checkpoint_folder import REPLACED, Step, begin_save, once_more
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_links
+from diffeqformer.console.results import check_link
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError, reason_of
 from diffeqformer.finite import check_parameters
@@ -65,9 +64,10 @@ def materialize(
     if config.model.lora_rank:
         frozen, recorded, remedy = checkpoint.open_frozen(workdir, about.base)
         stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
-    if not output and "://" not in str(workdir):
-        check_links(pathlib.Path(workdir), "--workdir")
-    output = epath.Path(output or epath.Path(workdir) / f"materialized-{num_steps}-{dtype}")
+    inside = epath.Path(workdir) / f"materialized-{num_steps}-{dtype}"
+    if not output:
+        check_link(inside, "--workdir")
+    output = epath.Path(output or inside)
     trained = (about.materialized_from or {}).get("model", config.model.to_dict())
     about = dataclasses.replace(
         about,
@@ -174,7 +174,7 @@ def main() -> None:
 
     def command() -> None:
         hosts.check_one("materialize: this command")
-        folder = materialize(workdir.value, num_steps.value, dtype.value, output.value, step.value)
+        folder = once_more(lambda: materialize(workdir.value, num_steps.value, dtype.value, output.value, step.value))
         print(f"{folder}: {size_on_disk(folder) / 1e6:,.1f} MB; use it like the run, with --workdir={folder}")
 
     command_line.run(command, verbosity=logging.FATAL)

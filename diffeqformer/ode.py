@@ -15,7 +15,7 @@ from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, s
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.report import depths_of
 from diffeqformer.inference.scoring import Stretch
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
@@ -42,7 +42,7 @@ def examine(options) -> dict:
     if not model.depth.generates_kernels or model.num_steps < 2:
         raise UserError(
             "--workdir: must hold a model whose kernels are generated for at least 2 times, but it is a model of the "
-            f"kind {config.kind} with {model.num_steps} steps"
+            f"kind {config.kind} with {counted(model.num_steps, 'step')}"
         )
     if config.step_features > model.num_steps:
         raise UserError(

@@ -18,7 +18,7 @@ from diffeqformer.depth.looped import LoopedWeights
 from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
 from diffeqformer.depth.weights import DepthWeights, StackedWeights, in_type, weight_axes
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.field import Block
 from diffeqformer.fields.layers import (
@@ -298,7 +298,7 @@ def check_weights(model: Transformer, num_steps: int | tuple[float, ...] | None 
         NoRoom: if they don't.
     """
     graph, params = split_model(model)
-    what = f"num_steps: the weights of {len(model.grid(num_steps).ends):,} steps"
+    what = f"num_steps: the weights of {counted(len(model.grid(num_steps).ends), 'step')}"
     shapes = jax.eval_shape(lambda params: jax.tree.leaves(weights_of(graph, params, num_steps)), params)
     arrays = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "sharding")]  # none in a derivative
     devices = max((len(array.sharding.device_set) for array in arrays), default=1)

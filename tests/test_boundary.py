@@ -64,6 +64,11 @@ def test_a_config_file(what, tmp_path):
         ("main", [b"--config=tiny", b"--workdir=\xff\xfe"], "--workdir=��: this argument must be valid UTF-8"),
         ("analyze", [b"--text=a\xff", b"--workdir=x"], "--text=a�: this argument must be valid UTF-8"),
         ("main", ["--config=tiny", "--workdir=http://host/run"], "--workdir: must be a folder of this machine or on"),
+        (
+            "main",
+            ["--config=tiny", "--config.mesh.data=2"],
+            "config.mesh: data x fsdp x tensor must make up the 1 device ",
+        ),
         ("main", ["--config=tiny", "--config.name="], "config.name: must be printable text of 1 to 200"),
         ("main", ["--config=tiny", f"--config.data.task={'a' * 300}"], "config.data.task: must be one of "),
         ("main", ["--config=tiny", "--config.model.num_steps=100000000"], "config.model.num_steps: must be at most 65"),

@@ -1,5 +1,7 @@
 """Which checkpoints of a run are kept, and which one a command opens."""
 
+import shutil
+
 import jax.numpy as jnp
 import pytest
 from absl import flags
@@ -7,7 +9,7 @@ from absl import flags
 from diffeqformer import checkpoint, checkpoint_folder
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
-from helpers import toy_config
+from helpers import drawn, save_params, toy_config
 
 pytestmark = pytest.mark.fast
 
@@ -37,6 +39,26 @@ def test_the_best_validation_is_kept_beside_the_newest_also_after_a_restart(tmp_
     assert [opened(tmp_path, step) for step in ("best", None, 5)] == [2, 6, 5]
     save(tmp_path, {7: 1.0}, kept=1)  # of equal ones, the newest
     assert names(tmp_path) == {"7"} and opened(tmp_path, "best") == 7
+
+
+def test_a_reader_beside_a_training_tries_the_newest_checkpoint_once_more(tmp_path, monkeypatch):
+    config, read = toy_config("gpt"), []
+    params = drawn(config.model)[1]
+    save_params(tmp_path, config, {1: params})
+    load = checkpoint.ocp.load
+
+    def load_or_lose(path, *given, **named):
+        read.append(path.name)
+        if path.name == "1":
+            shutil.rmtree(path)
+            save_params(tmp_path, config, {2: params})
+        return load(path, *given, **named)
+
+    monkeypatch.setattr(checkpoint.ocp, "load", load_or_lose)
+    assert checkpoint.load(tmp_path).step == 2 and read == ["1", "2"]
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
+    with pytest.raises(checkpoint.Damaged, match="/2: this checkpoint can't be read: "):
+        checkpoint.load(tmp_path)
 
 
 def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(tmp_path):

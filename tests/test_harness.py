@@ -333,7 +333,7 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
             assert write(model, *asked) == ["one", "one.", "one"]
             assert [len(prompts) for *prompts, _, _ in calls] == sizes
         else:
-            with pytest.raises(UserError, match="^window: the keys and values of 1 texts would take "):
+            with pytest.raises(UserError, match="^window: the keys and values of 1 text would take "):
                 write(model, *asked)
 
 

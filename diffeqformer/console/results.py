@@ -26,13 +26,22 @@ def check_links(folder: pathlib.Path, option: str) -> None:
     inside = [os.path.join(folder, name) for name in ("checkpoints", "frozen", "damaged")]
     for parent, folders, files in os.walk(folder):
         for path in (os.path.join(parent, name) for name in (*folders, *files)):
-            if os.path.islink(path):
-                raise UserError(
-                    f"{option}: {path} is a link, through which files elsewhere would be written; put what it points "
-                    "to in its place"
-                )
+            check_link(path, option)
         if parent in inside:
             folders.clear()
+
+
+def check_link(path: os.PathLike | str, option: str) -> None:
+    """Check that a path that is written to is no link.
+
+    Raises:
+        UserError: if it is.
+    """
+    if os.path.islink(path):
+        raise UserError(
+            f"{option}: {path} is a link, through which files elsewhere would be written; put what it points to in "
+            "its place"
+        )
 
 
 def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
@@ -47,8 +56,8 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
     home = pathlib.Path("runs", pathlib.Path(workdir).name) if "://" in workdir else pathlib.Path(workdir)
     try:
-        if not output:
-            check_links(home, "--workdir")
+        for number in range(0 if output else len(inside)):
+            check_link(home.joinpath(*inside[: number + 1]), "--workdir")
         folder = pathlib.Path(output) if output else _new_folder(home.joinpath(*inside))
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

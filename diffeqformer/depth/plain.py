@@ -5,7 +5,7 @@ from flax import nnx
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import add_adapters
 from diffeqformer.depth.weights import DepthWeights
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.layers import Linear, Norm, parameter
 
 
@@ -70,8 +70,8 @@ class PerLayerWeights(PlainWeights):
         """
         if len(grid.times) != self.num_layers:
             raise UserError(
-                f"num_steps: this model has weights for {self.num_layers} steps and for no other number, but it is "
-                f"{len(grid.times)}"
+                f"num_steps: this model has weights for {counted(self.num_layers, 'step')} and for no other number, "
+                f"but it is {len(grid.times)}"
             )
         return {
             layer: {**weights, "a": self.adapter_scale * weights["a"]} if "a" in weights else weights

@@ -37,7 +37,8 @@ def depths_of(results: dict) -> list[int]:
 
 def as_trained(results: dict) -> str:
     """How a model was trained, by the header of its results."""
-    return f"trained in {', '.join(map(str, depths_of(results)))} steps of {results['trained_solver']}"
+    depths = depths_of(results)
+    return f"trained in {', '.join(map(str, depths))} step{'s' * (depths != [1])} of {results['trained_solver']}"
 
 
 def heading(results: dict) -> str:

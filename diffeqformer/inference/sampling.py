@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.choice import Choice, checked, choose_next
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel.memory import check_free
@@ -192,7 +192,7 @@ def check_cache(model: Transformer, steps: int, length: int, texts: int, option:
     """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
     shape = steps * model.solver.evaluations, 1, length, model.field.width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
-    check_free(f"{option}: the keys and values of {texts:,} texts", one, 2 * (texts + 1) / parts)
+    check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:

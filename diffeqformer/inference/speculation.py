@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from diffeqformer.cross_entropy import of_vocabulary
 from diffeqformer.depth.weights import StackedWeights
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.sampling import check_room, padded_prompt, read_prompt
@@ -139,7 +139,8 @@ def continue_by_drafts(
     steps = len(model.grid(num_steps).ends)
     if model.depth.fixed_depth:
         raise UserError(
-            f"draft_steps: this model has weights for {model.num_steps} steps and for no other number; leave it out"
+            f"draft_steps: this model has weights for {counted(model.num_steps, 'step')} and for no other number; "
+            "leave it out"
         )
     if steps == 1:
         raise UserError("draft_steps: there are no fewer than 1 step of depth to draft in; leave it out")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 
 AXES = ("data", "generator", "fsdp", "tensor")
 
@@ -32,7 +32,7 @@ def mesh_shape(config, num_devices: int) -> tuple[int, int, int]:
     known = int(np.prod([size for size in sizes if size != -1]))
     if num_devices % known or (-1 not in sizes and known != num_devices):
         raise UserError(
-            f"config.mesh: {' x '.join(axes)} must make up the {num_devices} devices of the run, but it is "
+            f"config.mesh: {' x '.join(axes)} must make up the {counted(num_devices, 'device')} of the run, but it is "
             f"{' x '.join(map(str, sizes))}; -1 means the rest"
         )
     return tuple(num_devices // known if size == -1 else size for size in sizes)

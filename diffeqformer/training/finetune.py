@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import NoSuchStep, Step
 from diffeqformer.config import base_config, check_rule
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
@@ -107,7 +107,7 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
     if weights.fixed_depth:
         raise UserError(
             f"config.model.num_steps: must be {model.num_steps}, because {config.base} holds a model of the kind "
-            f"{model.kind} with weights for {model.num_steps} steps only, but it is {steps}"
+            f"{model.kind} with weights for {counted(model.num_steps, 'step')} only, but it is {steps}"
         )
     if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
         raise UserError(

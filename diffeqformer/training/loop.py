@@ -25,7 +25,7 @@ from diffeqformer.console.results import title
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import Stopped, UserError, out_of_memory, printable, reason_of
+from diffeqformer.errors import Stopped, UserError, counted, out_of_memory, printable, reason_of
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
@@ -97,7 +97,9 @@ def report_end(run: Run, finished_before: bool) -> None:
     """Print how a complete run ended, and its goodput."""
     folder = run.folder
     if finished_before:
-        print(f"{folder}: this run has already finished its {run.config.steps:,} steps; here is its sample again")
+        print(
+            f"{folder}: this run has already finished its {counted(run.config.steps, 'step')}; here is its sample again"
+        )
         return
     print(goodput.said(run.clock.record()))
     beside = pathlib.Path(sys.executable).with_name("tensorboard")
@@ -156,7 +158,8 @@ def describe(run: Run, params: dict) -> None:
     tokens = config.steps * config.batch_size * config.sequence_length
     fixed_depth = MODELS[config.model.kind].weights.fixed_depth
     numbers = ", ".join(map(str, run.program.depths))
-    depth = f"{numbers} {'layers' if fixed_depth else 'steps of depth'}"
+    many = "s" * (list(run.program.depths) != [1])
+    depth = f"{numbers} layer{many}" if fixed_depth else f"{numbers} step{many} of depth"
     some = f" ({trained:,} train)" if trained < count else ""
     devices = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
@@ -169,7 +172,7 @@ def describe(run: Run, params: dict) -> None:
     )
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
-    print(f"run: {config.steps:,} steps of {size}, {tokens:,} in all, in {run.folder}")
+    print(f"run: {counted(config.steps, 'step')} of {size}, {tokens:,} in all, in {run.folder}")
     print(run.program.said(), flush=True)
 
 

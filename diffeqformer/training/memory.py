@@ -13,7 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from diffeqformer.depth.depths import chunk_length, chunk_lengths
-from diffeqformer.errors import UserError, out_of_memory, reason_of
+from diffeqformer.errors import UserError, counted, out_of_memory, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
 from diffeqformer.training.step import Program
@@ -61,7 +61,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
             if name == "dynamics" or (chunk and name == "weights"):  # all weights at once are for the dynamics alone
                 field, name = "dynamics_every", "dynamics"
             check_program(
-                f"config.{field}: a validation in {depth or own} steps needs {{}} for its {name}",
+                f"config.{field}: a validation in {counted(depth or own, 'step')} needs {{}} for its {name}",
                 lowered,
                 free,
                 functools.partial(remedies, config, devices, what=name),

@@ -68,10 +68,13 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
     """The folder of a work folder's checkpoints, which can be on gs://.
 
     Raises:
-        UserError: if it is on something else.
+        UserError: if it is on something else, or its path isn't UTF-8, as TensorStore needs it.
     """
     folder = work_folder(workdir) / name
-    return folder if "://" in str(folder) else folder.absolute()
+    folder = folder if "://" in str(folder) else folder.absolute()
+    if any("\ud800" <= character <= "\udfff" for character in str(folder)):  # as Python shows other bytes
+        raise UserError(f"--workdir: {folder.parent}: its path must be UTF-8; rename the folder whose name isn't")
+    return folder
 
 
 def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -> ocp.training.Checkpointer:
@@ -214,8 +217,7 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
             error = error.__cause__  # Orbax hides what went wrong, even an interrupt, behind errors of its own
         if out_of_memory(error) or not isinstance(error, Exception):
             raise error from None
-        passes = "start again when the reason has passed" if _passes(error) else ""
-        remedy = passes or remedy or _remedy(folder, step)
+        remedy = "see that it can be read, and start again" if _passes(error) else remedy or _remedy(folder, step)
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import signal
@@ -91,6 +92,8 @@ def unforeseen(error: Exception) -> str:
     """The sentence for an error that nothing else turns into one. `DIFFEQFORMER_TRACEBACK` shows where it was."""
     if os.environ.get("DIFFEQFORMER_TRACEBACK"):
         traceback.print_exception(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not error.filename:
+        return said_of_output(error)
     return f"{type(error).__name__}: {reason_of(error)}; DIFFEQFORMER_TRACEBACK=1 shows where this happened"
 
 

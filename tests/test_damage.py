@@ -217,7 +217,7 @@ def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, dam
     with pytest.raises(checkpoint.Damaged if damaged else type(error)) as found:
         checkpoint.restore_state(checkpoints.directory, 1, {"params": {"w": None}, "step": None})
     assert not damaged or checkpoint_folder.may_pass(found.value)
-    assert not damaged or str(found.value).endswith("; start again when the reason has passed")
+    assert not damaged or str(found.value).endswith("; see that it can be read, and start again")
 
 
 def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):

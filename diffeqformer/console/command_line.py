@@ -1,6 +1,5 @@
 """What the commands share. An error that the user can fix ends a command with a single sentence."""
 
-import errno
 import pathlib
 import re
 import signal
@@ -21,7 +20,6 @@ from diffeqformer.errors import (
     leave,
     out_of_memory,
     printable,
-    said_of_output,
     say_and_end,
     unforeseen,
 )
@@ -235,9 +233,6 @@ def run(
             leave(stopped.status, str(stopped))
         except BrokenPipeError:
             leave(1, CLOSED)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            leave(1, said_of_output(error) if full and not error.filename else unforeseen(error))
         except Exception as error:
             little = "there is not enough memory; take fewer steps, samples or examples at once, or smaller parts"
             leave(1, little if out_of_memory(error) else unforeseen(error))

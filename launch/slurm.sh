@@ -22,7 +22,7 @@ set -uo pipefail
 # srun does not inherit --cpus-per-task from the job
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
 status=$?
-if [[ $status =~ ^(138|140|143)$ ]]; then # told to stop by USR1, USR2 or TERM; no effect if Slurm has already requeued a preempted job
+if [[ $status =~ ^(138|140|143)$ ]]; then # by USR1, USR2 or TERM; no effect if Slurm has requeued a preempted job
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -115,6 +115,7 @@ def test_numbers_of_a_config_have_bounds():
     "output, status, sentence",
     [
         (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
         (">/dev/full", 1, "diffeqformer: the output can't be written: No space left on device"),
         ("| head -c 1 >/dev/null", 1, "diffeqformer: the output was closed before its end"),
         (">/dev/full 2>/dev/full", 1, ""),

@@ -197,7 +197,7 @@ def run(
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     set_up()
-    if sys.stdout and sys.stdout.isatty():  # None if it is closed; files and pipes get texts as they are
+    if sys.stdout.isatty():  # files and pipes get texts as they are
         sys.stdout = PrintableOutput(sys.stdout)
 
     logging.set_verbosity(logging.ERROR)  # until the flags are parsed
@@ -225,8 +225,7 @@ def run(
         sys.unraisablehook = _but_for_late_news
         try:
             command(*line[1:])
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
         except UserError as error:
             leave(1, str(error))
         except Stopped as stopped:

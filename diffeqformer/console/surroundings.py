@@ -22,8 +22,9 @@ def set_up() -> None:
     """
     jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    sys.stdout, sys.stderr = (out or open(os.devnull, "w") for out in (sys.stdout, sys.stderr))  # None: it is closed
     codecs.register_error("escaped", _escaped)
-    if hasattr(sys.stdout, "reconfigure"):  # not of a notebook, and None if it is closed
+    if hasattr(sys.stdout, "reconfigure"):  # not of a notebook
         sys.stdout.reconfigure(errors="escaped")
 
 

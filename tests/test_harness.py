@@ -343,25 +343,25 @@ def test_texts_written_by_chance_differ_and_come_again():
     assert first != second and write(harness_model(), asked) == [first]
 
 
-def test_models_that_answer_differently_share_no_cache(tmp_path, sentencepiece_file):
+def test_models_that_answer_differently_share_no_cache(tmp_path):
     other = lively_model("diffeqformer", vocab_size=257, max_length=64, num_steps=2, width=64)
     rounded = small_model(state_dtype="bfloat16")
     opened = checkpoint.Checkpoint(
         3, toy_config(model__state_dtype="bfloat16"), rounded, BYTES, checkpoint.About({}, "bytes")
     )
-    pieces = SentencePieceTokenizer.open(str(sentencepiece_file))
+    single = {bytes([b]): b for b in range(256)}
     models = [
         harness_model(),
         harness_model(num_steps=3),
         harness_model(window=WINDOW - 1),
         harness_model(other),
-        harness_model(tokenizer=pieces),
+        *(harness_model(tokenizer=GPT2Tokenizer({**single, pair: 256})) for pair in (b"<|", b"|>")),
         harness_model(reader.with_solver(small_model(), "heun", toy_config().model), num_steps=2),
         HarnessModel(opened, window=WINDOW, mesh=ONE_DEVICE),
     ]
     answers = [lm_eval.api.model.CachingLM(model, f"{tmp_path}/cache_rank0.db") for model in models]
     assert len({cache.cache_db for cache in answers}) == len(models)
-    [again] = [lm_eval.api.model.CachingLM(harness_model(batch_size=2), f"{tmp_path}/cache_rank0.db")]
+    again = lm_eval.api.model.CachingLM(harness_model(batch_size=2), f"{tmp_path}/cache_rank0.db")
     asked = requests("loglikelihood", PAIRS[:1])
     expected = answers[0].loglikelihood(asked)
     again.lm.scorer = None  # it must not be asked

@@ -315,10 +315,10 @@ class Notice(contextlib.AbstractContextManager):
 
 
 class _Output:
-    """Standard output that gives notice to stop instead of an error, and then takes no more."""
+    """Standard output that gives notice to stop instead of raising an error."""
 
     def __init__(self, output: io.TextIOBase, notice: Notice):
-        self.output, self.notice, self.lost = output, notice, False
+        self.output, self.notice = output, notice
 
     def write(self, text: str) -> int:
         self._try(self.output.write, text)
@@ -328,12 +328,10 @@ class _Output:
         self._try(self.output.flush)
 
     def _try(self, action: Callable, *given: str) -> None:
-        if not self.lost:
-            try:
-                action(*given)
-            except OSError as error:
-                self.lost = True
-                self.notice.lost_output(error)
+        try:
+            action(*given)
+        except OSError as error:
+            self.notice.lost_output(error)
 
     def __getattr__(self, name: str):
         return getattr(self.output, name)

@@ -121,9 +121,12 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.data = ConfigDict()
     config.data.task = "openwebtext"  # a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files
     config.data.module = ""  # your own Python module that calls diffeqformer.data.corpora.add_corpus
-    # Local files to use instead of a corpus: comma-separated patterns of .txt, .jsonl or .parquet files.
+    # Local files to use instead of a corpus: comma-separated names or patterns of text, .jsonl or .parquet files.
     config.data.train_files = ""
     config.data.validation_files = ""  # the same for the validation split
+    config.data.text_field = "text"  # of JSON lines, or the column of Parquet files, that has the text
+    # What separates documents in plain-text files, such as <|endoftext|>; empty: a file is one document.
+    config.data.separator = ""
     config.data.tokenizer = "gpt2"  # bytes, gpt2 or sentencepiece
     config.data.tokenizer_file = ""  # a SentencePiece model; or a folder with GPT-2's files, to avoid the download
     config.data.dir = "token_stores"  # folder of the token stores, one subfolder per task and tokenizer
@@ -356,17 +359,22 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
         raise UserError(f"config.{field}: must be left out, because {why}")
 
 
-CHANGEABLE = tuple(
+OF_ONE_HOST = tuple(
+    "data.module data.train_files data.validation_files data.text_field data.separator data.tokenizer_file data.dir "
+    "data.remote data.tfds_dir data.processes".split()
+)
+"""Fields that may differ between the processes of a run."""
+
+
+CHANGEABLE = OF_ONE_HOST + tuple(
     "name kernels microbatches model.remat model.snapshots model.generate_chunk mesh. log_every eval_every "
-    "dynamics_every profile_steps checkpoint_every checkpoints_kept on_damage data.module data.train_files "
-    "data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir data.processes sample.".split()
+    "dynamics_every profile_steps checkpoint_every checkpoints_kept on_damage sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""
 
 
-OF_ONE_HOST = tuple(
-    "data.module data.train_files data.validation_files data.tokenizer_file data.dir data.remote data.tfds_dir "
-    "data.processes".split()
-)
-"""Fields that may differ between the processes of a run."""
+def place(path: str) -> str:
+    """A folder's path, relative to the current folder or a URL, in the one way of writing it; empty if it is empty."""
+    scheme, mark, rest = path.rpartition("://")
+    return scheme + mark + (os.path.normpath(rest) if mark else os.path.realpath(rest)) if path else ""

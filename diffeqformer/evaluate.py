@@ -18,6 +18,7 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import show_progress
+from diffeqformer.data.local_files import layout_of
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.errors import UserError
 from diffeqformer.finite import logits_of
@@ -26,7 +27,7 @@ from diffeqformer.inference.plain_text import accounts_of
 from diffeqformer.inference.reader import with_solver, without_depth
 from diffeqformer.inference.report import heading, name_of, plot, table, write, write_curves
 from diffeqformer.inference.scoring import Scorer, Stretch, lead
-from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
+from diffeqformer.inference.text_options import Text, define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
 
 PERPLEXITIES = {"paper": ("disjoint windows", "windows"), "full": ("every token", "documents")}
@@ -77,7 +78,8 @@ def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[floa
     for tolerance in tolerances:
         if not 0 < tolerance < float("inf"):
             raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")
-    tokens = calibration_tokens(options.calibration_files, opened.tokenizer, window)
+    layout = layout_of(opened.config.data)
+    tokens = calibration_tokens(options.calibration_files, opened.tokenizer, window, layout=layout)
     return {tolerance: choose_times(opened.model, tokens, tolerance) for tolerance in tolerances}
 
 
@@ -124,9 +126,9 @@ def score_checkpoint(options) -> dict | None:
     text = None  # of process 0, which alone reads it
     with hosts.all_succeed("the text"):
         if hosts.is_first():
-            text = text_of(options, opened)
             check_output(options.output, options.workdir)
-    scorers = make_scorers(opened, options, window)  # invalid options fail here, before any text is read
+            text = text_of(options, opened)
+    scorers = make_scorers(opened, options, window)  # invalid options fail here, before anything is scored
     results = {
         **header(options.workdir, opened),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param))),
@@ -139,33 +141,32 @@ def score_checkpoint(options) -> dict | None:
     }
     opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
     naming = logits_of(f"{options.workdir}, checkpoint {opened.step}")
-    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, *text, results, scorers)))
+    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, text, results, scorers)))
 
 
 def score_text(
     opened: checkpoint.Checkpoint,
     options,
-    task: str,
-    files: list[str] | None,
+    text: Text,
     results: dict,
     scorers: list[tuple[dict, Scorer]],
 ) -> dict:
     """Score a text with every scorer, then write and print the results.
 
     Args:
-        task, files: from `text_of`.
+        text: from `text_of`.
         results: those known so far.
 
     Raises:
         UserError: if there is no such text, or not enough of it, or the results can't be written.
     """
-    evaluation = open_text(options, opened, task, files, results["window"], results["stride"])
-    text = name_of_text(options, task, files)
+    evaluation = open_text(options, opened, text, results["window"], results["stride"])
+    name = name_of_text(options, text.task, text.files)
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
     for _, read in chosen.values():
         getattr(evaluation, read)  # now: errors come before anything is compiled
-    folder = results_folder(options.output, options.workdir, "evaluation", text)
-    results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
+    folder = results_folder(options.output, options.workdir, "evaluation", name)
+    results = {**results, "text": name, "task": text.task, "files": text.files, "split": options.split, "rows": []}
     counted = options.per_document or opened.tokenizer.unknown is not None
     accounts, lines = accounts_of(evaluation.read(), opened.tokenizer) if counted else [], []
     altered = [account["altered"] for account in accounts]

@@ -290,6 +290,7 @@ RULES = [
     *_every("data.task", lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
     Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
+    *_every("data.text_field", bool, "must name the field or column that has the text"),
     _one_of("data.tokenizer", TOKENIZERS),
     Rule(
         "data.tokenizer_file",
@@ -357,6 +358,7 @@ IGNORED = [
         lambda c: c.data.train_files or c.data.task == "python_stdlib",
         "this text doesn't come from TensorFlow Datasets",
     ),
+    Ignored("data.text_field data.separator", lambda c: not c.data.train_files, "this text doesn't come from files"),
     Ignored("base_step", lambda c: not c.base, "base is empty"),
     Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
     Ignored(

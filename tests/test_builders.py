@@ -1,7 +1,9 @@
 """Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) TFDS builders and SeqIO tasks."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -10,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diffeqformer.data.files import count_texts, pick_texts, read_texts
+from diffeqformer.data import files
+from diffeqformer.data.files import Layout, check_first, count_texts, pick_texts, read_texts
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 from helpers import ROOT
@@ -69,28 +72,92 @@ def test_detokenization_keeps_lines():
 DOCUMENTS = ["one\ntwo\u2028", "", "  ", "três 🙂"]
 
 
+PACKED = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data[:9], "zstd", asbytes=True) + pa.compress(data[9:], "zstd", asbytes=True),
+}
+
+
+def pack(name: str, data: bytes) -> bytes:
+    """The content of a file of that name; two frames, one after the other, for .zst."""
+    return PACKED.get(os.path.splitext(name)[1].lower(), bytes)(data)
+
+
 def write(folder, name, documents=DOCUMENTS, rows_per_group=2):
     path = folder / name
     if name.endswith(".parquet"):
         pq.write_table(pa.table({"text": documents, "id": range(len(documents))}), path, row_group_size=rows_per_group)
-    elif ".jsonl" in name:
-        data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    else:
+        path.write_bytes(pack(name, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()))
     return path
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.jsonl", "a.ndjson", "A.JSONL", "a.jsonl.gz", "a.jsonl.bz2", "a.json.xz", "a.b.jsonl.zst"]
+)
 def test_documents_of_a_file_come_as_they_are(tmp_path, name):
     path = write(tmp_path, name)
     assert list(read_texts(path)) == DOCUMENTS and count_texts(path) == 4
     assert pick_texts(path, [3, 0]) == {0: DOCUMENTS[0], 3: DOCUMENTS[3]}
 
 
-@pytest.mark.parametrize("name", ["a.txt", "wiki.train.tokens", "wiki.train.raw", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "wiki.train.tokens", "README", "a.py", "a.md.zst", "a.TXT.GZ", "a.2024"])
 def test_a_plain_file_is_one_document(tmp_path, name):
     data = "a \r\n\n é\u2028x".encode()
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (tmp_path / name).write_bytes(pack(name, data))
     assert list(read_texts(tmp_path / name)) == [data.decode()] and count_texts(tmp_path / name) == 1
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é", "aa"])
+@pytest.mark.parametrize("block", [1, 5, 2**20])
+def test_separators_cut_a_plain_file_wherever_blocks_end(tmp_path, separator, block, monkeypatch):
+    """After a last separator there is no other document."""
+    monkeypatch.setattr(files, "BLOCK", block)
+    text, path = separator.join(["<|endoftext|", "", " ü\n", "\n|>", "x" * 20]), tmp_path / "a.txt"
+    for last in ("", separator):
+        path.write_bytes(f"\ufeff{text}{last}".encode())
+        assert list(read_texts(path, Layout(separator=separator))) == text.split(separator)
+    monkeypatch.setattr(files, "LARGEST", 8)
+    with pytest.raises(UserError, match="a.txt: it has a document of more than 8 bytes; cut it into several"):
+        list(read_texts(path, Layout(separator="none")))
+
+
+def test_the_field_of_the_text_has_any_name(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 3, "a.b": "one"}\n')
+    pq.write_table(pa.table({"text": [3], "a.b": ["one"]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        assert list(read_texts(tmp_path / name, Layout("a.b"))) == ["one"]
+        with pytest.raises(UserError, match=r"no (string|column) 'words'.* in config.data.text_field"):
+            check_first(tmp_path / name, Layout("words"))
+
+
+STRINGS = pa.array(["é", None, "", "é"])
+BINARY = pa.array(["é".encode(), None, b"", "é".encode()])
+TYPES = {
+    **{str(kind): STRINGS.cast(kind) for kind in (pa.string(), pa.large_string())},
+    **{str(kind): BINARY.cast(kind) for kind in (pa.binary(), pa.large_binary())},
+    "string_view": pa.array(STRINGS.to_pylist(), pa.string_view()),
+    "binary_view": pa.array(BINARY.to_pylist(), pa.binary_view()),
+    "dictionary": STRINGS.dictionary_encode(),
+    "large_dictionary": STRINGS.cast(pa.large_string()).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_parquet_holds_text_in_many_types_and_a_null_is_an_empty_document(tmp_path, kind):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TYPES[kind]}), path)
+    assert list(read_texts(path)) == ["é", "", "", "é"] and count_texts(path) == 4
+    assert pick_texts(path, [1, 3]) == {1: "", 3: "é"}
+
+
+def test_a_row_without_text_is_an_empty_document(tmp_path):
+    """So that rows keep their numbers, and preparation counts it."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n \r\n{"text": null}\n{"text": "b"}\n\n')
+    assert list(read_texts(tmp_path / "a.jsonl")) == ["a", "", "", "", "b", ""]
+    assert count_texts(tmp_path / "a.jsonl") == 6 and pick_texts(tmp_path / "a.jsonl", [4]) == {4: "b"}
 
 
 def test_only_row_groups_with_wanted_rows_are_read(tmp_path, monkeypatch):
@@ -124,14 +191,26 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"a\.txt: byte 6 isn't UTF-8"),  # after a byte order mark
         ("a.txt.gz", b"plain", r"a\.txt\.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: .*end-of-stream"),
-        ("a.csv", b"x", r"a\.csv: texts can't be read from a file of this kind"),
+        ("a.txt.bz2", b"plain", r"a\.txt\.bz2: Invalid data stream; put"),
+        ("a.txt.xz", b"plain", r"a\.txt\.xz: Input format not supported"),
+        ("a.txt.zst", b"plain", r"a\.txt\.zst: ZSTD decompress failed"),
+        ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: Truncated compressed stream"),
+        ("a.png", b"\x89PNG\r\n", r"a\.png: byte 0 isn't UTF-8; convert the file to UTF-8, or leave it out"),
+        ("a.bin", b"ab\0", r"a\.bin: byte 2 is 0, so this isn't text; leave the file out, or convert it to UTF-8"),
+        ("a.txt", "naïve".encode("utf-16-le"), r"a\.txt: byte 1 is 0, so this isn't text"),
+        ("a.txt", "naïve".encode("latin-1"), r"a\.txt: byte 2 isn't UTF-8"),
         ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
         ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object"),
-        ("a.jsonl", b'{"text": "a"}\n\n', r"a\.jsonl: line 2 isn't a JSON object"),
         ("a.jsonl", b'{"words": "a"}\n', r"a\.jsonl: line 1 has no string 'text'"),
         ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl: line 1 has no string 'text'"),
-        ("a.jsonl", b'["text"]\n', r"a\.jsonl: line 1 has no string 'text'"),
+        ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"a\.jsonl: line 2 has no string 'text'"),
+        (
+            "a.json",
+            b'[{"text": "a"}]',
+            r"a\.json: line 1 isn't a JSON object but an array, .* jq -c '\.\[\]' would wri",
+        ),
+        ("a.json", b'[\n{"text": "a"}]', r"a\.json: line 1 isn't a JSON object but an array"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 24 isn't UTF-8"),
         ("a.parquet", None, r"a\.parquet: .*No such file.*; put"),
@@ -141,7 +220,7 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.parquet", TWO_COLUMNS, r"a\.parquet: there are several columns 'text' among \['text', 'text'\]"),
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
         ("a.parquet", parquet(text=pa.array([], pa.string())), r"a\.parquet: the file has no rows"),
-        ("a.parquet", parquet(text=["a", None]), r"a\.parquet: row 1 has no text \(null\)"),
+        ("a.parquet", parquet(text=pa.array([b"a", b"\xff"])), r"a\.parquet: a text from row 0 on isn't UTF-8"),
         ("a.parquet", parquet(text=NOT_UTF8), r"a\.parquet: a text from row 0 on isn't UTF-8"),
     ],
 )

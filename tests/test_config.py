@@ -117,6 +117,7 @@ WRONG = {
     "optimizer.final_fraction": -0.1,
     "data.task": "no_such_task",
     "data.train_files": "train.txt",
+    "data.text_field": "",
     "data.validation_files": "validation.txt",
     "data.tokenizer": "words",
     "data.tokenizer_file": "spm.model",
@@ -330,6 +331,7 @@ FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
     "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
     "checkpoint_every", "checkpoints_kept", "on_damage", "data.module", "data.train_files", "data.validation_files",
+    "data.text_field", "data.separator",
     "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir", "data.processes", "sample.prompt",
     "sample.length", "sample.temperature",
 }  # fmt: skip
@@ -355,6 +357,7 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "base",
         "model.norm_of_norm",
         "data.module",
+        "data.separator",
         "data.tfds_dir",
     }  # any value will do for a diffeqformer
     free.add("sample.prompt")  # what it must be depends on the tokenizer

@@ -180,7 +180,7 @@ def test_a_seal_stands_for_the_hashes_of_splits(small_store, monkeypatch):
 
 def test_a_store_of_other_text_is_refused(small_store):
     with pytest.raises(UserError, match=r"was made from other text \(made up\); choose another config.data.dir"):
-        open_store(small_store, "bytes", 8, files="fingerprint")
+        open_store(small_store, "bytes", 8, files=("fingerprint",))
     open_store(small_store, "bytes", 8, task="python_stdlib")
     with pytest.raises(UserError, match="was made from other text"):
         open_store(small_store, "bytes", 8, task="openwebtext")

@@ -26,6 +26,7 @@ from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import Scorer
+from diffeqformer.inference.text_options import Text
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
@@ -286,7 +287,7 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
     stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
     options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None, tfds_dir=None)
-    plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], 8, 3)
+    plain = text_options.open_text(options, opened, Text("python_stdlib", [str(text)]), 8, 3)
     for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
         scorer = Scorer(opened.model, None, 8)
         found = evaluation.paper(scorer, lambda *_: None) | evaluation.full(scorer, lambda *_: None)
@@ -301,28 +302,29 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     for split in ("train", "validation", "test"):
         (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
     options = types.SimpleNamespace(module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path))
-    evaluation = text_options.open_text(options, opened, "wikitext103_raw", None, 8, 3)
+    evaluation = text_options.open_text(options, opened, Text("wikitext103_raw"), 8, 3)
     assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
     options.split = "tests"
     with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
-        text_options.open_text(options, opened, "wikitext103_raw", None, 8, 3)
+        text_options.open_text(options, opened, Text("wikitext103_raw"), 8, 3)
     opened.config.data.module = "my_corpora"
     with pytest.raises(UserError, match="^the corpus mine needs seqio, which the light installation leaves"):
-        text_options.open_text(options, opened, "mine", None, 8, 3)
+        text_options.open_text(options, opened, Text("mine"), 8, 3)
 
 
 def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):
     about = make_store(tmp_path / "python_stdlib-bytes", {"train": [["a"]], "validation": [["b"]]})
     model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
 
-    def found(task="python_stdlib", split="validation", sha256=sha256, remote=None, scored="", **changes):
+    def found(split="validation", sha256=sha256, remote=None, scored="", **changes):
         config = toy_config("gpt", **{"data__dir": str(tmp_path), **changes})
         about = checkpoint.About({}, "bytes", data_sha256=sha256, validation_sha256=scored)
-        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), task, split, remote)
+        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), split, remote)
 
-    assert found().sha256 == about["splits"]["validation"]["sha256"]
+    for split, entry in about["splits"].items():
+        assert found(split).sha256 == entry["sha256"]
     assert found(scored=found().sha256) is not None and found(scored="0" * 64) is None
-    assert found("wikitext103") is found(split="test") is found(sha256="0" * 64) is found(sha256="") is None
+    assert found(sha256="0" * 64) is found(sha256="") is None
     assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
     assert "token store " in capsys.readouterr().out
     assert found(data__dir="absent", data__remote="nowhere://bucket") is None  # which a checkpoint can't choose
@@ -413,10 +415,15 @@ def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_pa
 
 
 def test_the_text_is_by_default_that_of_the_training(tmp_path):
+    """Taken from its files only where its token store isn't at hand, so that a run is scored when they are gone."""
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(name)
     config = toy_config(data__train_files=f"{tmp_path}/train.txt", data__validation_files=f"{tmp_path}/validation.txt")
-    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes"))
+    config.data.dir = str(tmp_path / "stores")
+    about = make_store(tmp_path / "elsewhere", {"train": [["a"]], "validation": [["b"]]})
+    (tmp_path / "elsewhere" / "store.json").write_text(json.dumps(about | {"files": "a fingerprint"}))
+    hashes = {f"{name}_sha256": about["splits"][split]["sha256"] for name, split in zip(("data", "validation"), SPLITS)}
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes", **hashes))
 
     def text_of(**options):
         defaults = {"task": None, "files": None, "split": "validation", "remote": None}
@@ -426,12 +433,25 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
         options = types.SimpleNamespace(**{"task": None, "split": "validation"} | options, files=",".join(files or []))
         return text_options.name_of_text(options, options.task or "python_stdlib", files)
 
-    assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"])
+    assert text_of() == Text("python_stdlib", [f"{tmp_path}/validation.txt"])
     assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.gz"]) == "b.c"
     assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
-    assert text_of(split="train")[1] == [f"{tmp_path}/train.txt"]
-    assert text_of(split="test")[1] is text_of(files="")[1] is text_of(task="wikitext103")[1] is None
-    for options in ({}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):  # {}: own files
+    assert text_of(split="train") == Text("python_stdlib", [f"{tmp_path}/train.txt"])
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "stores" / "python_stdlib-bytes")
+    for name in ("train.txt", "validation.txt"):
+        (tmp_path / name).unlink()
+    for split, entry in about["splits"].items():
+        assert text_of(split=split).stored.sha256 == entry["sha256"] and text_of(split=split).files is None
+    assert text_of(split="test") == text_of(files="") == Text("python_stdlib")
+    assert text_of(task="wikitext103") == Text("wikitext103")
+    with pytest.raises(UserError, match="^--files: no file matches '.*/train.txt'"):
+        text_of(files=f"{tmp_path}/train.txt")
+    other = dataclasses.replace(opened.about, data_sha256="of other ids")
+    opened = dataclasses.replace(opened, about=other)
+    with pytest.raises(UserError, match="^--files: the default, config.data.validation_files of the training: no file"):
+        text_of()
+    for options in ({"split": "test"}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):
         with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
             text_of(remote="gs://bucket/stores", **options)
 

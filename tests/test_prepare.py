@@ -1,6 +1,7 @@
 """Preparing a token store: the result doesn't depend on the number of processes or on kills."""
 
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -13,15 +14,18 @@ import time
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from diffeqformer.data import preparation, worker
+from diffeqformer.data.local_files import fingerprint, local_files, matching_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.seals import sealed, unsealed
-from diffeqformer.data.store import open_store, read_about
+from diffeqformer.data.store import SPLITS, open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from helpers import ROOT, drawn, save_params, toy_config
+from helpers import ROOT, drawn, make_store, save_params, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -65,7 +69,7 @@ def store(corpus, tmp_path_factory):
 def test_a_store_has_every_document_and_its_end(corpus, store):
     folder, documents = corpus
     data = toy_config(data__train_files=f"{folder}/train-*", data__validation_files=f"{folder}/validation-*").data
-    splits = open_store(store, "bytes", 16, preparation.fingerprint(preparation.local_files(data)))
+    splits = open_store(store, "bytes", 16, fingerprint(local_files(data)))
     for name, split in splits.items():
         ids = [i for text in documents[name] for i in [*TOKENIZER.encode(text), TOKENIZER.end_of_text]]
         np.testing.assert_array_equal(split.ids(0, split.size), ids)
@@ -125,7 +129,7 @@ def test_files_can_be_mended_before_anything_is_finished(tmp_path):
     """An empty file is refused before the folder begins, and another plan may follow one of which nothing is done."""
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match=r"^config.data.train_files: .*empty.txt is empty; put a file with text there"):
-        preparation.matching_files(f"{tmp_path}/empty.txt", "config.data.train_files")
+        matching_files(f"{tmp_path}/empty.txt", "config.data.train_files")
     for files in ("a", "b"):
         preparation.begin_or_go_on(tmp_path, {"files": files})
     assert json.loads((tmp_path / "plan.json").read_text()) == {"files": "b"}
@@ -188,10 +192,10 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, sentence", [("read.me", "texts can't be read from a file of this"), ("a.jsonl", "line 1 has no string 'te")]
+    "name, sentence", [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 has no string 'te")]
 )
 def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, corpus, tmp_path):
-    (tmp_path / name).write_text("{}\n")
+    (tmp_path / name).write_text("{}\0\n" if name == "read.me" else "{}\n")
     data = toy_config(data__dir=str(tmp_path / "stores"), data__task="mine").data
     data.update(train_files=f"{corpus[0]}/train-*", validation_files=f"{tmp_path}/{name}")
     with mock.patch.object(preparation, "Worker", side_effect=AssertionError("no work")):
@@ -234,34 +238,34 @@ add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validat
 def test_patterns_and_fingerprints(tmp_path):
     for name in ("a.txt", "b.txt", "c.jsonl"):
         (tmp_path / name).write_text(name)
-    files = preparation.matching_files(f"{tmp_path}/*.txt, {tmp_path}/c.jsonl", "--files")
+    files = matching_files(f"{tmp_path}/*.txt, {tmp_path}/c.jsonl", "--files")
     assert [os.path.basename(file) for file in files] == ["a.txt", "b.txt", "c.jsonl"]
-    before = preparation.fingerprint({"train": files, "validation": files[:1]})
-    assert before != preparation.fingerprint({"train": files[:1], "validation": files}) != ""
+    before = fingerprint({"train": files, "validation": files[:1]})
+    assert before != fingerprint({"train": files[:1], "validation": files}) != ""
     (tmp_path / "a.txt").write_text("A.txt")
-    assert preparation.fingerprint({"train": files, "validation": files[:1]}) != before
+    assert fingerprint({"train": files, "validation": files[:1]}) != before
     with pytest.raises(UserError, match="--files: .* is a folder; name the files in it"):
-        preparation.matching_files(str(tmp_path), "--files")
+        matching_files(str(tmp_path), "--files")
     (tmp_path / "d.jsonl").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match="--files: .*d.jsonl can't be read"):
-        preparation.matching_files(f"{tmp_path}/d*", "--files")
+        matching_files(f"{tmp_path}/d*", "--files")
     with pytest.raises(UserError, match=r"--files: no file matches '.*/\*.parquet'"):
-        preparation.matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
+        matching_files(f"{tmp_path}/*.txt,{tmp_path}/*.parquet", "--files")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
     with pytest.raises(UserError, match=r"--files: .*link.txt is named twice; leave one of them out"):
-        preparation.matching_files(f"{tmp_path}/*.txt", "--files")
+        matching_files(f"{tmp_path}/*.txt", "--files")
     data = toy_config(data__train_files=f"{tmp_path}/[ab].txt", data__validation_files=f"{tmp_path}/link.txt").data
     with pytest.raises(
         UserError, match=r"^config.data.train_files: .*link.txt is a validation file, too; leave it out"
     ):
-        preparation.local_files(data)
+        local_files(data)
 
 
 def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
     path, part, prints = tmp_path / "a.txt", 1 << 16, set()
     for content in (b"x" * 3 * part, b"y" + b"x" * (3 * part - 1), b"x" * (3 * part - 1) + b"y", b"x" * (3 * part + 1)):
         path.write_bytes(content)
-        prints.add(preparation.fingerprint({"train": [str(path)], "validation": [str(path)]}))
+        prints.add(fingerprint({"train": [str(path)], "validation": [str(path)]}))
     assert len(prints) == 4
 
 
@@ -366,3 +370,126 @@ def test_what_the_tokenizer_loses_is_said_and_stored(lossy_file, tmp_path):
     splits = read_about(folder)["splits"]
     assert [(split["unknown"], split["altered"]) for split in splits.values()] == [(9, 18), (0, 0)]
     assert open_store(folder, folder.name.removeprefix("python_stdlib-"), 16, files=None)["train"].altered == 18
+
+
+def test_a_name_that_is_there_means_itself_whatever_its_characters(tmp_path, monkeypatch):
+    """Commas, brackets, question marks and spaces, in names of files and folders, with patterns beside them."""
+    monkeypatch.chdir(tmp_path)
+    names = [
+        "data[1].txt",
+        "a,b.txt",
+        "what?.txt",
+        " c.txt",
+        "x,y/1.txt",
+        "x,y/2.txt",
+        "d[1]/a.txt",
+        "d1/a.txt",
+        "b.txt",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a").mkdir()  # a folder doesn't stand for a name that begins like it
+    for name in names:
+        assert matching_files(name, "--files") == [name]
+        assert matching_files(f"{tmp_path}/{name}", "--files") == [f"{tmp_path}/{name}"]
+    assert matching_files("x,y/*.txt,d[1]/*", "--files") == ["x,y/1.txt", "x,y/2.txt", "d[1]/a.txt"]
+    assert matching_files(",".join(names), "--files") == names
+    assert matching_files("b.txt, a,b.txt , d?/*.txt", "--files") == ["b.txt", "a,b.txt", "d1/a.txt"]
+    with pytest.raises(UserError, match="^--files: no file matches 'data2.txt'"):
+        matching_files("data[1].txt,data2.txt,b.txt", "--files")
+
+
+def stored(folder, text=None, **changes):
+    """The `data` part of a config whose store was made from the files train*.txt and validation.txt in a folder."""
+    files = {"train_files": f"{folder}/train*.txt", "validation_files": f"{folder}/validation.txt"}
+    data = toy_config(data__dir=str(folder / "stores"), **{f"data__{k}": v for k, v in (files | changes).items()}).data
+    about = make_store(folder / "stores" / "python_stdlib-bytes", {split: [["a text"]] for split in SPLITS})
+    about["files"] = getattr(fingerprint(local_files(data)), text or "text")
+    (folder / "stores" / "python_stdlib-bytes" / "store.json").write_text(json.dumps(about))
+    return data
+
+
+@pytest.fixture
+def two_texts(tmp_path):
+    for name in ("train1.txt", "train2.txt", "validation.txt"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["text", "earlier"])
+def test_a_store_needs_no_text_but_is_of_the_text_that_is_there(text, two_texts, capsys):
+    """`earlier`: as earlier versions recorded it."""
+    data = stored(two_texts, text)
+    assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7 and capsys.readouterr().out == ""
+    (two_texts / "train1.txt").write_text("the TEXT of train1.txt")
+    with pytest.raises(UserError, match="was made from other text"):
+        preparation.open_prepared(data, TOKENIZER, 4)
+    for gone in ("validation.txt", "train1.txt", "train2.txt"):
+        (two_texts / gone).unlink()
+        assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7
+    said = capsys.readouterr().out.splitlines()[-1]
+    folder = f"{two_texts}/stores/python_stdlib-bytes"
+    assert said == (
+        f"config.data.train_files: no file matches '{two_texts}/train*.txt'; the token store {folder} is taken as it is"
+    )
+
+
+def test_names_and_places_of_texts_are_not_compared_but_contents_and_layouts_are(two_texts):
+    data = stored(two_texts)
+    (two_texts / "train1.txt").rename(two_texts / "train9.txt")  # now the last one
+    moved = two_texts.rename(two_texts.with_name("moved"))
+    data.update(train_files=f"{moved}/*[29].txt", validation_files=f"{moved}/val*", dir=f"{moved}/stores")
+    assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7
+    for changes in (
+        {"separator": "x"},
+        {"text_field": "x"},
+        {"train_files": f"{moved}/train9.txt"},
+        {"train_files": f"{moved}/val*", "validation_files": f"{moved}/*[29].txt"},
+    ):
+        other = data.copy_and_resolve_references()
+        other.update(changes)
+        with pytest.raises(UserError, match="was made from other text"):
+            preparation.open_prepared(other, TOKENIZER, 4)
+    (moved / "train9.txt").rename(moved / "train9.jsonl")  # the same bytes are read in another way
+    data.train_files = f"{moved}/train*"
+    with pytest.raises(UserError, match="was made from other text"):
+        preparation.open_prepared(data, TOKENIZER, 4)
+
+
+def test_a_preparation_goes_on_after_its_text_has_moved_but_not_in_another_order(two_texts, tmp_path):
+    """Its shards are those of the files in order."""
+    paths = [str(two_texts / name) for name in ("train1.txt", "train2.txt")]
+    plans = []
+    for order, origin in ((paths, "a"), (paths, "b"), (paths[::-1], "a")):
+        found = fingerprint({"train": order, "validation": [str(two_texts / "validation.txt")]})
+        plans.append({"files": found.text, "order": found.order, "origin": origin})
+    preparation.begin_or_go_on(tmp_path, plans[0])
+    (tmp_path / "train-00000.bin.json").write_text("{}")
+    preparation.begin_or_go_on(tmp_path, plans[1])
+    assert plans[0]["files"] == plans[2]["files"]
+    with pytest.raises(UserError, match="holds an unfinished store of another text"):
+        preparation.begin_or_go_on(tmp_path, plans[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("light", [False, True])
+def test_texts_of_any_layout_are_prepared(light, tmp_path):
+    """The same store with SeqIO and without; what has no text is counted."""
+    texts = ["one\n", "\ntwo 🙂", "three", "four"]
+    (tmp_path / "a,1.md").write_text("one\n<|end|>\ntwo 🙂<|end|> \n<|end|>")
+    (tmp_path / "b[1].jsonl.gz").write_bytes(gzip.compress(b'{"content": "three"}\n\n{"content": null}\n'))
+    column = pa.array(["four", None]).dictionary_encode()
+    pq.write_table(pa.table({"text": [1, 2], "content": column}), tmp_path / "c.parquet")
+    (tmp_path / "v.txt").write_text("five")
+    done = command(
+        "prepare", "--config=configs/tiny.py", "--config.data.processes=1", f"--config.data.dir={tmp_path}/stores",
+        "--config.data.text_field=content", "--config.data.separator=<|end|>", "--config.sequence_length=4",
+        f"--config.data.train_files={tmp_path}/a,1.md,{tmp_path}/b[1].jsonl.gz,{tmp_path}/c.parquet",
+        f"--config.data.validation_files={tmp_path}/v.txt",
+        environment={"PYTHONPATH": f"{ROOT}/tests/without_seqio:{ROOT}"} if light else {},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "of 4 documents; 4 without any text left out" in done.stdout and "as one document" not in done.stdout
+    split = open_store(tmp_path / "stores" / "python_stdlib-bytes", "bytes", 4, None)["train"]
+    assert split.ids(0, 99).tolist() == [i for text in texts for i in [*TOKENIZER.encode(text), 256]]

@@ -28,13 +28,14 @@ from diffeqformer.analysis.report import write as write_report
 from diffeqformer.console.results import check_links, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
 from diffeqformer.data import files, tokenizers
+from diffeqformer.data.local_files import matching_files
 from diffeqformer.data.lock import only_process, only_run
-from diffeqformer.data.preparation import matching_files
 from diffeqformer.data.remote import read_split, stage, upload
 from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference.text_options import Text
 from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel import memory as device_memory
@@ -56,7 +57,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
 
     def open_text(task, module):
         options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None, remote=None)
-        evaluation_command.open_text(options, opened, task, None, 8, 8)
+        evaluation_command.open_text(options, opened, Text(task), 8, 8)
         return imported.pop()
 
     with pytest.raises(

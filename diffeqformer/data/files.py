@@ -1,110 +1,168 @@
-"""Texts from files: .txt (also .tokens, .raw), .jsonl (also .json) and .parquet. The first two may be gzipped (.gz)."""
+"""Texts from files: JSON lines, Parquet, and plain text; the first and the last may be compressed."""
 
+import bz2
 import codecs
 import gzip
+import lzma
 import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from diffeqformer.data.seals import from_json
 from diffeqformer.errors import UserError
 
-PLAIN = (".txt", ".tokens", ".raw")
-JSON_LINES = (".jsonl", ".json")
-PARQUET = (".parquet",)
+PLAIN, JSON_LINES, PARQUET = "plain text", "JSON lines", "Parquet"
+SUFFIXES = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": PARQUET}
+"""Of what isn't plain text."""
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": lambda *how: _open_zstandard(*how)}
+"""By the suffix of a compressed file."""
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
+BLOCK = 2**20  # bytes read at once
+BINARY = 2**16  # bytes at the beginning of a file, of which none is 0 in a text
 ROWS_AT_ONCE = 4  # of a Parquet file, or fewer: a kilobyte of it can hold a long text a million times
 
 
+class Layout(NamedTuple):
+    """How documents lie in files.
+
+    field: of JSON lines, or the column of a Parquet file, that has the text.
+    separator: what separates the documents of a plain-text file; empty: a file is one document.
+    """
+
+    field: str = "text"
+    separator: str = ""
+
+
 def kind(path: str | os.PathLike) -> str:
-    """The suffix that gives a file's format, without `.gz`.
+    """The format of a file by its suffix, before that of its compression. What has no known suffix is plain text.
 
     Raises:
-        UserError: if the suffix isn't supported.
+        UserError: for a compressed Parquet file, whose parts can't be reached.
     """
-    suffixes = pathlib.Path(path).suffixes
-    compressed = suffixes[-1:] == [".gz"]
-    suffix = (suffixes[:-1] if compressed else suffixes)[-1:]
-    if not suffix or suffix[0] not in PLAIN + JSON_LINES + (() if compressed else PARQUET):
-        raise UserError(f"{path}: texts can't be read from a file of this kind; use .txt, .jsonl or .parquet")
-    return suffix[0]
+    name = pathlib.Path(os.fspath(path).lower())
+    compressed = name.suffix in OPENERS
+    found = SUFFIXES.get((name.with_suffix("") if compressed else name).suffix, PLAIN)
+    if compressed and found == PARQUET:
+        raise UserError(f"{path}: texts can't be read from a compressed Parquet file; unpack it")
+    return found
 
 
-def check_first(path: str | os.PathLike) -> None:
-    """Check that the first document of a file can be read, if the file has one in each line or row.
+def check_first(path: str | os.PathLike, layout: Layout = Layout()) -> None:
+    """Check that the beginning of a file can be read: its first document or, of plain text, its first bytes.
 
     Raises:
         UserError: as `read_texts`.
     """
-    if kind(path) not in PLAIN:
-        next(read_texts(path), None)
+    if kind(path) == PLAIN:
+        _decoded(path, 0, next(_blocks(path))[:BINARY], whole=False)
+    else:
+        next(read_texts(path, layout), None)
 
 
-def read_texts(path: str | os.PathLike) -> Iterator[str]:
-    """The documents of a file: a whole plain file, or the `text` of each JSON line or Parquet row.
+def read_texts(path: str | os.PathLike, layout: Layout = Layout()) -> Iterator[str]:
+    """The documents of a file: a JSON line or a Parquet row each, or the parts of a plain-text file.
 
-    A document of a .jsonl or .parquet file may be empty.
+    Documents may be empty. A blank line and a null count as such, so that a document has the number of its row.
 
     Raises:
         UserError: if the file is missing, empty, broken, without the field, not UTF-8, or holds too large a document.
     """
-    if kind(path) in PARQUET:
-        with _open_parquet(path) as file:
-            yield from _parquet_texts(path, file, range(file.num_row_groups))
-    elif kind(path) in JSON_LINES:
-        number = 0
+    if kind(path) == PARQUET:
+        with _open_parquet(path, layout.field) as file:
+            yield from _parquet_texts(path, layout.field, file, range(file.num_row_groups))
+    elif kind(path) == JSON_LINES:
         for number, line in enumerate(read_lines(path), start=1):
-            yield _json_text(path, number, line)
+            yield _json_text(path, layout.field, number, line) if line.strip() else ""
     else:
-        yield "".join(read_lines(path, whole=True))
+        for text in _pieces(path, layout.separator):
+            yield text.removesuffix(layout.separator)
 
 
-def read_lines(path: str | os.PathLike, whole: bool = False) -> Iterator[str]:
+def read_lines(path: str | os.PathLike) -> Iterator[str]:
     """The lines of a plain or JSON-lines file, with their line feeds. Only a line feed ends a line.
 
-    Args:
-        whole: whether all of them are one document.
-
     Raises:
-        UserError: if the file is missing, empty, not UTF-8, or holds too large a line or document.
+        UserError: if the file is missing, empty, not UTF-8, or holds too large a line.
     """
-    offset = 0
+    return _pieces(path, "\n")
+
+
+def _pieces(path: str | os.PathLike, end: str) -> Iterator[str]:
+    """The pieces of a file that `end` ends, or the end of the file; all of it as one if `end` is empty."""
+    mark, start, rest = end.encode("utf-8"), 0, bytearray()
+    for block in _blocks(path):
+        seen = max(0, len(rest) - len(mark) + 1)  # in what was there before, no more than a part of a mark can be
+        rest += block
+        while mark and (found := rest.find(mark, seen)) >= 0:
+            size, seen = found + len(mark), 0
+            yield _decoded(path, start, rest[:size])
+            del rest[:size]
+            start += size
+        if len(rest) > LARGEST:
+            what = "a line" if end == "\n" else "a document"
+            raise UserError(f"{path}: it has {what} of more than {LARGEST:,} bytes; cut it into several")
+    if rest:
+        yield _decoded(path, start, rest)
+
+
+def _decoded(path: str | os.PathLike, start: int, data: bytes | bytearray, whole: bool = True) -> str:
+    """Some bytes of a file as text, without its byte order mark. If they aren't `whole`, they may end in a character.
+
+    Args:
+        start: the number of bytes before these.
+    """
+    mark = len(codecs.BOM_UTF8) if not start and data.startswith(codecs.BOM_UTF8) else 0
     try:
-        with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
-            while line := file.readline(LARGEST + 1):
-                if len(line) + (offset if whole else 0) > LARGEST:
-                    what = "a document" if whole else "a line"
-                    raise UserError(f"{path}: it has {what} of more than {LARGEST:,} bytes; cut it into several")
-                mark = 0 if offset or not line.startswith(codecs.BOM_UTF8) else len(codecs.BOM_UTF8)
-                try:
-                    yield line[mark:].decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}: byte {offset + mark + error.start:,} isn't UTF-8; convert the file to UTF-8"
-                    ) from None
-                offset += len(line)
-    except (OSError, EOFError, zlib.error) as error:
+        return codecs.utf_8_decode(memoryview(data)[mark:], "strict", whole)[0]
+    except UnicodeDecodeError as error:
+        position = start + mark + error.start
+    raise UserError(f"{path}: byte {position:,} isn't UTF-8; convert the file to UTF-8, or leave it out")
+
+
+def _blocks(path: str | os.PathLike) -> Iterator[bytes]:
+    """The content of a plain or JSON-lines file, unpacked, in blocks."""
+    size = 0
+    try:
+        with OPENERS.get(pathlib.Path(path).suffix.lower(), open)(path, "rb") as file:
+            while block := file.read(BLOCK):
+                if not size and (zero := block.find(b"\0", 0, BINARY)) >= 0:
+                    found = f"byte {zero:,} is 0, so this isn't text"
+                    raise UserError(f"{path}: {found}; leave the file out, or convert it to UTF-8")
+                size += len(block)
+                yield block
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; put a readable file there") from None
-    if not offset:
+    if not size:
         raise UserError(f"{path}: the file is empty; put one with text there")
 
 
-def _json_text(path: str | os.PathLike, number: int, line: str) -> str:
+def _open_zstandard(path: str | os.PathLike, mode: str):
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(open(path, mode), "zstd")
+
+
+def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> str:
     try:
-        text = from_json(line)["text"]
-        text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
-        return text
+        text = from_json(line)[field]
+        if text is not None:
+            text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
+        return text or ""
     except UnicodeEncodeError:
         found = "holds half of a surrogate pair"
-    except ValueError:
-        found = "isn't a JSON object"
-    except (KeyError, TypeError, AttributeError):
-        found = "has no string 'text'"
-    raise UserError(f'{path}: line {number:,} {found}; write one {{"text": "..."}} a line')
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = "isn't a JSON object" if isinstance(error, ValueError) else f"has no string '{field}'"
+        if number == 1 and line.lstrip().startswith("["):
+            found = "isn't a JSON object but an array, whose items jq -c '.[]' would write a line each"
+    raise UserError(
+        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field with the text in '
+        "config.data.text_field"
+    )
 
 
-def _open_parquet(path: str | os.PathLike):
+def _open_parquet(path: str | os.PathLike, field: str):
     import pyarrow
     import pyarrow.parquet
 
@@ -115,31 +173,36 @@ def _open_parquet(path: str | os.PathLike):
     except pyarrow.ArrowInvalid:
         raise UserError(f"{path}: this isn't a whole Parquet file; get it again") from None
     names = file.schema_arrow.names
-    if names.count("text") > 1:
-        raise UserError(f"{path}: there are several columns 'text' among {names}; keep one of them")
-    if "text" not in names:
-        raise UserError(f"{path}: there is no column 'text' among {names}; rename the one with the text")
-    if not pyarrow.types.is_string(column := file.schema_arrow.field("text").type) and column != pyarrow.large_string():
-        raise UserError(f"{path}: column 'text' holds {column} instead of strings; convert it")
+    if names.count(field) > 1:
+        raise UserError(f"{path}: there are several columns '{field}' among {names}; keep one of them")
+    if field not in names:
+        raise UserError(
+            f"{path}: there is no column '{field}' among {names}; name the one with the text in "
+            "config.data.text_field, or rename it"
+        )
+    column = file.schema_arrow.field(field).type
+    values = column.value_type if pyarrow.types.is_dictionary(column) else column
+    if str(values).removeprefix("large_").removesuffix("_view") not in ("string", "binary", "null"):
+        raise UserError(f"{path}: column '{field}' holds {column} instead of strings; convert it")
     if not file.metadata.num_rows:
         raise UserError(f"{path}: the file has no rows; put one with text there")
     return file
 
 
 def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
-    """The texts of a pyarrow column that begins at `row`. Parquet files can hold nulls and bytes that aren't UTF-8."""
+    """The texts of a pyarrow column that begins at `row`. It can hold nulls, and bytes that aren't UTF-8."""
+    if hasattr(column, "dictionary_decode"):  # what it takes is known once it is decoded
+        column = column.dictionary_decode()
     if column.nbytes > LARGEST:
         raise UserError(f"{path}: the texts from row {row:,} on have more than {LARGEST:,} bytes; cut them")
     try:
-        texts = column.to_pylist()
+        texts = [text.decode("utf-8") if isinstance(text, bytes) else text or "" for text in column.to_pylist()]
     except UnicodeDecodeError:
         raise UserError(f"{path}: a text from row {row:,} on isn't UTF-8; convert the file to UTF-8") from None
-    if None in texts:
-        raise UserError(f"{path}: row {row + texts.index(None):,} has no text (null); leave it out")
     return texts
 
 
-def _parquet_texts(path: str | os.PathLike, file, groups: Sequence[int], row: int = 0) -> Iterator[str]:
+def _parquet_texts(path: str | os.PathLike, field: str, file, groups: Sequence[int], row: int = 0) -> Iterator[str]:
     """The texts of some row groups in order, the first of which begins at `row`."""
     import pyarrow
 
@@ -147,9 +210,9 @@ def _parquet_texts(path: str | os.PathLike, file, groups: Sequence[int], row: in
         for group in groups:
             about = file.metadata.row_group(group)
             columns = [about.column(number) for number in range(about.num_columns)]
-            [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == "text"]
+            [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == field]
             rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
-            for batch in file.iter_batches(rows, [group], columns=["text"]):
+            for batch in file.iter_batches(rows, [group], columns=[field]):
                 yield from _strings(path, batch.column(0), row)
                 row += batch.num_rows
     except (OSError, pyarrow.ArrowInvalid):
@@ -162,10 +225,10 @@ def count_texts(path: str | os.PathLike) -> int:
     Raises:
         UserError: as `read_texts`.
     """
-    if kind(path) in PARQUET:
-        with _open_parquet(path) as file:
+    if kind(path) == PARQUET:
+        with _open_parquet(path, Layout().field) as file:
             return file.metadata.num_rows
-    return sum(1 for _ in (read_lines if kind(path) in JSON_LINES else read_texts)(path))
+    return sum(1 for _ in (read_lines if kind(path) == JSON_LINES else read_texts)(path))
 
 
 def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
@@ -174,15 +237,15 @@ def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
     Raises:
         UserError: as `read_texts`.
     """
-    wanted = set(rows)
-    if kind(path) not in PARQUET:
+    wanted, field = set(rows), Layout().field
+    if kind(path) != PARQUET:
         return {row: text for row, text in enumerate(read_texts(path)) if row in wanted}
     texts, start = {}, 0
-    with _open_parquet(path) as file:
+    with _open_parquet(path, field) as file:
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             if any(start <= row < end for row in wanted):
-                found = enumerate(_parquet_texts(path, file, [group], start), start)
+                found = enumerate(_parquet_texts(path, field, file, [group], start), start)
                 texts.update((row, text) for row, text in found if row in wanted)
             start = end
     return texts

@@ -5,8 +5,6 @@ written to `<store>.partial`, which is renamed once all of it has been verified.
 """
 
 import contextlib
-import glob
-import hashlib
 import itertools
 import json
 import os
@@ -23,17 +21,14 @@ from typing import IO
 from ml_collections import ConfigDict
 
 from diffeqformer.console.terminal import duration
-from diffeqformer.data.files import check_first, kind
+from diffeqformer.data.files import check_first
+from diffeqformer.data.local_files import NoFile, fingerprint, layout_of, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed, write_lasting
 from diffeqformer.data.store import FORMAT, SPLITS, Split, number_of_cores, open_store, read_about, token_type, verify
-from diffeqformer.data.tokenizers import Tokenizer, say_lost
+from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, open_tokenizer, restore_tokenizer, say_lost
 from diffeqformer.errors import UserError
-
-
-class NoFile(UserError):
-    """No file matches a pattern."""
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
@@ -41,48 +36,20 @@ def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
     return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
 
 
-def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
-    """The local files of each split that replace the task, if any, sorted by path.
+def open_tokenizer_or_stored(data: ConfigDict) -> Tokenizer:
+    """The tokenizer of a config's `data` part. Where its file isn't here, that of its token store, if there is one.
 
     Raises:
-        UserError: for the reasons given in `matching_files`, or if a file is in both splits.
+        UserError: if neither can be opened, or several stores could be meant.
     """
-    if not data.train_files:
-        return None
-    files = {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
-    trained = set(map(os.path.realpath, files["train"]))
-    for path in files["validation"]:
-        if os.path.realpath(path) in trained:
-            raise UserError(f"config.data.train_files: {path} is a validation file, too; leave it out of one of them")
-    return files
-
-
-def matching_files(patterns: str, option: str) -> list[str]:
-    """The files that comma-separated patterns match; the matches of each pattern are sorted by path.
-
-    Raises:
-        UserError: if a pattern matches no file, one of the files isn't a text that can be read, or one is named twice.
-    """
-    files, seen = [], set()
-    for pattern in map(str.strip, patterns.split(",")):
-        found = sorted(glob.glob(pattern, recursive=True))
-        if not found:
-            raise NoFile(f"{option}: no file matches '{pattern}'")
-        for path in found:
-            if os.path.isdir(path):
-                raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
-            if not os.access(path, os.R_OK):
-                raise UserError(f"{option}: {path} can't be read; put a readable file there")
-            if not os.path.isfile(path):
-                raise UserError(f"{option}: {path} isn't a file that can be read twice; write its text into one")
-            if not os.path.getsize(path):
-                raise UserError(f"{option}: {path} is empty; put a file with text there")
-            kind(path)
-            if (target := os.path.realpath(path)) in seen:
-                raise UserError(f"{option}: {path} is named twice; leave one of them out")
-            seen.add(target)
-        files += found
-    return files
+    try:
+        return open_tokenizer(data.tokenizer, data.tokenizer_file)
+    except NoTokenizer:
+        stores = pathlib.Path(data.dir).glob(f"{data.task}-{data.tokenizer}*/store.json")
+        found = [read_about(path.parent) for path in stores if path.parent.suffix not in (".partial", ".copying")]
+        if len(found) != 1 or found[0]["task"] != data.task or "tokenizer_data" not in found[0]:
+            raise
+        return restore_tokenizer(found[0]["tokenizer"], found[0]["tokenizer_data"])
 
 
 def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
@@ -101,33 +68,20 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
 
 
 def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
-    """The splits of a config's store, which must exist.
+    """The splits of a config's store, which must exist. Its text needn't be here, but if it is, it is compared.
 
     Raises:
         UserError: if it is incomplete, or doesn't fit the config.
     """
+    folder, files, missing = store_folder(data, tokenizer), None, None
     try:
-        files = fingerprint(local_files(data))
-    except NoFile:
-        if not data.remote:
-            raise
-        files = None  # another machine made the store and has the files
-    return open_store(store_folder(data, tokenizer), tokenizer.name, sequence_length, files, data.task)
-
-
-def fingerprint(files: dict[str, list[str]] | None) -> str:
-    """A hash of local files' names, sizes, and first and last 64 KiB; empty if there are none."""
-    if not files:
-        return ""
-    digest = hashlib.sha256()
-    for split in SPLITS:
-        for path in files[split]:
-            size = os.path.getsize(path)
-            with open(path, "rb") as file:
-                beginning = file.read(1 << 16)
-                file.seek(max(0, size - (1 << 16)))
-                digest.update(repr((split, os.path.basename(path), size, beginning, file.read())).encode())
-    return digest.hexdigest()
+        files = fingerprint(local_files(data), layout_of(data))
+    except NoFile as error:
+        missing = error
+    splits = open_store(folder, tokenizer.name, sequence_length, files, data.task)
+    if missing:
+        print(f"{missing}; the token store {folder} is taken as it is", flush=True)
+    return splits
 
 
 def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
@@ -158,18 +112,19 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
 
 def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
     for path in itertools.chain.from_iterable((files or {}).values()):
-        check_first(path)  # rather than when its turn comes
+        check_first(path, layout_of(data))  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
     task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
+    task["layout"] = layout_of(data)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
     workers = [start(task)]
     plan = workers[0].plan()
-    splits = plan["splits"]
+    splits, text = plan["splits"], fingerprint(files, layout_of(data))
     about = dict(
-        format=FORMAT, task=data.task, origin=plan["origin"], files=fingerprint(files), tokenizer=tokenizer.name,
+        format=FORMAT, task=data.task, origin=plan["origin"], files=text.text, tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str, splits=splits,
     )  # fmt: skip
-    begin_or_go_on(partial, about)
+    begin_or_go_on(partial, {**about, "order": text.order})
     print(f"  from {plan['origin']}", flush=True)
     todo = [(split, i, splits[split]["shards"]) for split in SPLITS for i in range(splits[split]["shards"])]
     todo = [shard for shard in todo if finished(partial, *shard[:2]) is None]
@@ -177,6 +132,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
     workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
     write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
     about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}
+    about["tokenizer_data"] = tokenizer.save()  # so that the store can be used where the tokenizer's file isn't
     finish(partial, folder, about)
 
 
@@ -189,12 +145,14 @@ def remove_unfinished(partial: pathlib.Path) -> None:
 def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
     """Record the plan in the folder of the unfinished store, or check that the plan recorded there is the same.
 
-    As long as no shard is finished, another plan takes its place: files that couldn't be read were mended.
+    As long as no shard is finished, another plan takes its place: files that couldn't be read were mended. Where the
+    text lies (`origin`) is no part of the plan.
 
     Raises:
         UserError: if it isn't.
     """
-    path, plan = partial / "plan.json", json.dumps(about, indent=1)
+    plan = json.dumps({name: value for name, value in about.items() if name != "origin"}, indent=1)
+    path = partial / "plan.json"
     if path.exists() and path.read_text() == plan:
         return
     if path.exists() and any(partial.glob("*.bin.json")):

@@ -180,7 +180,7 @@ class DetokenizedWikitext(HubTexts):
 
     def texts(self, path: str) -> Iterator[str]:
         """The articles of a file."""
-        if files.kind(path) in files.PLAIN:
+        if files.kind(path) == files.PLAIN:
             return map(wikitext.detokenize, wikitext.articles_of_lines(files.read_lines(path)))
         return super().texts(path)
 
@@ -202,7 +202,7 @@ class RawWikitext(HubTexts):
 
     def lines(self, path: str) -> Iterator[str]:
         """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
-        if files.kind(path) in files.PLAIN:
+        if files.kind(path) == files.PLAIN:
             yield from files.read_lines(path)
         else:
             for row in files.read_texts(path):
@@ -235,7 +235,10 @@ class OpenWebText(HubTexts):
             )
 
     def parted(self, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
-        """All files are of the split that the hub has."""
+        """All files are of the split that the hub has. Whatever else lies in the folder would be taken for text."""
+        for path in paths:
+            if files.kind(path) == files.PLAIN:
+                raise UserError(f"{path}: OpenWebText is read from .parquet and .jsonl files; move this one away")
         return {"train": paths}
 
     def groups(self, split: str) -> list[Sequence[str]]:

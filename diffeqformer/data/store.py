@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -310,14 +310,18 @@ def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Futur
 
 
 def open_store(
-    folder: str | os.PathLike, tokenizer: str, sequence_length: int, files: str | None = "", task: str | None = None
+    folder: str | os.PathLike,
+    tokenizer: str,
+    sequence_length: int,
+    files: Sequence[str] | None = ("",),
+    task: str | None = None,
 ) -> dict[str, Split]:
     """The training and validation splits of the store in `folder`, after checking that it is complete and fits.
 
     Args:
         tokenizer: name of the tokenizer.
-        files: fingerprint of the local files that replace the task (`diffeqformer.data.preparation.fingerprint`), empty
-            for none, None for any.
+        files: fingerprints of the local files that replace the task (`diffeqformer.data.local_files.Fingerprint`), of
+            which the store must have one; empty for no files, None for any.
         task: name of the corpus; None for any.
 
     Raises:
@@ -330,7 +334,7 @@ def open_store(
             f"{folder}: this token store was made with tokenizer '{about['tokenizer']}', but '{tokenizer}' is needed; "
             f"{REMEDY}"
         )
-    other_files = not about["files"] if files is None else about["files"] != files
+    other_files = not about["files"] if files is None else about["files"] not in files
     if other_files or task not in (None, about["task"]):
         raise UserError(
             f"{folder}: this token store was made from other text ({about['origin']}); choose another config.data.dir, "

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
+from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
 from diffeqformer.data.sources import writing
 from diffeqformer.data.store import Split
@@ -94,9 +95,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
 class LocalFiles(seqio.DataSource):
     """Documents in local files, as a SeqIO source (`diffeqformer.data.texts.LocalTexts`)."""
 
-    def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
+    def __init__(
+        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut, layout: Layout = Layout()
+    ):
         super().__init__(splits=files, caching_permitted=False)
-        self.texts = LocalTexts(files, cut)
+        self.texts = LocalTexts(files, cut, layout)
 
     @property
     def supports_arbitrary_sharding(self):
@@ -220,6 +223,7 @@ def add_task(
     files: dict[str, Sequence[str]] | None = None,
     suffix: str = "",
     *,
+    layout: Layout = Layout(),
     stored: Split | None = None,
     preprocessors: Sequence[Callable] = (with_text, windows),
     **more,
@@ -229,6 +233,7 @@ def add_task(
     Args:
         tokenizer: as for `TokenizerVocabulary`.
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
+        layout: how documents lie in these files.
         stored: its validation split in a token store, which does the same.
         preprocessors: those that come after the tokenization.
         more: other arguments of `seqio.TaskRegistry.add`. Without metrics among them, the task has `Perplexity`.
@@ -248,7 +253,7 @@ def add_task(
     if stored:
         source, tokenize = stored_source(stored, tokenizer), []
     else:
-        source = LocalFiles(files, cut) if files else source
+        source = LocalFiles(files, cut, layout) if files else source
         tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,

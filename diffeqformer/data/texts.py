@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from diffeqformer.data import CORPUS_NAMES
-from diffeqformer.data.files import PLAIN, kind, read_texts
+from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
 from diffeqformer.data.sources import HUB_CORPORA, HubTexts, in_groups
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
@@ -36,19 +36,22 @@ CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext10
 
 
 class LocalTexts:
-    """Documents in local files: text (a file is a document), JSON lines or Parquet.
+    """Documents in local files: plain text, JSON lines or Parquet.
 
     A shard is one file, or a group of consecutive files if there are very many.
 
     Args:
         files: paths of each split.
-        cut: splits the content of a text file into documents.
+        cut: splits the content of a plain-text file, or of its parts if it has separators, into documents.
+        layout: how documents lie in the files.
     """
 
     found = None
 
-    def __init__(self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut):
-        self.splits, self.files, self.cut = tuple(files), files, cut
+    def __init__(
+        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut, layout: Layout = Layout()
+    ):
+        self.splits, self.files, self.cut, self.layout = tuple(files), files, cut, layout
 
     def fetch(self) -> None:
         """There is nothing to fetch."""
@@ -69,13 +72,15 @@ class LocalTexts:
     def origin(self) -> str:
         """A description for readers."""
         folders = {str(pathlib.Path(path).parent) for files in self.files.values() for path in files}
-        return f"local files in {', '.join(sorted(folders))}"
+        plain = any(kind(path) == PLAIN for files in self.files.values() for path in files)
+        whole = plain and self.cut is uncut and not self.layout.separator
+        return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """The documents of every `count`-th shard from `index` on; by default of all."""
         for path in itertools.chain.from_iterable(self.groups(split)[index::count]):
-            for text in read_texts(path):
-                yield from self.cut(text) if kind(path) in PLAIN else [text]
+            for text in read_texts(path, self.layout):
+                yield from self.cut(text) if kind(path) == PLAIN else [text]
 
 
 class StandardLibrary:
@@ -123,19 +128,20 @@ def stdlib_files(split: str) -> list[pathlib.Path]:
 
 
 def open_texts(
-    corpus: str, files: dict[str, Sequence[str]] | None, tfds_dir: str = ""
+    corpus: str, files: dict[str, Sequence[str]] | None, tfds_dir: str = "", layout: Layout = Layout()
 ) -> LocalTexts | StandardLibrary | HubTexts:
     """The documents of a corpus, or of the local files that replace it.
 
     Args:
         files: paths of each split, if any.
         tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
+        layout: how documents lie in local files.
 
     Raises:
         UserError: if there is no such corpus.
     """
     if files:
-        return LocalTexts(files, CUTS.get(corpus, uncut))
+        return LocalTexts(files, CUTS.get(corpus, uncut), layout)
     if corpus == "python_stdlib":
         return StandardLibrary()
     if corpus in HUB_CORPORA:

@@ -20,6 +20,10 @@ from diffeqformer.errors import UserError
 LARGEST = 2**28  # bytes of a tokenizer's file
 
 
+class NoTokenizer(UserError):
+    """A tokenizer's files aren't here, and can't be downloaded."""
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
@@ -97,11 +101,12 @@ class GPT2Tokenizer:
             )
         except requests.RequestException as error:
             reason = type(error).__name__
-            raise UserError(f"{source}: GPT-2's vocabulary can't be downloaded ({reason}); {remedy}") from None
+            raise NoTokenizer(f"{source}: GPT-2's vocabulary can't be downloaded ({reason}); {remedy}") from None
         except (OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
+            kind = NoTokenizer if isinstance(error, FileNotFoundError) else UserError
+            raise kind(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id.
@@ -176,7 +181,8 @@ class SentencePieceTokenizer:
         try:
             return cls(pathlib.Path(path).read_bytes())
         except OSError as error:
-            raise UserError(f"config.data.tokenizer_file: {path}: {error.strerror}") from None
+            kind = NoTokenizer if isinstance(error, FileNotFoundError) else UserError
+            raise kind(f"config.data.tokenizer_file: {path}: {error.strerror}") from None
         except UserError as error:
             raise UserError(f"{error} ({path})") from None
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from diffeqformer.data.files import Layout
 from diffeqformer.data.quiet import check_installed, import_tensorflow, not_installed, quiet
 from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import SPLITS, token_type
@@ -49,7 +50,8 @@ class TaskTexts:
 
         tasks.configure(request["module"], request["tfds_dir"])
         # without the usual preprocessors: `write_shard` itself leaves out blank documents, and counts them
-        self.task = tasks.add_task(request["task"], tokenizer, request["files"], preprocessors=())
+        layout = Layout(*request["layout"])
+        self.task = tasks.add_task(request["task"], tokenizer, request["files"], layout=layout, preprocessors=())
         local = request["files"]
         self.texts = self.task.source.texts if local else None
         self.origin = self.texts.origin if local else tasks.CORPORA[request["task"]].origin
@@ -89,7 +91,9 @@ class PlainTexts:
     def __init__(self, request: dict, tokenizer: Tokenizer):
         if request["module"]:
             check_installed(f"config.data.module: {request['module']}")
-        self.texts, self.tokenizer = open_texts(request["task"], request["files"], request["tfds_dir"]), tokenizer
+        layout = Layout(*request["layout"])
+        self.texts = open_texts(request["task"], request["files"], request["tfds_dir"], layout)
+        self.tokenizer = tokenizer
         self.splits, self.origin = self.texts.splits, self.texts.origin
         self.texts.found = request.get("found")
 

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from diffeqformer.data.files import read_texts
-from diffeqformer.data.preparation import matching_files
+from diffeqformer.data.files import Layout, read_texts
+from diffeqformer.data.local_files import matching_files
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import in_type
@@ -26,14 +26,16 @@ from diffeqformer.transformer import Transformer, split_model, weights_at
 MOST = 16  # no grid has more than this times the trained number of steps
 
 
-def calibration_tokens(patterns: str, tokenizer: Tokenizer, window: int, count: int = 8) -> Int[Array, "count window"]:
+def calibration_tokens(
+    patterns: str, tokenizer: Tokenizer, window: int, count: int = 8, layout: Layout = Layout()
+) -> Int[Array, "count window"]:
     """The first windows of local text files.
 
     Raises:
         UserError: if no file matches, or there is less than one window of text.
     """
-    ids = []
-    for text in itertools.chain.from_iterable(map(read_texts, matching_files(patterns, "--calibration_files"))):
+    ids, files = [], matching_files(patterns, "--calibration_files")
+    for text in itertools.chain.from_iterable(read_texts(path, layout) for path in files):
         ids += [*tokenizer.encode(text), tokenizer.end_of_text]
         if len(ids) >= window * count:
             break

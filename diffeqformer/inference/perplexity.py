@@ -13,6 +13,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import tasks
+from diffeqformer.data.files import Layout
 from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import Split
@@ -89,6 +90,7 @@ class Evaluation:
         stride: tokens between the starts of the full perplexity's windows.
         files: local files to use instead of the corpus, if any.
         stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
+        layout: how documents lie in local files.
 
     nats: the negative log-likelihood of each document, by the last full perplexity.
 
@@ -105,16 +107,18 @@ class Evaluation:
         stride: int,
         files: Sequence[str] | None = None,
         stored: Split | None = None,
+        layout: Layout = Layout(),
     ):
         self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
         self.split, self.text = split, (corpus, split, files)
         text = corpus, tokenizer, {split: files} if files else None
+        how = {"stored": stored, "layout": layout}
         self.cut = tasks.add_task(
-            *text, f"_windows_{window}", stored=stored, metric_objs=[WindowPerplexity],
+            *text, f"_windows_{window}", **how, metric_objs=[WindowPerplexity],
             preprocessors=[tasks.with_text, lambda texts: tasks.windows(texts, {"targets": window})],
         )  # fmt: skip
         self.task = documents = tasks.add_task(
-            *text, "_documents", stored=stored, preprocessors=[tasks.with_text], metric_objs=[TextPerplexity]
+            *text, "_documents", **how, preprocessors=[tasks.with_text], metric_objs=[TextPerplexity]
         )
         tasks.fetch(documents)
         if split not in documents.splits:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from diffeqformer.data.files import Layout
 from diffeqformer.data.perplexities import text_results, window_results
 from diffeqformer.data.store import Split
 from diffeqformer.data.texts import open_texts, stored_documents
@@ -79,6 +80,7 @@ class PlainEvaluation:
         stride: tokens between the starts of the full perplexity's windows.
         files: local files to use instead of the corpus, if any.
         stored: the split in a token store, to use instead. Its text is what the tokenizer decodes.
+        layout: how documents lie in local files.
         tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
 
     nats: the negative log-likelihood of each document, by the last full perplexity.
@@ -96,13 +98,14 @@ class PlainEvaluation:
         stride: int,
         files: Sequence[str] | None = None,
         stored: Split | None = None,
+        layout: Layout = Layout(),
         tfds_dir: str = "",
     ):
         self.window, self.stride, self.end_of_text, self.stored = window, stride, tokenizer.end_of_text, stored
         if stored:
             self.documents = list(stored_documents(stored, tokenizer))
         else:
-            texts = open_texts(corpus, {split: files} if files else None, tfds_dir)
+            texts = open_texts(corpus, {split: files} if files else None, tfds_dir, layout)
             if split not in texts.splits:
                 raise UserError(f"--split: {corpus} has {', '.join(texts.splits)}, but it is '{split}'")
             texts.fetch()

@@ -2,15 +2,17 @@
 
 import os
 import pathlib
+from typing import NamedTuple
 
 from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data import CORPUS_NAMES, quiet
-from diffeqformer.data.preparation import matching_files, store_folder
+from diffeqformer.data.local_files import layout_of, matching_files
+from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.remote import read_split
-from diffeqformer.data.store import Split, open_store, read_about, verify
+from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
 from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import window_size
@@ -25,7 +27,7 @@ def define_text_flags(folder: str) -> None:
     flags.DEFINE_string(
         "files",
         None,
-        "Local files to use instead (.txt, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
+        "Local files to use instead (text, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
     )
     flags.DEFINE_string(
         "remote",
@@ -43,26 +45,39 @@ def define_text_flags(folder: str) -> None:
     )
 
 
-def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None]:
-    """The corpus, and the local files to use instead of it; both are by default as in training.
+class Text(NamedTuple):
+    """A text to score.
+
+    task: the corpus.
+    files: local files to use instead of it, if any.
+    stored: the split of the training's token store, to use instead of both; None: it isn't used.
+    """
+
+    task: str
+    files: list[str] | None = None
+    stored: Split | None = None
+
+
+def text_of(options, opened: Checkpoint) -> Text:
+    """The text that the options choose, by default that of the training.
 
     Raises:
         UserError: if no file matches, or if `--remote` can't have the text.
     """
     data = opened.config.data
-    task = options.task or data.task
-    patterns, name = options.files, "--files"
-    if patterns is None and task == data.task and options.split in ("train", "validation"):
-        patterns, name = (
-            data[f"{options.split}_files"],
-            f"--files: the default, config.data.{options.split}_files of the training",
-        )
-    if options.remote is not None and (patterns or options.files == "" or not _stored(data, task, options.split)):
+    task, files, split = options.task or data.task, options.files, options.split
+    of_training = files is None and task == data.task and split in SPLITS
+    if options.remote is not None and not of_training:
         raise UserError(
-            "--remote: must go without --files and with the corpus of the training and its validation split, which are "
-            f"all that its store has, but the text is {options.files or task!r}, {options.split}"
+            "--remote: must go without --files and with the corpus of the training and its split train or validation, "
+            f"which are all that its store has, but the text is {files or task!r}, {split}"
         )
-    return task, matching_files(patterns, name) if patterns else None
+    if not of_training:
+        return Text(task, matching_files(files, "--files") if files else None)
+    if stored := stored_text(opened, split, options.remote):
+        return Text(task, stored=stored)
+    name = f"--files: the default, config.data.{split}_files of the training"
+    return Text(task, matching_files(data[f"{split}_files"], name) if data.train_files else None)
 
 
 def name_of_text(options, task: str, files: list[str] | None) -> str:
@@ -77,11 +92,6 @@ def name_of_text(options, task: str, files: list[str] | None) -> str:
     return first + (f"-and-{len(files) - 1}-more" if len(files) > 1 else "")
 
 
-def _stored(data, task: str, split: str) -> bool:
-    """Whether a split of a corpus is in the token store that the training's `config.data` describes."""
-    return (task, split, data.train_files) == (data.task, "validation", "")
-
-
 def window_of(options, opened: Checkpoint) -> int:
     """Tokens of a window.
 
@@ -91,7 +101,7 @@ def window_of(options, opened: Checkpoint) -> int:
     return window_size(options.window, opened.config, opened.model.max_length, "--window")
 
 
-def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, window: int, stride: int):
+def open_text(options, opened: Checkpoint, text: Text, window: int, stride: int):
     """The text to score, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
 
     Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`.
@@ -99,61 +109,64 @@ def open_text(options, opened: Checkpoint, task: str, files: list[str] | None, w
     Raises:
         UserError: if there is no such text, less than one window, or a user's corpus and SeqIO isn't installed.
     """
-    stored = None if files or options.files == "" else stored_text(opened, task, options.split, options.remote)
     data = opened.config.data
     tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
+    known = text.files or text.stored
+    chosen = text.task, options.split, opened.tokenizer, window, stride, text.files, text.stored, layout_of(data)
     if quiet.not_installed():
         if options.module:
             quiet.check_installed(f"--module: {options.module}")
-        if data.module and not (files or stored or task in CORPUS_NAMES):
-            quiet.check_installed(f"the corpus {task}")
-        return PlainEvaluation(task, options.split, opened.tokenizer, window, stride, files, stored, tfds_dir)
+        if data.module and not (known or text.task in CORPUS_NAMES):
+            quiet.check_installed(f"the corpus {text.task}")
+        return PlainEvaluation(*chosen, tfds_dir)
     quiet.import_tensorflow()
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
-    if stored:
-        return Evaluation(task, options.split, opened.tokenizer, window, stride, stored=stored)
-    if data.module and options.module is None and not files and task not in tasks.CORPORA:
+    if data.module and options.module is None and not known and text.task not in tasks.CORPORA:
         raise UserError(  # importing what a checkpoint names would run its code
-            f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
+            f"--module: in training, the corpus {text.task!r} came from the module {data.module!r}; to import it, give "
             "--module=NAME"
         )
-    tasks.configure(options.module or "", tfds_dir, "--module")
-    return Evaluation(task, options.split, opened.tokenizer, window, stride, files)
+    if not text.stored:
+        tasks.configure(options.module or "", tfds_dir, "--module")
+    return Evaluation(*chosen)
 
 
-def stored_text(opened: Checkpoint, task: str, split: str, remote: str | None) -> Split | None:
-    """The split as the training's token store has it, so that a corpus need not be downloaded to be scored.
+def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | None:
+    """The split as the training's token store has it, so that its text need not be here to be scored.
 
-    The store is the one at `remote`, of which nothing is written here, or else the one in the training's `data.dir`.
-    None if there is none, if its ids aren't those of the checkpoint's record, or if another text is meant.
+    The store is the one at `remote`, of which nothing is written here, or else the one in the training's `data.dir`, or
+    where that was, if commands run in another folder.
+    None if there is none, or if its ids aren't those of the checkpoint's record.
 
     Raises:
         UserError: if the store at `remote` can't be read.
     """
     data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
-    if not _stored(data, task, split):
-        return None
+    if not folder.exists() and opened.about.store:
+        folder = pathlib.Path(opened.about.store)
     if remote is not None:
         place = f"{remote}/{folder.name}"
-        found, ids = read_split(remote, folder.name, "validation")
+        found, ids = read_split(remote, folder.name, split)
     elif os.path.isdir(folder):
         place = str(folder)
         try:
-            splits = open_store(folder, opened.tokenizer.name, 1, task=task)
-            verify(folder, read_about(folder), splits=["validation"])
+            files = None if data.train_files else ("",)
+            splits = open_store(folder, opened.tokenizer.name, 1, files, data.task)
+            verify(folder, read_about(folder), splits=[split])
         except (UserError, OSError) as error:  # it can't be read, is damaged, or has other text
             print(printable(f"Not used: {error}"), flush=True)
             return None
-        found, ids = splits["validation"], splits["train"].sha256
+        found, ids = splits[split], splits["train"].sha256
     else:
         if data.remote:
             print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
         return None
     known = found.ids(0, found.size).max(initial=0) < opened.tokenizer.vocab_size
     ours = opened.about
-    if ids != ours.data_sha256 or ours.validation_sha256 not in ("", found.sha256) or not known:
+    same = ids == ours.data_sha256 and (split == "train" or ours.validation_sha256 in ("", found.sha256))
+    if not (same and known):
         print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)
         return None
     print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import os
 import re
 import textwrap
 import tokenize

@@ -227,13 +227,17 @@ def test_the_file_that_trained_a_base_can_fine_tune_its_layers(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 0), ("discretized", 2)])
 def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_stores, monkeypatch, one_device_loop):
-    """Bit for bit as if it had not been interrupted. With adapters, checkpoints hold only these and the embeddings."""
+    """Bit for bit as if it had not been interrupted, also in another folder.
+
+    With adapters, checkpoints hold only these and the embeddings.
+    """
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.chdir(tmp_path)
     steps = 6 if kind == "diffeqformer" else 3
-    config = new_config(base, kind, model__num_steps=steps, model__lora_rank=rank, data__dir=str(short_stores))
+    config = new_config("./base/", kind, model__num_steps=steps, model__lora_rank=rank, data__dir=str(short_stores))
     whole = split_model(loop.train(config, tmp_path / "whole"))[1]
     assert set(curves(tmp_path / "whole")["validation/loss"]) == {0, 4}  # what the base can do comes first
 
@@ -242,6 +246,8 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
         patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: seen.append(notice) or len(seen) == 2)
         loop.train(config, tmp_path / "parts")
     shutil.rmtree(base)
+    monkeypatch.chdir(tmp_path / "whole")
+    config.base = ("../base", str(base))[bool(rank)]  # the same folder
     parts = split_model(loop.train(config, tmp_path / "parts"))[1]
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
 

@@ -24,8 +24,8 @@ from diffeqformer.console.progress import Progress
 from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.seals import sealed, unsealed
-from diffeqformer.data.store import Split
-from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.data.store import SPLITS, Split
+from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
@@ -205,6 +205,37 @@ def test_a_run_goes_on_with_its_own_text_alone(what, tmp_path, short_stores, one
         shutil.copy(tmp_path / "other" / "validation-00000.bin", file.parent)
     with pytest.raises(UserError, match=f"another {what}"):
         loop.train(toy_config("gpt", steps=2, data__dir=str(stores)), tmp_path / "run")
+
+
+@pytest.mark.long
+def test_a_run_needs_neither_its_text_nor_its_tokenizer_again(
+    tmp_path, sentencepiece_file, one_device_loop, monkeypatch
+):
+    """It goes on in another folder, with its store where it was, and another begins with the store alone."""
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    folder, model = tmp_path / "stores" / f"mine-{tokenizer.name}", shutil.copy(sentencepiece_file, "spm.model")
+    about = make_store(folder, {split: [["A cat sees the odd thing. " * 40]] for split in SPLITS}, tokenizer)
+    about |= {"task": "mine", "files": "a fingerprint", "tokenizer_data": tokenizer.save()}
+    (folder / "store.json").write_text(json.dumps(about))
+    config = toy_config("gpt", steps=1, model__vocab_size=tokenizer.vocab_size, checkpoint_every=1)
+    config.data.update(task="mine", train_files="gone*", validation_files="gone", dir="stores")
+    config.data.update(tokenizer="sentencepiece", tokenizer_file=model)
+    loop.train(config, tmp_path / "run")
+    os.remove(model)
+    loop.train(config, tmp_path / "another")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(UserError, match="^config.data.tokenizer_file: spm.model: No such file"):
+        loop.train(config, tmp_path / "third")
+    loop.train(config, tmp_path / "run")
+    _, step, about, _ = checkpoint.open_to_read(tmp_path / "run")
+    assert step == 1 and about.store == str(folder) and list((tmp_path / "other").iterdir()) == []
+    make_store(tmp_path / "stores" / "mine-sentencepiece-0", {split: [["b"]] for split in SPLITS})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="^config.data.tokenizer_file: spm.model: No such file"):
+        loop.train(config, tmp_path / "third")  # two stores could be meant
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import NoSuchStep, Step
-from diffeqformer.config import base_config, check_rule
+from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.parallel.memory import check_free
@@ -49,10 +49,10 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
         default = base_config("", config.model.kind).model.num_steps
         given = {"model.num_steps"} if config.model.num_steps != default else set()
     try:
-        ours = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
+        about, ours = checkpoint.newest_readable(workdir, config.on_damage == "older")
     except checkpoint.NoCheckpoint:
-        ours = None
-    if ours and ours.base == config.base and _suits(ours.model.kind, config):
+        about = ours = None
+    if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
         return _with_model(config, ours.model, given)
     model = _model_of_base(config)
     _check_depth(config, model, given)
@@ -115,6 +115,11 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
             f"times take --config={config.name}:discretized, and to train the hypernetwork at other depths add "
             f"--config.model.training_depths={steps}"
         )
+
+
+def is_base_of(config: ConfigDict, about: checkpoint.About, saved: ConfigDict) -> bool:
+    """Whether the config's base is that of a checkpoint, by the config and the full path that it has saved."""
+    return place(config.base) in (place(saved.base), (about.base or {}).get("workdir"))
 
 
 @contextlib.contextmanager
@@ -183,7 +188,7 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "
                 f"{about.tokenizer}, gives other ids"
             )
-        return {"workdir": config.base, "step": step, "data_sha256": theirs.data_sha256}
+        return {"workdir": place(config.base), "step": step, "data_sha256": theirs.data_sha256}
 
 
 def solver_of_base(config: ConfigDict, step: int) -> str:

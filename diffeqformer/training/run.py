@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ from diffeqformer.checkpoint_folder import (
 from diffeqformer.checksums import Differs
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
-from diffeqformer.data.preparation import open_prepared
+from diffeqformer.data.preparation import open_prepared, store_folder
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.depths import drawn_depth
@@ -102,6 +103,15 @@ class Run:
         return tuple(depth for depth in self.program.depths if depth != self.config.model.num_steps)
 
 
+def data_of(config: ConfigDict, tokenizer: Tokenizer, saved: About | None) -> ConfigDict:
+    """The config's `data` part. If the token store isn't in its folder, then with the one where the run had it."""
+    data, before = config.data.copy_and_resolve_references(), pathlib.Path(saved.store if saved else "")
+    folder = store_folder(data, tokenizer)
+    if not folder.exists() and before.name == folder.name and before.exists():
+        data.dir = str(before.parent)
+    return data
+
+
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
     """The token store's splits and the record of the run's checkpoints, which are the same on all processes.
 
@@ -117,7 +127,9 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         if config.base and not saved:
             finetune.base_of(config, about)
     with hosts.all_succeed("the token store"):
-        splits = open_prepared(config.data, tokenizer, config.sequence_length)
+        data = data_of(config, tokenizer, saved)
+        splits = open_prepared(data, tokenizer, config.sequence_length)
+        about = dataclasses.replace(about, store=os.path.abspath(store_folder(data, tokenizer)))
     if config.base:  # its checkpoint now, as one of before the preparation may be gone
         with hosts.all_succeed("the base"):
             about = dataclasses.replace(about, base=saved.base if saved else finetune.base_of(config, about))
@@ -205,6 +217,8 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         raise UserError(
             f"{workdir}: holds a materialized model, which has no optimizer state to resume; use another --workdir"
         )
+    if finetune.is_base_of(config, saved, config_there):
+        config_there.base = config.base
     resuming.check_resumable(config, config_there, workdir)
     resuming.check_extendable(config, config_there, workdir)
     if about.tokenizer != saved.tokenizer:

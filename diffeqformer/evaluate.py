@@ -20,6 +20,7 @@ from diffeqformer.console.results import check_output, header, results_folder, w
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.local_files import layout_of
 from diffeqformer.data.perplexities import WITHHELD
+from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.finite import logits_of
 from diffeqformer.inference.calibration import calibration_tokens, choose_times
@@ -27,7 +28,7 @@ from diffeqformer.inference.plain_text import accounts_of
 from diffeqformer.inference.reader import with_solver, without_depth
 from diffeqformer.inference.report import heading, name_of, plot, table, write, write_curves
 from diffeqformer.inference.scoring import Scorer, Stretch, lead
-from diffeqformer.inference.text_options import Text, define_text_flags, name_of_text, open_text, text_of, window_of
+from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
 
 PERPLEXITIES = {"paper": ("disjoint windows", "windows"), "full": ("every token", "documents")}
@@ -141,32 +142,34 @@ def score_checkpoint(options) -> dict | None:
     }
     opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
     naming = logits_of(f"{options.workdir}, checkpoint {opened.step}")
-    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, text, results, scorers)))
+    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, *text, results, scorers)))
 
 
 def score_text(
     opened: checkpoint.Checkpoint,
     options,
-    text: Text,
+    task: str,
+    files: list[str] | None,
+    stored: Split | None,
     results: dict,
     scorers: list[tuple[dict, Scorer]],
 ) -> dict:
     """Score a text with every scorer, then write and print the results.
 
     Args:
-        text: from `text_of`.
+        task, files, stored: from `text_of`.
         results: those known so far.
 
     Raises:
         UserError: if there is no such text, or not enough of it, or the results can't be written.
     """
-    evaluation = open_text(options, opened, text, results["window"], results["stride"])
-    name = name_of_text(options, text.task, text.files)
+    evaluation = open_text(options, opened, task, files, stored, results["window"], results["stride"])
+    text = name_of_text(options, task, files)
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
     for _, read in chosen.values():
         getattr(evaluation, read)  # now: errors come before anything is compiled
-    folder = results_folder(options.output, options.workdir, "evaluation", name)
-    results = {**results, "text": name, "task": text.task, "files": text.files, "split": options.split, "rows": []}
+    folder = results_folder(options.output, options.workdir, "evaluation", text)
+    results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
     counted = options.per_document or opened.tokenizer.unknown is not None
     accounts, lines = accounts_of(evaluation.read(), opened.tokenizer) if counted else [], []
     altered = [account["altered"] for account in accounts]

@@ -61,8 +61,8 @@ def examine(options) -> dict:
     with hosts.all_succeed("the text"):
         if hosts.is_first():
             check_output(options.output, options.workdir)
-            task, files, _ = text = text_of(options, opened)
-            windows = open_text(options, opened, text, window, window).first_windows(options.windows)
+            task, files, stored = text_of(options, opened)
+            windows = open_text(options, opened, task, files, stored, window, window).first_windows(options.windows)
             folder = results_folder(options.output, options.workdir, "ode")
             ids[: len(windows)] = [window.ids for window in windows]
             number = len(windows)

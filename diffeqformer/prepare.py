@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.config import check_config, check_fields, check_overrides, check_rule, check_tokenizer, explain
 from diffeqformer.console import command_line
-from diffeqformer.data.preparation import open_stored, open_tokenizer_or_stored, prepare, store_folder
+from diffeqformer.data.preparation import open_stored, prepare, store_folder, tokenizer_of
 from diffeqformer.data.remote import check_writable, has_store, stage, upload
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.rules import RULES
@@ -24,7 +24,7 @@ def run(config: ConfigDict) -> None:
             check_rule(rule, config)
     else:
         check_config(config, num_devices=None)  # preparation and training may run on different machines
-    tokenizer = open_tokenizer_or_stored(config.data)
+    tokenizer = tokenizer_of(config.data)
     if not config.base:  # with a base, training checks the vocabulary
         check_tokenizer(config, tokenizer)
     folder = store_folder(config.data, tokenizer)

@@ -26,7 +26,6 @@ from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import Scorer
-from diffeqformer.inference.text_options import Text
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
@@ -287,7 +286,7 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
     stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
     options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None, tfds_dir=None)
-    plain = text_options.open_text(options, opened, Text("python_stdlib", [str(text)]), 8, 3)
+    plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], None, 8, 3)
     for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
         scorer = Scorer(opened.model, None, 8)
         found = evaluation.paper(scorer, lambda *_: None) | evaluation.full(scorer, lambda *_: None)
@@ -302,14 +301,14 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     for split in ("train", "validation", "test"):
         (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
     options = types.SimpleNamespace(module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path))
-    evaluation = text_options.open_text(options, opened, Text("wikitext103_raw"), 8, 3)
+    evaluation = text_options.open_text(options, opened, "wikitext103_raw", None, None, 8, 3)
     assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
     options.split = "tests"
     with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
-        text_options.open_text(options, opened, Text("wikitext103_raw"), 8, 3)
+        text_options.open_text(options, opened, "wikitext103_raw", None, None, 8, 3)
     opened.config.data.module = "my_corpora"
     with pytest.raises(UserError, match="^the corpus mine needs seqio, which the light installation leaves"):
-        text_options.open_text(options, opened, Text("mine"), 8, 3)
+        text_options.open_text(options, opened, "mine", None, None, 8, 3)
 
 
 def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):
@@ -433,18 +432,18 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
         options = types.SimpleNamespace(**{"task": None, "split": "validation"} | options, files=",".join(files or []))
         return text_options.name_of_text(options, options.task or "python_stdlib", files)
 
-    assert text_of() == Text("python_stdlib", [f"{tmp_path}/validation.txt"])
+    assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"], None)
     assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.gz"]) == "b.c"
     assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
-    assert text_of(split="train") == Text("python_stdlib", [f"{tmp_path}/train.txt"])
+    assert text_of(split="train") == ("python_stdlib", [f"{tmp_path}/train.txt"], None)
     (tmp_path / "stores").mkdir()
     (tmp_path / "elsewhere").rename(tmp_path / "stores" / "python_stdlib-bytes")
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).unlink()
     for split, entry in about["splits"].items():
-        assert text_of(split=split).stored.sha256 == entry["sha256"] and text_of(split=split).files is None
-    assert text_of(split="test") == text_of(files="") == Text("python_stdlib")
-    assert text_of(task="wikitext103") == Text("wikitext103")
+        assert text_of(split=split)[2].sha256 == entry["sha256"] and text_of(split=split)[1] is None
+    assert text_of(split="test") == text_of(files="") == ("python_stdlib", None, None)
+    assert text_of(task="wikitext103") == ("wikitext103", None, None)
     with pytest.raises(UserError, match="^--files: no file matches '.*/train.txt'"):
         text_of(files=f"{tmp_path}/train.txt")
     other = dataclasses.replace(opened.about, data_sha256="of other ids")

@@ -35,7 +35,6 @@ from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.data.store import read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.text_options import Text
 from diffeqformer.inspect import inspect_run
 from diffeqformer.materialize import materialize
 from diffeqformer.parallel import memory as device_memory
@@ -57,7 +56,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
 
     def open_text(task, module):
         options = types.SimpleNamespace(module=module, tfds_dir=None, split="validation", files=None, remote=None)
-        evaluation_command.open_text(options, opened, Text(task), 8, 8)
+        evaluation_command.open_text(options, opened, task, None, None, 8, 8)
         return imported.pop()
 
     with pytest.raises(

@@ -36,20 +36,24 @@ def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
     return pathlib.Path(data.dir) / f"{data.task}-{tokenizer.name}"
 
 
-def open_tokenizer_or_stored(data: ConfigDict) -> Tokenizer:
-    """The tokenizer of a config's `data` part. Where its file isn't here, that of its token store, if there is one.
+def tokenizer_of(data: ConfigDict, saved: tuple[str, str] | None = None) -> Tokenizer:
+    """The tokenizer of a config's `data` part. Where its file isn't here, the `saved` one, or that of its token store.
+
+    Args:
+        saved: name and data of a checkpoint's tokenizer.
 
     Raises:
-        UserError: if neither can be opened, or several stores could be meant.
+        UserError: if there is none, or several stores could be meant.
     """
     try:
         return open_tokenizer(data.tokenizer, data.tokenizer_file)
     except NoTokenizer:
-        stores = pathlib.Path(data.dir).glob(f"{data.task}-{data.tokenizer}*/store.json")
-        found = [read_about(path.parent) for path in stores if path.parent.suffix not in (".partial", ".copying")]
-        if len(found) != 1 or found[0]["task"] != data.task or "tokenizer_data" not in found[0]:
+        folders = pathlib.Path(data.dir).glob(f"{data.task}-{data.tokenizer}*/store.json")
+        stores = [read_about(path.parent) for path in folders if path.parent.suffix not in (".partial", ".copying")]
+        found = [saved] if saved else [(about["tokenizer"], about.get("tokenizer_data")) for about in stores]
+        if len(found) != 1 or found[0][1] is None:
             raise
-        return restore_tokenizer(found[0]["tokenizer"], found[0]["tokenizer_data"])
+        return restore_tokenizer(*found[0])
 
 
 def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:

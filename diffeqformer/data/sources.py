@@ -77,7 +77,31 @@ def manual_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-class HubTexts:
+class FileTexts:
+    """Documents in files. Its classes have `groups`, the files of each shard of a split."""
+
+    def shards(self, split: str) -> int:
+        """The number of shards."""
+        return len(self.groups(split))
+
+    def sizes(self, split: str) -> list[int]:
+        """The bytes of each shard's files."""
+        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all.
+
+        Raises:
+            UserError: if a file can't be read.
+        """
+        return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
+
+    def texts(self, path: str) -> Iterator[str]:
+        """The documents of a file, by default its rows."""
+        return files.read_texts(path)
+
+
+class HubTexts(FileTexts):
     """The documents of a corpus of the hub.
 
     name: of the TFDS data set, which is also the folder of its files in manual_dir.
@@ -150,26 +174,6 @@ class HubTexts:
     def groups(self, split: str) -> list[Sequence[str]]:
         """The files of each shard."""
         return in_groups(self.found["files"][split])
-
-    def shards(self, split: str) -> int:
-        """The number of shards."""
-        return len(self.groups(split))
-
-    def sizes(self, split: str) -> list[int]:
-        """The bytes of each shard's files."""
-        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
-
-    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all.
-
-        Raises:
-            UserError: if a file can't be read.
-        """
-        return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
-
-    def texts(self, path: str) -> Iterator[str]:
-        """The documents of a file, by default its rows."""
-        return files.read_texts(path)
 
 
 class DetokenizedWikitext(HubTexts):

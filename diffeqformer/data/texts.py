@@ -6,7 +6,6 @@ All have the same methods: `fetch` comes first, and `found` is what another proc
 
 import hashlib
 import itertools
-import os
 import pathlib
 import platform
 import sysconfig
@@ -16,7 +15,7 @@ import numpy as np
 
 from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
-from diffeqformer.data.sources import HUB_CORPORA, HubTexts, in_groups
+from diffeqformer.data.sources import HUB_CORPORA, FileTexts, HubTexts, in_groups
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
@@ -35,7 +34,7 @@ CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext10
 """What splits a local text file that replaces a corpus into documents; other corpora leave it whole."""
 
 
-class LocalTexts:
+class LocalTexts(FileTexts):
     """Documents in local files: plain text, JSON lines or Parquet.
 
     A shard is one file, or a group of consecutive files if there are very many.
@@ -60,14 +59,6 @@ class LocalTexts:
         """The files of each shard."""
         return in_groups(self.files[split])
 
-    def sizes(self, split: str) -> list[int]:
-        """The bytes of each shard's files."""
-        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
-
-    def shards(self, split: str) -> int:
-        """The number of shards."""
-        return len(self.groups(split))
-
     @property
     def origin(self) -> str:
         """A description for readers."""
@@ -76,11 +67,10 @@ class LocalTexts:
         whole = plain and self.cut is uncut and not self.layout.separator
         return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
 
-    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """The documents of every `count`-th shard from `index` on; by default of all."""
-        for path in itertools.chain.from_iterable(self.groups(split)[index::count]):
-            for text in read_texts(path, self.layout):
-                yield from self.cut(text) if kind(path) == PLAIN else [text]
+    def texts(self, path: str) -> Iterator[str]:
+        """The documents of a file."""
+        texts = read_texts(path, self.layout)
+        return itertools.chain.from_iterable(map(self.cut, texts)) if kind(path) == PLAIN else texts
 
 
 class StandardLibrary:

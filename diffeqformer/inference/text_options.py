@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-from typing import NamedTuple
 
 from absl import flags
 
@@ -45,21 +44,10 @@ def define_text_flags(folder: str) -> None:
     )
 
 
-class Text(NamedTuple):
-    """A text to score.
+def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split | None]:
+    """The corpus, and the local files or the split of the training's token store to use instead of it, if any.
 
-    task: the corpus.
-    files: local files to use instead of it, if any.
-    stored: the split of the training's token store, to use instead of both; None: it isn't used.
-    """
-
-    task: str
-    files: list[str] | None = None
-    stored: Split | None = None
-
-
-def text_of(options, opened: Checkpoint) -> Text:
-    """The text that the options choose, by default that of the training.
+    By default they are as in training, and the store is preferred to the files.
 
     Raises:
         UserError: if no file matches, or if `--remote` can't have the text.
@@ -73,11 +61,11 @@ def text_of(options, opened: Checkpoint) -> Text:
             f"which are all that its store has, but the text is {files or task!r}, {split}"
         )
     if not of_training:
-        return Text(task, matching_files(files, "--files") if files else None)
+        return task, matching_files(files, "--files") if files else None, None
     if stored := stored_text(opened, split, options.remote):
-        return Text(task, stored=stored)
+        return task, None, stored
     name = f"--files: the default, config.data.{split}_files of the training"
-    return Text(task, matching_files(data[f"{split}_files"], name) if data.train_files else None)
+    return task, matching_files(data[f"{split}_files"], name) if data.train_files else None, None
 
 
 def name_of_text(options, task: str, files: list[str] | None) -> str:
@@ -101,8 +89,10 @@ def window_of(options, opened: Checkpoint) -> int:
     return window_size(options.window, opened.config, opened.model.max_length, "--window")
 
 
-def open_text(options, opened: Checkpoint, text: Text, window: int, stride: int):
-    """The text to score, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
+def open_text(
+    options, opened: Checkpoint, task: str, files: list[str] | None, stored: Split | None, window: int, stride: int
+):
+    """The text of `text_of`, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
 
     Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`.
 
@@ -111,24 +101,23 @@ def open_text(options, opened: Checkpoint, text: Text, window: int, stride: int)
     """
     data = opened.config.data
     tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
-    known = text.files or text.stored
-    chosen = text.task, options.split, opened.tokenizer, window, stride, text.files, text.stored, layout_of(data)
+    chosen = task, options.split, opened.tokenizer, window, stride, files, stored, layout_of(data)
     if quiet.not_installed():
         if options.module:
             quiet.check_installed(f"--module: {options.module}")
-        if data.module and not (known or text.task in CORPUS_NAMES):
-            quiet.check_installed(f"the corpus {text.task}")
+        if data.module and not (files or stored or task in CORPUS_NAMES):
+            quiet.check_installed(f"the corpus {task}")
         return PlainEvaluation(*chosen, tfds_dir)
     quiet.import_tensorflow()
     from diffeqformer.data import tasks
     from diffeqformer.inference.perplexity import Evaluation
 
-    if data.module and options.module is None and not known and text.task not in tasks.CORPORA:
+    if data.module and options.module is None and not (files or stored or task in tasks.CORPORA):
         raise UserError(  # importing what a checkpoint names would run its code
-            f"--module: in training, the corpus {text.task!r} came from the module {data.module!r}; to import it, give "
+            f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
             "--module=NAME"
         )
-    if not text.stored:
+    if not stored:
         tasks.configure(options.module or "", tfds_dir, "--module")
     return Evaluation(*chosen)
 

@@ -1,7 +1,6 @@
 """Training: the steps of a run, evaluation, curves, checkpoints, and a sample at the end."""
 
 import collections
-import contextlib
 import dataclasses
 import math
 import os
@@ -23,9 +22,9 @@ from diffeqformer.checkpoint_folder import newest, work_folder
 from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.results import title
-from diffeqformer.data.preparation import open_tokenizer_or_stored
+from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
-from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, open_tokenizer, restore_tokenizer
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import Stopped, UserError, counted, out_of_memory, printable, reason_of
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
@@ -35,7 +34,7 @@ from diffeqformer.rules import decay_start, traced_steps
 from diffeqformer.training import finetune, goodput
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace, check_profiler
-from diffeqformer.training.run import Run, agree, make_program, open_run, start_or_resume
+from diffeqformer.training.run import Run, agree, make_program, open_run, saved_tokenizer, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
@@ -73,7 +72,8 @@ def train(
     hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
     if config.profile_steps:
         check_profiler(jax.config.jax_platforms)
-    tokenizer = tokenizer_of(config, workdir)
+    with hosts.all_succeed("the tokenizer"):
+        tokenizer = tokenizer_of(config.data, saved_tokenizer(config, workdir))
     check_tokenizer(config, tokenizer)
     folder, program = work_folder(workdir), make_program(config)  # fail before a corpus is prepared for hours
     splits, about = agree(config, folder, tokenizer)
@@ -92,22 +92,6 @@ def train(
     params = state["params"]
     del state  # its moments take more memory than the parameters
     return print_sample(run.program, params, tokenizer)
-
-
-def tokenizer_of(config: ConfigDict, workdir: epath.PathLike) -> Tokenizer:
-    """A run's tokenizer. Where its file isn't here, that of the newest checkpoint or else of the token store.
-
-    Raises:
-        UserError: if none of them can be opened.
-    """
-    try:
-        return open_tokenizer(config.data.tokenizer, config.data.tokenizer_file)
-    except NoTokenizer:
-        with contextlib.suppress(checkpoint.NoCheckpoint):
-            saved, there = checkpoint.newest_readable(workdir, config.on_damage == "older")
-            if there.data.tokenizer == config.data.tokenizer:
-                return restore_tokenizer(saved.tokenizer, saved.tokenizer_data)
-        return open_tokenizer_or_stored(config.data)
 
 
 def report_end(run: Run, finished_before: bool) -> None:

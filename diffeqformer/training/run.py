@@ -103,6 +103,15 @@ class Run:
         return tuple(depth for depth in self.program.depths if depth != self.config.model.num_steps)
 
 
+def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
+    """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
+    try:
+        saved, there = checkpoint.newest_readable(workdir, config.on_damage == "older")
+    except checkpoint.NoCheckpoint:
+        return None
+    return (saved.tokenizer, saved.tokenizer_data) if there.data.tokenizer == config.data.tokenizer else None
+
+
 def data_of(config: ConfigDict, tokenizer: Tokenizer, saved: About | None) -> ConfigDict:
     """The config's `data` part. If the token store isn't in its folder, then with the one where the run had it."""
     data, before = config.data.copy_and_resolve_references(), pathlib.Path(saved.store if saved else "")

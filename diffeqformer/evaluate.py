@@ -41,7 +41,7 @@ def define_flags() -> None:
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
     flags.DEFINE_list("tolerance", [], "Tolerances; each chooses a grid for Heun's method on calibration text.")
-    flags.DEFINE_string("calibration_files", None, "Local files with that text (.txt, .jsonl, .parquet; patterns).")
+    flags.DEFINE_string("calibration_files", None, "Local files with that text (text, .jsonl, .parquet; patterns).")
     choices = ("both", *PERPLEXITIES)
     flags.DEFINE_enum("perplexity", "both", choices, "Which to compute; paper alone takes a third of the time.")
     flags.DEFINE_integer(

@@ -240,6 +240,11 @@ def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here
     with pytest.raises(UserError, match="config.data.remote: memory://other/stores/task is a token store with other"):
         upload(tmp_path / "new" / "task", remote)
     assert memory.cat_file("/other/stores/task/store.json") == (small_store / "store.json").read_bytes()
+    path, before = small_store / "store.json", (small_store / "store.json").read_text()
+    path.write_text(before.replace("made up", "local files elsewhere"))
+    upload(small_store, remote)  # has the same ids
+    assert memory.cat_file("/other/stores/task/store.json") == before.encode()
+    path.write_text(before)
     memory.rm("/other/stores/task", recursive=True)
     upload_interrupted(small_store, remote, after=3)
     with pytest.raises(UserError, match="is an unfinished copy of a token store with other"):

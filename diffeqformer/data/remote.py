@@ -17,7 +17,7 @@ import numpy as np
 
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.seals import write_lasting
-from diffeqformer.data.store import Split, parse_about, read_about, sha256, shards_of
+from diffeqformer.data.store import SPLITS, Split, parse_about, read_about, sha256, shards_of
 from diffeqformer.errors import UserError
 
 AT_ONCE = 8  # files copied in parallel
@@ -61,7 +61,8 @@ def upload(folder: pathlib.Path, remote: str) -> None:
 
     try:
         theirs, unfinished = read("store.json"), read("uploading.json")
-        if theirs == ours:
+        place = f"{remote}/{folder.name}/store.json"
+        if theirs is not None and _ids(parse_about(theirs.encode("utf-8"), place)) == _ids(about):
             print(f"{remote}/{folder.name}: this token store is there already", flush=True)
             return
         if theirs is not None or unfinished not in (None, ours):
@@ -80,6 +81,11 @@ def upload(folder: pathlib.Path, remote: str) -> None:
         raise
     except Exception as error:  # each file system has exceptions of its own
         raise UserError(f"config.data.remote: {remote} can't be written: {_reason(error)}") from error
+
+
+def _ids(about: dict) -> list[str]:
+    """What identifies a store, wherever and from whatever files it was made."""
+    return [about["tokenizer"], *(about["splits"][split]["sha256"] for split in SPLITS)]
 
 
 def has_store(remote: str, name: str) -> bool:

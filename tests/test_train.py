@@ -29,7 +29,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, optimizer, run
+from diffeqformer.training import loop, optimizer, resuming, run
 from diffeqformer.training.step import Program, dropout_keys
 from diffeqformer.transformer import abstract_model
 from flags import FAST_COMPILATION
@@ -330,8 +330,8 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
         run.read_saved(config, tmp_path, dataclasses.replace(about, tokenizer="other"))
     for what in ("data_sha256", "validation_sha256"):
         with pytest.raises(UserError, match=f"another {what}"):
-            run.check_unchanged(what, dataclasses.replace(about, **{what: "other"}), about, tmp_path)
-    run.check_unchanged("validation_sha256", about, dataclasses.replace(about, validation_sha256=""), tmp_path)
+            resuming.check_unchanged(what, dataclasses.replace(about, **{what: "other"}), about, tmp_path)
+    resuming.check_unchanged("validation_sha256", about, dataclasses.replace(about, validation_sha256=""), tmp_path)
     with pytest.raises(UserError, match=r"another config.seed \(there 7, now 1\)"):
         loop.train(toy_config("gpt", steps=6, seed=1, data__dir=str(short_stores)), tmp_path)
     with pytest.raises(UserError, match="another config.data.task"):  # before a corpus is prepared for hours

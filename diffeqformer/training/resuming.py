@@ -54,6 +54,24 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
         )
 
 
+def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
+    """Check that the run so far had the same ids (`data_sha256`, `validation_sha256`).
+
+    An earlier version didn't record the last one.
+
+    Raises:
+        UserError: if not.
+    """
+    if saved is None or (what == "validation_sha256" and not saved.validation_sha256):
+        return
+    ours, theirs = getattr(about, what), getattr(saved, what)
+    if ours != theirs:
+        raise UserError(
+            f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
+            f"({theirs}); use another --workdir, or the run's own store"
+        )
+
+
 def last_stable(config: ConfigDict, saved: ConfigDict) -> int | None:
     """The last step until which a run of `config` can go on from one of `saved`; None if the schedules are equal."""
     return min(decay_start(config), decay_start(saved)) if schedule_changes(config, saved) else None

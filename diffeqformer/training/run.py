@@ -189,7 +189,7 @@ def open_run(
                 check_validations(folder_of(folder), or_aside=config.on_damage == "older")
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             for what in ("data_sha256", "validation_sha256"):
-                check_unchanged(what, about, saved, folder)
+                resuming.check_unchanged(what, about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))
         with hosts.all_succeed("the checkpoints before the decay"):
             if hosts.is_first():
@@ -236,24 +236,6 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
             f"{about.tokenizer}; give the file that the run began with, or use another --workdir"
         )
     return saved
-
-
-def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
-    """Check that the run so far had the same ids (`data_sha256`, `validation_sha256`).
-
-    An earlier version didn't record the last one.
-
-    Raises:
-        UserError: if not.
-    """
-    if saved is None or (what == "validation_sha256" and not saved.validation_sha256):
-        return
-    ours, theirs = getattr(about, what), getattr(saved, what)
-    if ours != theirs:
-        raise UserError(
-            f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
-            f"({theirs}); use another --workdir, or the run's own store"
-        )
 
 
 def start_or_resume(run: Run) -> tuple[Run, dict]:

@@ -16,7 +16,7 @@ class About:
         base: the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run; None: random.
         data_sha256: hash of the training split's ids; validation_sha256: of the validation split's, or empty if an
             earlier version saved it.
-        store: the folder of the token store, in full; empty if an earlier version saved it.
+        store: the folder of the token store, in full; None: an earlier version saved it.
         validation_due: whether this state has not been validated yet. If so, the next process does this first.
         materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
         time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
@@ -30,7 +30,7 @@ class About:
     base: dict | None = None
     data_sha256: str = ""
     validation_sha256: str = ""
-    store: str = ""
+    store: str | None = None
     validation_due: bool = False
     materialized_from: dict | None = None
     time_spent: dict | None = None

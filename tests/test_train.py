@@ -232,7 +232,7 @@ def test_a_run_needs_neither_its_text_nor_its_tokenizer_again(
     loop.train(config, tmp_path / "run")
     _, step, about, _ = checkpoint.open_to_read(tmp_path / "run")
     assert step == 1 and about.store == str(folder) and list((tmp_path / "other").iterdir()) == []
-    make_store(tmp_path / "stores" / "mine-sentencepiece-0", {split: [["b"]] for split in SPLITS})
+    shutil.copytree(folder, tmp_path / "stores" / "mine-sentencepiece-0")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^config.data.tokenizer_file: spm.model: No such file"):
         loop.train(config, tmp_path / "third")  # two stores could be meant

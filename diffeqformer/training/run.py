@@ -114,7 +114,7 @@ def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, s
 
 def data_of(config: ConfigDict, tokenizer: Tokenizer, saved: About | None) -> ConfigDict:
     """The config's `data` part. If the token store isn't in its folder, then with the one where the run had it."""
-    data, before = config.data.copy_and_resolve_references(), pathlib.Path(saved.store if saved else "")
+    data, before = config.data.copy_and_resolve_references(), pathlib.Path(saved and saved.store or "")
     folder = store_folder(data, tokenizer)
     if not folder.exists() and before.name == folder.name and before.exists():
         data.dir = str(before.parent)

@@ -433,7 +433,7 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
         return text_options.name_of_text(options, options.task or "python_stdlib", files)
 
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"], None)
-    assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.gz"]) == "b.c"
+    assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.zst"]) == "b.c"
     assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
     assert text_of(split="train") == ("python_stdlib", [f"{tmp_path}/train.txt"], None)
     (tmp_path / "stores").mkdir()

@@ -50,7 +50,7 @@ class TaskTexts:
 
         tasks.configure(request["module"], request["tfds_dir"])
         # without the usual preprocessors: `write_shard` itself leaves out blank documents, and counts them
-        layout = Layout(*request["layout"])
+        layout = Layout(*request.get("layout", ()))
         self.task = tasks.add_task(request["task"], tokenizer, request["files"], layout=layout, preprocessors=())
         local = request["files"]
         self.texts = self.task.source.texts if local else None
@@ -91,7 +91,7 @@ class PlainTexts:
     def __init__(self, request: dict, tokenizer: Tokenizer):
         if request["module"]:
             check_installed(f"config.data.module: {request['module']}")
-        layout = Layout(*request["layout"])
+        layout = Layout(*request.get("layout", ()))
         self.texts = open_texts(request["task"], request["files"], request["tfds_dir"], layout)
         self.tokenizer = tokenizer
         self.splits, self.origin = self.texts.splits, self.texts.origin

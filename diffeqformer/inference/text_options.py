@@ -8,6 +8,7 @@ from absl import flags
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data import CORPUS_NAMES, quiet
+from diffeqformer.data.files import OPENERS
 from diffeqformer.data.local_files import layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.remote import read_split
@@ -76,7 +77,8 @@ def name_of_text(options, task: str, files: list[str] | None) -> str:
     """
     if not options.files or options.task is not None:
         return f"{task}-{options.split}"
-    first = pathlib.Path(files[0].removesuffix(".gz")).stem
+    first = pathlib.Path(files[0])
+    first = first.with_suffix("").stem if first.suffix.lower() in OPENERS else first.stem
     return first + (f"-and-{len(files) - 1}-more" if len(files) > 1 else "")
 
 

@@ -83,6 +83,8 @@ def examine(options) -> dict:
     print("other grids", flush=True)
     windows = [Stretch(row, 1) for row in ids.tolist()]
     results["perplexities"] = perplexities(model, depths_of(results), windows, options.batch_size)
+    if not results["perplexities"]:
+        raise UserError("--workdir: no grid of this model can be scored, see above; choose another checkpoint")
     if folder:
         write_json(folder / "results.json", results)
     print("convergence", flush=True)

@@ -14,6 +14,7 @@ from diffeqformer import ode as command_module
 from diffeqformer.analysis import ode
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context
+from diffeqformer.finite import NotFinite
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.solvers import SOLVERS
@@ -146,3 +147,17 @@ def test_a_grid_that_does_not_fit_is_left_out(monkeypatch, capsys):
     assert max(needed) == 12 and "8 steps" not in found and not any("rk4" in name for name in found)
     assert {"as trained: 2 steps", "4 steps"} <= set(found) and "3 steps" not in found
     assert "  8 steps: left out, as 8 steps of depth would take 9 GB, but 1 GB are free" in capsys.readouterr().out
+
+
+def test_a_grid_whose_logits_are_not_finite_is_left_out(monkeypatch, capsys):
+    model, score = model_of(10.0, num_steps=2), Scorer.__call__
+
+    def overflows(scorer, windows):
+        if len(scorer.weights.step_sizes) > 2:
+            raise NotFinite
+        return score(scorer, windows)
+
+    monkeypatch.setattr(Scorer, "__call__", overflows)
+    monkeypatch.setattr(ode, "grids", lambda *_: {"two": (SOLVERS["euler"], 2), "three": (SOLVERS["euler"], 3)})
+    assert ode.perplexities(model, [2], [Stretch(list(range(8)), 1)], 1).keys() == {"two"}
+    assert "  three: left out, as the logits aren't finite" in capsys.readouterr().out

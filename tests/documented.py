@@ -84,7 +84,7 @@ ROWS = [
     # runs/tiny alone has the standard library
     Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),
     Row(r"\bmain .*schedule=wsd", add="--config.optimizer.warmup_steps=1"),
-    Row(r"( --config\.steps=)10000 (.*) --config\.steps=\d+", r"\g<1>10000 \2\g<1>8"),
+    Row(r"( --config\.steps=)10000(.*) --config\.steps=\d+", r"\g<1>10000\2\g<1>8"),
     Row(r"\bmain .*:lora ", add="--config.model.lora_rank=8"),
     Row(r"mesh\.fsdp=16", "mesh.fsdp=1"),
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short

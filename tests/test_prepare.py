@@ -344,7 +344,7 @@ def test_what_the_tokenizer_loses_is_counted_by_the_workers(lossy_file, tmp_path
     monkeypatch.setattr(worker, "answer", lambda **fields: told.append(fields))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in LOSSY))
     files = {"train": [f"{tmp_path}/a.jsonl"], "validation": [f"{tmp_path}/a.jsonl"]}
-    texts = worker.PlainTexts({"task": "mine", "files": files, "module": "", "tfds_dir": ""}, tokenizer)
+    texts = worker.PlainTexts({"task": "mine", "files": files, "module": "", "tfds_dir": "", "layout": []}, tokenizer)
     worker.write_shard(texts, tokenizer, tmp_path, "train", 0, 1)
     [account] = [preparation.account_of(tmp_path, "train", 1)]
     assert (account["unknown"], account["altered"], account["documents"]) == (1, 2, 5)

@@ -20,7 +20,7 @@ def read_text(option: str, path: str | os.PathLike) -> str:
         if path == "-":
             text = sys.stdin.buffer.read().decode("utf-8-sig")
         else:
-            text = "".join(read_lines(path, whole=True))
+            text = "".join(read_lines(path))
     except UnicodeDecodeError as error:
         raise UserError(f"standard input: the text must be UTF-8, but byte {error.start} is not") from None
     except UserError as error:

@@ -94,7 +94,7 @@ def of_inference(config) -> list[Product]:
         if model.depth.generated:
             caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)
             text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
-            choice = Choice(), config.model.vocab_size
+            choice = Choice(), config.model.vocab_size, None
             made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), *choice)]
             features, x = model.depth.features(model.grid(2)), jnp.zeros((*tokens.shape, config.model.width))
             made += [calibration._try(graph, params, features, jnp.float32(0.5), x)]

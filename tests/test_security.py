@@ -117,7 +117,7 @@ def test_a_work_folder_called_like_a_part_of_one_is_searched_as_well(tmp_path):
     (run / "evaluation").mkdir(parents=True)
     (run / "evaluation" / "link").symlink_to(tmp_path)
     with pytest.raises(UserError, match=f"^--workdir: {run}/evaluation/link is a link"):
-        make_folder(run)
+        make_folder(epath.Path(run))
 
 
 @pytest.mark.parametrize("name", ["lock", "plan.partial", "train-00000.bin.partial"])

@@ -6,7 +6,6 @@ import os
 import re
 import textwrap
 import tokenize
-from collections.abc import Set
 from typing import Any
 
 from absl import flags
@@ -337,12 +336,6 @@ def given_fields(arguments: list[str]) -> set[str]:
     return {name.removeprefix("config.") for name in names if name.startswith("config.")}
 
 
-def unused_fields(config: ConfigDict, given: Set[str]) -> dict[str, str]:
-    """The given fields that a run would ignore, each with the reason."""
-    ignored = [(field, condition, why) for fields, condition, why in IGNORED for field in fields.split()]
-    return {field: why.format(c=config) for field, condition, why in ignored if field in given and condition(config)}
-
-
 def check_used(arguments: list[str], config: ConfigDict) -> None:
     """Check that no `--config.FIELD=VALUE` among the command's arguments sets a field which the run would ignore.
 
@@ -356,8 +349,11 @@ def check_used(arguments: list[str], config: ConfigDict) -> None:
     check_fields(config)
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
-    for field, why in unused_fields(config, given_fields(arguments)).items():
-        raise UserError(f"config.{field}: must be left out, because {why}")
+    given = given_fields(arguments)
+    for fields, condition, why in IGNORED:
+        for field in fields.split():
+            if field in given and condition(config):
+                raise UserError(f"config.{field}: must be left out, because {why.format(c=config)}")
 
 
 OF_ONE_HOST = tuple(

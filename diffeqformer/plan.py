@@ -1,9 +1,8 @@
 """Plan a run's memory and time: `python -m diffeqformer.plan --config=large --topology=v5e:8x8`.
 
 Compiles every program of the run with the TPU compiler, which needs no TPU, and prints whether they fit, what takes
-memory and time, and how long the run takes. --search=12 compiles the train step with other settings instead, and prints
-which of them to choose from. For GPUs, such as h100:8, it prints the memory of the train step alone, by its shapes.
-Nothing is run. docs/scaling.md says what is modelled and what is known.
+memory and time, and how long the run takes. For GPUs, such as h100:8, it prints the memory of the train step alone, by
+its shapes. Nothing is run. docs/scaling.md says what is modelled and what is known.
 """
 
 import os
@@ -31,17 +30,14 @@ from diffeqformer.config import (  # noqa: E402
 )
 from diffeqformer.console import command_line  # noqa: E402
 from diffeqformer.console.results import title, write_json  # noqa: E402
-from diffeqformer.console.terminal import duration  # noqa: E402
-from diffeqformer.depth.depths import trained_depths  # noqa: E402
 from diffeqformer.errors import UserError, reachable  # noqa: E402
 from diffeqformer.fields import attention  # noqa: E402
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
-from diffeqformer.planning import search  # noqa: E402
 from diffeqformer.planning.chips import Gpu, Tpu, gpus_of, tpu_of  # noqa: E402
 from diffeqformer.planning.compiler import tpu_devices  # noqa: E402
 from diffeqformer.planning.estimate import plan_of  # noqa: E402
-from diffeqformer.planning.programs import Planned, compile_run, compile_scoring, compile_train_steps  # noqa: E402
-from diffeqformer.planning.report import front_summary, rates, summary  # noqa: E402
+from diffeqformer.planning.programs import compile_run, compile_scoring, compile_train_steps  # noqa: E402
+from diffeqformer.planning.report import summary  # noqa: E402
 from diffeqformer.planning.shapes import plan_on_gpus  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
@@ -56,12 +52,6 @@ PROGRAMS = flags.DEFINE_enum(
     "all",
     ["all", "train", "score"],
     "All programs of the run, its train steps alone, or what scores it afterwards (evaluate, downstream).",
-)
-SEARCH = flags.DEFINE_integer(
-    "search",
-    None,
-    "Try other values of model.remat, microbatches and mesh.fsdp, with at most that many compilations.",
-    lower_bound=1,
 )
 PRICE = flags.DEFINE_float("price_per_chip_hour", None, "To print what training costs.", lower_bound=0)
 JSON = flags.DEFINE_string("json", None, "A file for the plan.")
@@ -87,37 +77,26 @@ def main() -> None:
 
 
 def planned_on_tpus(config: ConfigDict) -> dict:
-    """Print and return the plan or the search, by the TPU compiler.
+    """Print and return the plan, by the TPU compiler.
 
     Raises:
         UserError: for options that don't go together, or a config that can't be run there.
     """
     chip = tpu_of(TOPOLOGY.value)
     check_config(config, None)
-    if SEARCH.value and DUMP.value:
-        raise UserError("--dump: is for a single plan, and --search makes several; leave one of them out")
-    scoring, least = PROGRAMS.value == "score", len(trained_depths(config.model))
-    of_training = {"search": SEARCH.value, "dump": DUMP.value, "price_per_chip_hour": PRICE.value}
-    for option, value in {**of_training, "plain_attention": PLAIN.value or None}.items():
+    scoring = PROGRAMS.value == "score"
+    of_training = {"dump": DUMP.value, "price_per_chip_hour": PRICE.value, "plain_attention": PLAIN.value or None}
+    for option, value in of_training.items():
         if scoring and value is not None:
             raise UserError(f"--{option}: is for train steps, which --programs=score leaves out; leave one of them out")
-    if SEARCH.value and SEARCH.value < least:
-        raise UserError(
-            f"--search: must be at least {least}, a compilation for each of the depths in training, but it is "
-            f"{SEARCH.value}"
-        )
     devices = tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
     said = f"mesh: data {len(devices)}, fsdp 1, tensor 1" if scoring else program.said()
     print(f"{title(config)} on {where}, {len(devices)} x {devices[0].device_kind}\n{said}", flush=True)
-    if SEARCH.value:
-        plan = searched(config, devices, chip)
-        print(front_summary([row for row in plan["tried"] if row["on_front"]]))
-    else:
-        plan = planned(config, program, chip)
-        print(summary(config, plan))
+    plan = planned(config, program, chip)
+    print(summary(config, plan))
     return plan
 
 
@@ -127,7 +106,7 @@ def planned_on_gpus(config: ConfigDict, gpu: Gpu, number: int) -> dict:
     Raises:
         UserError: for options that need a compiler, or a config that can't be run there.
     """
-    for option, wanted in (("search", SEARCH.value), ("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
+    for option, wanted in (("dump", DUMP.value), ("price_per_chip_hour", PRICE.value)):
         if wanted is not None:
             raise UserError(f"--{option}: needs a compiler, and nothing compiles for GPUs without one; leave it out")
     if PROGRAMS.value == "score":
@@ -165,37 +144,6 @@ def planned(config: ConfigDict, program: Program, chip: Tpu) -> dict:
         programs.append(found)
         print(f"  {found.name:<36} {found.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
     return plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
-
-
-def searched(config: ConfigDict, devices: list, chip: Tpu) -> dict:
-    """Plans of the train step with several settings, the fastest of the front first, with a line for each try."""
-    start, tried = time.monotonic(), []
-    own, settings = search.own_setting(config, len(devices)), search.settings_of(config, len(devices))
-    most = min(SEARCH.value // len(trained_depths(config.model)), len(settings))
-    while len(tried) < most and (setting := search.next_setting(own, settings, tried)):
-        changed = search.with_setting(config, setting)
-        try:
-            program = program_of(changed, devices)
-        except UserError:  # of the mesh over several slices, or of a divided generator
-            settings.remove(setting)
-            continue
-        programs: list[Planned] = list(compile_train_steps(changed, program))
-        tried.append(search.Tried(setting, plan_of(changed, program, programs, chip, SLICES.value, PRICE.value)))
-        seconds = time.monotonic() - start
-        said = " ".join(f"{name}={value}" for name, value in zip(search.VARIED, setting))
-        left = duration(seconds / len(tried) * (most - len(tried)))
-        print(f"  {len(tried)}/{most}  {said}: {rates(tried[-1].plan)}  {left} left", flush=True)
-    front = search.front(tried)
-    rows = [
-        {
-            **found.setting._asdict(),
-            "command": search.command_of(sys.argv[1:], config, found.setting),
-            "on_front": found in front,
-            **found.plan,
-        }
-        for found in [*front, *(found for found in tried if found not in front)]
-    ]
-    return {"config": config.name, "devices": len(devices), "kind": devices[0].device_kind, "tried": rows}
 
 
 if __name__ == "__main__":

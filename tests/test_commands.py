@@ -48,7 +48,7 @@ HELP = {
     "inspect": ["workdir", "step", "[no]statistics"],
     "prepare": ["config", "[no]help_config"],
     "compare": ["output"],
-    "plan": ["config", "topology", "search"],
+    "plan": ["config", "topology", "slices"],
 }
 
 

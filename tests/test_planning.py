@@ -1,24 +1,20 @@
 """Plans are read from what the TPU compiler dumps, counting every time that an instruction runs."""
 
-import math
-
 import jax
 import pytest
 
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.planning import search
 from diffeqformer.planning.chips import TPUS
 from diffeqformer.planning.compiler import needed_bytes, tpu_devices
 from diffeqformer.planning.estimate import speed_of
 from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
 from diffeqformer.planning.programs import Planned, computed_again
-from diffeqformer.planning.search import Setting
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
-from helpers import change, load_config, toy_config
+from helpers import change, toy_config
 from runs import command
 
 TEXT = """HloModule jit__train_step
@@ -226,75 +222,12 @@ allocation 10: size 700000, color 1, preallocated-temp:
     assert found == {"others": 80_000, "states and activations": 370_000}
 
 
-CAPACITY = 1600
-
-
-def imagined(setting: Setting) -> search.Tried:
-    """A plan of a run that stores much, and whose collectives and microbatches cost time."""
-    states = {"step": 800, "products": 2400, "none": 8000}[setting.remat] / setting.microbatches
-    needed = round(2400 / setting.fsdp + states)
-    hours = {"step": 1.3, "products": 1.0, "none": 1.1}[setting.remat] + 0.1 * setting.microbatches + setting.fsdp / 50
-    plan = {"fits": needed <= CAPACITY, "memory": {"capacity": CAPACITY, "to_spare": CAPACITY - needed}}
-    if needed < 4 * CAPACITY:  # what is larger isn't compiled
-        plan["training"] = {"with_account": {"hours": hours}}
-    return search.Tried(setting, plan)
-
-
-@pytest.fixture(scope="module")
-def settings():
-    """Those of GPT-large on 64 chips."""
-    found = search.settings_of(load_config("large"), 64)
-    assert {setting.fsdp for setting in found} == {1, 2, 4, 8, 16}  # whole tiles of its 1,280 rows
-    assert max(setting.microbatches for setting in found) == 256 // 64
-    return found
-
-
-@pytest.mark.parametrize(
-    "own, most", [(Setting("products", 1, 8), 8), (Setting("none", 1, 1), 12), (Setting("step", 4, 16), 12)], ids=str
-)
-def test_a_search_finds_the_fastest_setting_that_fits(own, most, settings):
-    """Within a few of some 70 tries, the config's own first, and nothing that can't fit either."""
-    tried = []
-    for _ in range(most):
-        setting = search.next_setting(own, settings, tried)
-        assert not any(setting.needs_no_less(found.setting) for found in tried if not found.plan["fits"])
-        tried.append(imagined(setting))
-    assert tried[0].setting == own and len({found.setting for found in tried}) == most
-    fastest = min((imagined(setting) for setting in settings), key=lambda one: (not one.plan["fits"], one.hours))
-    assert fastest in tried
-    front = search.front(tried)
-    assert fastest in front
-    for one in tried:
-        beaten = any(other.hours <= one.hours and other.needed < one.needed for other in tried)
-        assert not (beaten and one in front) and (one in front or beaten or one.hours == math.inf)
-
-
 def test_a_program_that_the_compiler_refuses_fits_nowhere():
     """Its message rounds the bytes, which can make them those that there are."""
     chip = TPUS["v5e"]
     assert not Planned("train step", 0, chip.memory, None).fits(chip)
     assert Planned("train step", 0, chip.memory, "compiled").fits(chip)
     assert not Planned("train step", 0, chip.memory + 1, "compiled").fits(chip)
-
-
-def test_a_search_prints_commands_with_all_that_was_given():
-    config = load_config("large", "gpt")
-    arguments = "--config=configs/large.py:gpt --config.seed 3 --topology=v5e:8x8 --config.mesh.fsdp=4 --search=9"
-    config.seed, config.mesh.fsdp = 3, 4
-    begin = "python -m diffeqformer.main --config=configs/large.py:gpt --config.seed 3 "
-    assert search.command_of(arguments.split(), config, Setting("products", 1, 4)) == begin + "--config.mesh.fsdp=4"
-    assert search.command_of(arguments.split(), config, Setting("step", 1, 8)) == (
-        begin + "--config.model.remat=step --config.mesh.fsdp=8"
-    )
-    arguments = ["--config=large", "--config.model.remat=binomial", "--config.model.snapshots=4"]
-    config.model.update(remat="binomial", snapshots=4)
-    assert search.command_of(arguments, config, Setting("step", 1, 4)).endswith(
-        "--config=large --config.model.remat=step"
-    )
-    arguments = ["--noconfig.model.norm_of_norm", "--config=llama_1b", "--nocheck", "--search=9"]
-    config = load_config("llama_1b")
-    own = search.own_setting(config, 8)
-    assert search.command_of(arguments, config, own).endswith("main --noconfig.model.norm_of_norm --config=llama_1b")
 
 
 def test_plans_know_how_much_a_schedule_computes_again():
@@ -338,11 +271,10 @@ def test_a_slice_that_would_end_the_compilers_process_is_refused():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["--config=tiny", "--programs=score", "--search=3"], "--search: is for train steps, which --programs=score"),
+        (["--config=tiny", "--programs=score", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for train"),
         (["--config=tiny", "--programs=score", "--plain_attention"], "--plain_attention: is for train steps, which"),
         (["--config=tiny", "--json=/proc/none/plan.json"], "--json: /proc/none: "),
         (["--config=tiny", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
-        (["--config=tiny:elastic", "--search=3"], "--search: must be at least 5, a compilation for each of the depths"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):

@@ -135,18 +135,6 @@ def test_twice_the_batch_takes_twice_as_long_but_for_the_parameters(drawn, tmp_p
     assert all(twice[what] == pytest.approx(once[what], rel=0.05) for what in of_parameters)
 
 
-def test_a_search_gives_commands_to_choose_from(drawn, tmp_path):
-    """It begins with the config's own setting, whose plan is that of the run without depths to draw."""
-    tried = planned(tmp_path, *SHORT, "--search=2")["tried"]
-    assert len(tried) == 2 and all(row["fits"] for row in tried) and any(row["on_front"] for row in tried)
-    begin = " ".join(["python -m diffeqformer.main", *(option for option in SHORT if option.startswith("--config"))])
-    [own] = (row for row in tried if row["command"] == begin)
-    assert (own["remat"], own["microbatches"], own["fsdp"]) == ("step", 1, 1)
-    name = "train step, 8 steps of depth"
-    assert own["milliseconds"][name] == drawn["milliseconds"][name]
-    assert all(row["command"].startswith(begin) for row in tried)
-
-
 def test_a_large_product_takes_little_longer_than_at_peak():
     shares = json.loads(said_by("tests/matmul_process.py"))
     assert shares == pytest.approx({"v5e": 0.98, "v5p": 0.98, "v6e": 0.89}, abs=0.02)

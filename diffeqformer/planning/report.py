@@ -44,27 +44,6 @@ def summary(config: ConfigDict, plan: dict) -> str:
     return "\n".join(lines)
 
 
-def rates(plan: dict) -> str:
-    """The time and the utilisation of one setting of a search, with its memory."""
-    memory = plan["memory"]
-    needed = f"{gib(memory['capacity'] - memory['to_spare'])} of {gib(memory['capacity'])} GiB"
-    if "training" not in plan:
-        return f"{needed}, too much to be compiled"
-    least, most = plan["training"]["cycles_alone"], plan["training"]["with_account"]
-    of_peak = (
-        "" if most["utilisation"] is None else f"{most['utilisation']:.1%} to {least['utilisation']:.1%} of peak, "
-    )
-    cost = f"for {least['cost']:,.0f} to {most['cost']:,.0f}, " if "cost" in most else ""
-    return f"{least['hours']:,.2f} to {most['hours']:,.2f} hours, {cost}{of_peak}{needed}"
-
-
-def front_summary(rows: list[dict]) -> str:
-    """The rows of a search (`plan.searched`) that are on its front, the fastest first, each with its command."""
-    lines = [f"{'fits  ' if row['fits'] else 'too large'}  {rates(row)}\n    {row['command']}" for row in rows]
-    told = "The best trade-offs; no other try is both faster (attention and collectives included) and smaller:"
-    return "\n".join([told, *lines])
-
-
 def gib(size: float) -> str:
     """Bytes as GiB."""
     return f"{size / 2**30:.2f}"

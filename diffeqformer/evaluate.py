@@ -18,15 +18,13 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import show_progress
-from diffeqformer.data.local_files import layout_of
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.finite import logits_of
-from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.plain_text import accounts_of
 from diffeqformer.inference.reader import with_solver, without_depth
-from diffeqformer.inference.report import heading, name_of, plot, table, write, write_curves
+from diffeqformer.inference.report import heading, plot, table, write, write_curves
 from diffeqformer.inference.scoring import Scorer, Stretch, lead
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
@@ -40,8 +38,6 @@ def define_flags() -> None:
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
-    flags.DEFINE_list("tolerance", [], "Tolerances; each chooses a grid for Heun's method on calibration text.")
-    flags.DEFINE_string("calibration_files", None, "Local files with that text (text, .jsonl, .parquet; patterns).")
     choices = ("both", *PERPLEXITIES)
     flags.DEFINE_enum("perplexity", "both", choices, "Which to compute; paper alone takes a third of the time.")
     flags.DEFINE_integer(
@@ -50,41 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
 
 
-def calibrated(opened: checkpoint.Checkpoint, options, window: int) -> dict[float, tuple[float, ...]]:
-    """The grid of each tolerance.
-
-    Raises:
-        UserError: if there is no calibration text, the model's weights aren't generated from the time alone, or a
-            tolerance can't be met.
-    """
-    if not options.tolerance:
-        if options.calibration_files:
-            raise UserError("--calibration_files: goes with --tolerance; leave it out")
-        return {}
-    hosts.check_one("--tolerance: a grid that is chosen on text")
-    if not opened.model.depth.generated:
-        raise UserError(
-            f"--tolerance: needs generated weights, but the model is of the kind {opened.config.model.kind}"
-        )
-    if opened.config.model.step_features:
-        raise UserError(
-            "--tolerance: needs weights that depend on the time alone, but this model has model.step_features"
-        )
-    if not options.calibration_files:
-        raise UserError("--calibration_files: must name the text on which --tolerance chooses a grid")
-    try:
-        tolerances = [float(text) for text in options.tolerance]
-    except ValueError:
-        raise UserError(f"--tolerance: must be comma-separated numbers, but it is {options.tolerance}") from None
-    for tolerance in tolerances:
-        if not 0 < tolerance < float("inf"):
-            raise UserError(f"--tolerance: must be positive numbers, but it has {tolerance:g}")
-    layout = layout_of(opened.config.data)
-    tokens = calibration_tokens(options.calibration_files, opened.tokenizer, window, layout=layout)
-    return {tolerance: choose_times(opened.model, tokens, tolerance) for tolerance in tolerances}
-
-
-def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tuple[dict, Scorer]]:
+def make_scorers(opened: checkpoint.Checkpoint, options) -> list[tuple[dict, Scorer]]:
     """The description and the scorer of each row of the table.
 
     Raises:
@@ -93,18 +55,10 @@ def make_scorers(opened: checkpoint.Checkpoint, options, window: int) -> list[tu
     config, steps = opened.config.model, whole_numbers("--num_steps", options.num_steps, 1)
     models = {name: with_solver(opened.model, name, config) for name in options.solver}
     models = models or {config.solver: opened.model}
-    grids = calibrated(opened, options, window)
-    rows = [
-        ({"solver": name, "num_steps": number}, number)
+    return [
+        ({"solver": name, "num_steps": number}, Scorer(models[name], number, options.batch_size))
         for name, number in itertools.product(models, steps or [config.num_steps])
     ]
-    rows += [
-        ({"solver": "heun", "num_steps": len(times), "tolerance": tolerance, "times": times}, times)
-        for tolerance, times in grids.items()
-    ]
-    if grids:
-        models["heun"] = with_solver(opened.model, "heun", config)
-    return [(row, Scorer(models[row["solver"]], grid, options.batch_size)) for row, grid in rows]
 
 
 def score_checkpoint(options) -> dict | None:
@@ -129,7 +83,7 @@ def score_checkpoint(options) -> dict | None:
         if hosts.is_first():
             check_output(options.output, options.workdir)
             text = text_of(options, opened)
-    scorers = make_scorers(opened, options, window)  # invalid options fail here, before anything is scored
+    scorers = make_scorers(opened, options)  # invalid options fail here, before anything is scored
     results = {
         **header(options.workdir, opened),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param))),
@@ -180,7 +134,7 @@ def score_text(
     for (how, scorer), milliseconds in zip(scorers, times):
         row = {**how, "milliseconds_per_window": milliseconds}
         for name, (what, _) in chosen.items():
-            show = show_progress(f"{name_of(row)}, {row['num_steps']} steps, {what}")
+            show = show_progress(f"{row['solver']}, {row['num_steps']} steps, {what}")
             row |= getattr(evaluation, name)(scorer, show)
         row |= WITHHELD if results["unknown_tokens"] and "full" in chosen else {}
         results["rows"].append(row)

@@ -29,12 +29,10 @@ PICTURES = pathlib.Path("docs/pictures")
 RUNS = {
     "published": [],
     "jitter": ["--config.model.training_times=jittered"],
-    "low_shifted": ["--config.model.time_frequency=10", "--config.model.training_times=shifted"],
     "wikitext": ["--config.steps=2000"],
     "deep": ["--config.model.num_steps=18", "--config.steps=3000"],
 }
 """What a run changes in configs/tiny.py. `wikitext` reads 50 articles of WikiText, and is validated on the rest."""
-CALIBRATION = 4000  # bytes of the training text
 
 
 class Drawn(NamedTuple):
@@ -52,10 +50,6 @@ class Drawn(NamedTuple):
     number: int = 0
 
 
-DIAL = (
-    "--solver=euler,midpoint,heun", "--num_steps=2,3,4,6,8,12", "--tolerance=1,0.5,0.25", "--batch_size=32",
-    "--stride=128",
-)  # fmt: skip
 OF_RUNS = {
     "spectrum_qk": Drawn("deep", "analyze", ("--parts=spectra", "--nofeed_forward"), "report.html", "spectrum of QK"),
     "clustering": Drawn("published", "analyze", ("--parts=simulation",), "report.html", "simulated particles"),
@@ -65,7 +59,6 @@ OF_RUNS = {
     "ode_published": Drawn("published", "ode", (), "ode.png"),
     "ode_jitter": Drawn("jitter", "ode", (), "ode.png"),
     "depth": Drawn("wikitext", "evaluate", ("--num_steps=4,6,9,12,18,24", "--batch_size=32"), "perplexity.png"),
-    "dial": Drawn("low_shifted", "evaluate", DIAL, "perplexity.png"),
 }
 
 
@@ -109,17 +102,10 @@ def draw(name: str, drawn: Drawn) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         texts = articles_of_wikitext(WIKITEXT.value, folder, "articles", slice(50), slice(50, None))
     train(workdir, ["--config=configs/tiny.py", *RUNS[drawn.run], *texts])
-    options = list(drawn.options)
     with tempfile.TemporaryDirectory() as scratch:
         output = pathlib.Path(scratch) / "out"
-        if any(option.startswith("--tolerance") for option in options):
-            from diffeqformer.data.texts import stdlib_files
-
-            text = pathlib.Path(scratch) / "calibration.txt"
-            text.write_bytes(stdlib_files("train")[0].read_bytes()[:CALIBRATION])
-            options.append(f"--calibration_files={text}")
         command = [sys.executable, "-m", f"diffeqformer.{drawn.command}", f"--workdir={workdir}", f"--output={output}"]
-        if status := subprocess.run([*command, *options]).returncode:
+        if status := subprocess.run([*command, *drawn.options]).returncode:
             sys.exit(f"{name}: its command ended with status {status}; see above")
         if drawn.file == "report.html":
             pattern = rf'alt="{drawn.alt}" src="data:image/png;base64,([^"]+)"'

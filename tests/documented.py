@@ -111,7 +111,6 @@ ROWS = [
     Row(r"experiments/ablations\.py "),
     Row(r"experiments/elastic\.py "),
     Row(r"experiments/training_times\.py "),
-    Row(r"experiments/tolerances\.py "),
     Row(r"experiments/finetune_depths\.py "),
     Row(r"experiments/full_scale\.py"),
 ]
@@ -164,7 +163,7 @@ metadata: {{version: 1.0}}
 ARTICLES = "".join(row or "\n" for row in RAW["train"])
 EVERYDAY = [{"goal": page, "sol1": "Wait.", "sol2": "Go.", "label": i % 2} for i, page in enumerate(PAGES[:8])]
 FILES = {
-    **dict.fromkeys(("text.txt", "some.txt", "calibration.txt", "validation.txt"), PAGES[0] * 8),
+    **dict.fromkeys(("text.txt", "validation.txt"), PAGES[0] * 8),
     "prompt.txt": "def main(",
     "prompts.txt": "def main(\n\nclass\n",
     "train/1.txt": "".join(PAGES[:4]),

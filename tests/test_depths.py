@@ -12,7 +12,7 @@ from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from diffeqformer import checkpoint, evaluate, inspect, ode
+from diffeqformer import checkpoint, inspect, ode
 from diffeqformer.analysis import spectra
 from diffeqformer.config import check_config
 from diffeqformer.depth.depths import are_depths, drawn_depth, shares_of_depths
@@ -118,8 +118,6 @@ def test_spectra_are_those_of_the_trained_steps():
 def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
     config = toy_config(model__step_features=8)
     opened = mock.Mock(checkpoint.Checkpoint, config=config, model=lively_model("diffeqformer"))
-    with pytest.raises(UserError, match=r"^--tolerance: needs weights that depend on the time alone"):
-        evaluate.calibrated(opened, types.SimpleNamespace(tolerance=["0.1"], calibration_files="a"), 8)
     monkeypatch.setattr(ode.checkpoint, "load_on_all", lambda *_: opened)
     with pytest.raises(UserError, match=r"^--workdir: must hold a model with steps of at most 1 / 8 .*num_steps is 6"):
         ode.examine(types.SimpleNamespace(workdir="runs/toy", step=None))

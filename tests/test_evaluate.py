@@ -22,7 +22,6 @@ from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import report, text_options
-from diffeqformer.inference.calibration import calibration_tokens, choose_times
 from diffeqformer.inference.harness import HarnessModel
 from diffeqformer.inference.plain_text import PlainEvaluation
 from diffeqformer.inference.scoring import Scorer
@@ -62,15 +61,14 @@ def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def results(workdir, text):
     done = evaluate(
-        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8",
-        "--tolerance=0.3", f"--calibration_files={text}",
-    )  # fmt: skip
+        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8"
+    )
     assert done.returncode == 0, done.stderr
     [folder] = (workdir / "evaluation" / "documents").iterdir()  # not beside the corpus's
     return done.stdout, json.loads((folder / "results.json").read_text()), folder
 
 
-def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...]):
+def losses_of(model: Transformer, solver: str, num_steps: int):
     """-log p of each of up to nine ids except the first, given all earlier ones, from a plain forward pass."""
     model = model.replace(solver=SOLVERS[solver])
     weights = model.weights(model.grid(num_steps))
@@ -88,12 +86,8 @@ def losses_of(model: Transformer, solver: str, num_steps: int | tuple[float, ...
 def test_perplexities_are_those_of_plain_sums(workdir, text, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
     texts = [text for text in DOCUMENTS if text.strip()]
-    ours = results[1]["rows"][4]
-    grid = choose_times(model, calibration_tokens(str(text), TOKENIZER, 8), 0.3)
-    assert ours["times"] == list(grid) and ours["num_steps"] == len(grid) and ours["tolerance"] == 0.3
-    rows = [*itertools.product(("euler", "rk4"), (6, 3)), ("heun", grid)]
-    for row, how in zip(results[1]["rows"], rows, strict=True):
-        assert row["solver"] == how[0] and (how[1] is grid or row["num_steps"] == how[1])
+    for row, how in zip(results[1]["rows"], itertools.product(("euler", "rk4"), (6, 3)), strict=True):
+        assert (row["solver"], row["num_steps"]) == how
         losses_of_ids = losses_of(model, *how)
         stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
         windows = [stream[start : start + 8] for start in range(0, len(stream) - 7, 8)]
@@ -135,16 +129,15 @@ def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000
     assert (folder / "results.md").read_text() in shown
-    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| euler", "| rk4", "| heun"))]
-    assert [row[:2] for row in rows[:4]] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
-    assert rows[4][0] == "| heun, tolerance 0.3"
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| euler", "| rk4"))]
+    assert [row[:2] for row in rows] == [["| euler", "6"], ["| euler", "3"], ["| rk4", "6"], ["| rk4", "3"]]
     assert rows[2][3] == f"{kept['rows'][2]['perplexity']:,.2f}"
     curves = EventAccumulator(str(folder / "tensorboard" / "euler")).Reload()
     points = [(event.step, event.value) for event in curves.Scalars("documents/bits_per_byte_over_depth")]
     expected = [(row["num_steps"], row["bits_per_byte"]) for row in (kept["rows"][1], kept["rows"][0])]
     assert np.allclose(points, expected, rtol=1e-5) and points[0][0] == 3
     names = {folder.name for folder in (folder / "tensorboard").iterdir()}
-    assert names == {"euler", "rk4", "heun_by_tolerance"}
+    assert names == {"euler", "rk4"}
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
 
@@ -202,9 +195,6 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
             {"solver": ["euler", "rk3"]},
             "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",
         ),
-        ({"tolerance": ["0.1"]}, "--calibration_files: must name the text on which --tolerance chooses a grid"),
-        ({"tolerance": ["1", "0"], "calibration_files": "a"}, "--tolerance: must be positive numbers, but it has 0"),
-        ({"tolerance": ["x"], "calibration_files": "a"}, "--tolerance: must be comma-separated numbers, .*'x'"),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
         ({"output": "gs://bucket/scores"}, "--output: must be a folder of this machine"),
     ],
@@ -212,7 +202,7 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence, monkeypatch):
     options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
     options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
-    options |= {"tolerance": [], "calibration_files": None, "perplexity": "both", "per_document": False}
+    options |= {"perplexity": "both", "per_document": False}
     monkeypatch.setattr(evaluation_command, "open_text", lambda *_: pytest.fail("it read the text"))
     with pytest.raises(UserError, match=f"^{sentence}"):
         evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
@@ -360,9 +350,9 @@ def test_a_short_text_has_the_full_perplexity_alone(light, workdir, tmp_path, mo
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
 
     def score(name, perplexity, **changes):
-        options = dict.fromkeys("step task remote module tfds_dir window stride calibration_files".split())
+        options = dict.fromkeys("step task remote module tfds_dir window stride".split())
         options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": ["6", "3"]}
-        options |= {"tolerance": [], "batch_size": 8, "files": f"{tmp_path}/{name}", "perplexity": perplexity}
+        options |= {"batch_size": 8, "files": f"{tmp_path}/{name}", "perplexity": perplexity}
         options |= {"output": f"{tmp_path}/{perplexity}", "per_document": False}
         return evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
 
@@ -399,9 +389,9 @@ def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_pa
     named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
     save_params(tmp_path / "run", config, {3: params}, **named, data_sha256=about["splits"]["train"]["sha256"])
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
-    options = dict.fromkeys("step task remote module tfds_dir stride calibration_files files output".split())
+    options = dict.fromkeys("step task remote module tfds_dir stride files output".split())
     options |= {"workdir": str(tmp_path / "run"), "split": "validation", "solver": [], "num_steps": [], "window": 8}
-    options |= {"tolerance": [], "batch_size": 8, "perplexity": "both", "per_document": False}
+    options |= {"batch_size": 8, "perplexity": "both", "per_document": False}
     for changes in ({"files": f"{tmp_path}/a.jsonl"}, {}, {"perplexity": "paper"}):
         results = evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
         assert (results["unknown_tokens"], results["altered_documents"]) == (1, 2)

@@ -11,7 +11,6 @@ import pytest
 from diffeqformer.config import check_config
 from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
-from diffeqformer.inference import calibration
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.discretize import discretized_config, discretized_params
 from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
@@ -82,7 +81,7 @@ def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
 
 
 def of_inference(config) -> list[Product]:
-    """Those of scoring, writing with and without drafts, calibration and conversion."""
+    """Those of scoring, writing with and without drafts, and of conversion."""
     model, tokens, prompt = abstract_model(config), np.zeros((2, 32), np.int32), padded_prompt([1], 64)
     graph, params = split_model(model)
 
@@ -96,8 +95,6 @@ def of_inference(config) -> list[Product]:
             text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
             choice = Choice(), config.model.vocab_size, None
             made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), *choice)]
-            features, x = model.depth.features(model.grid(2)), jnp.zeros((*tokens.shape, config.model.width))
-            made += [calibration._try(graph, params, features, jnp.float32(0.5), x)]
         return made, read_token(graph, params, weights, cache, tokens[:1, 0], 1)
 
     return products(score_and_write, params)

@@ -20,16 +20,6 @@ COLUMNS = {
 }
 
 
-def name_of(row: dict) -> str:
-    """A row's solver, and the tolerance that chose its grid."""
-    return row["solver"] + (f", tolerance {row['tolerance']:g}" if "tolerance" in row else "")
-
-
-def series_of(row: dict) -> str:
-    """The name of the curve that a row belongs to."""
-    return row["solver"] + (" by tolerance" if "tolerance" in row else "")
-
-
 def depths_of(results: dict) -> list[int]:
     """The numbers of steps in which a model was trained, by the header of its results."""
     return list(shares_of_depths(results["training_depths"])) or [results["trained_num_steps"]]
@@ -73,7 +63,7 @@ def table(results: dict) -> str:
         "|" + "---|" * len(columns),
     ]
     for row in results["rows"]:
-        cells = [name_of(row), str(row["num_steps"])]
+        cells = [row["solver"], str(row["num_steps"])]
         for name in columns[2:]:
             digits = 4 if name == "bits_per_byte" else 2
             cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
@@ -93,8 +83,8 @@ def write(results: dict, folder: pathlib.Path) -> None:
 def curves(results: dict) -> dict[str, list[dict]]:
     """The rows of each curve over depth, by its name, in the order of their steps."""
     rows = sorted(results["rows"], key=lambda row: row["num_steps"])
-    names = dict.fromkeys(map(series_of, results["rows"]))
-    return {name: [row for row in rows if series_of(row) == name] for name in names}
+    names = dict.fromkeys(row["solver"] for row in results["rows"])
+    return {name: [row for row in rows if row["solver"] == name] for name in names}
 
 
 def write_curves(results: dict, folder: pathlib.Path) -> None:
@@ -102,7 +92,7 @@ def write_curves(results: dict, folder: pathlib.Path) -> None:
     import tensorboardX
 
     for name, rows in curves(results).items():
-        with tensorboardX.SummaryWriter(str(folder / "tensorboard" / name.replace(" ", "_"))) as writer:
+        with tensorboardX.SummaryWriter(str(folder / "tensorboard" / name)) as writer:
             for row in rows:
                 for metric in list(COLUMNS)[2:]:
                     if math.isfinite(row.get(metric, math.nan)):

@@ -74,15 +74,16 @@ def read_run(folder: str) -> Validated:
     opened = checkpoint.open_to_read(folder)
     shapes = checkpoint.saved_arrays(opened.folder, opened.step, REPLACED)
     curves = read_curves(folder)
-    if not curves.get(METRIC):
-        raise UserError(f"{folder}: there is no validation here yet")
+    curve = {step: bits for step, bits in curves.get(METRIC, {}).items() if not math.isnan(bits)}
+    if not curve:
+        raise UserError(f"{folder}: there is no validation here yet, or its text has unknown ids and so no bits/byte")
     return Validated(
         folder,
         opened.config,
         opened.about.data_sha256,
         opened.about.validation_sha256,
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
-        curves[METRIC],
+        curve,
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
         opened.about.earlier_rates,
     )

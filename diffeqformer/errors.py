@@ -43,6 +43,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     section, _, last = name.rpartition(".")
     known = list(known)
+    elsewhere = [other for other in known if other.rpartition(".")[2] == last]
+    if len(elsewhere) == 1:
+        return f"; did you mean {elsewhere[0]}?"
     beside = [other for other in known if other.rpartition(".")[0] == section]
     for names, cutoff in ((beside, 0.6), (known, 0.8 if beside else 0.6)):
         parts = {other.rpartition(".")[2]: other for other in reversed(names)}

@@ -124,11 +124,14 @@ def score_text(
         getattr(evaluation, read)  # now: errors come before anything is compiled
     folder = results_folder(options.output, options.workdir, "evaluation", text)
     results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
+    stored = evaluation.stored
     counted = options.per_document or opened.tokenizer.unknown is not None
     accounts, lines = accounts_of(evaluation.read(), opened.tokenizer) if counted else [], []
-    altered = [account["altered"] for account in accounts]
     results["unknown_tokens"] = sum(account["unknown_tokens"] for account in accounts)
-    results["altered_documents"] = evaluation.stored.altered if evaluation.stored and counted else sum(altered)
+    results["altered_documents"] = sum(account["altered"] for account in accounts)
+    if stored and opened.tokenizer.unknown is not None and stored.altered != 0:  # its texts are what ids decode to
+        results["altered_documents"] = stored.altered
+        accounts = [{**account, "bytes": None, "altered": None} for account in accounts]
     print(heading(results), flush=True)
     times = time_windows([scorer for _, scorer in scorers], results["window"])
     for (how, scorer), milliseconds in zip(scorers, times):

@@ -22,7 +22,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import check_link
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError, reason_of
-from diffeqformer.finite import check_parameters
+from diffeqformer.finite import not_finite
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import MODELS, Path
@@ -81,7 +81,8 @@ def materialize(
         checked = show_progress("checksums", "arrays")
         for done, array in enumerate(stored.values(), 1):
             for block in array.checked_blocks():  # in a pass of its own: each layer reads a part of it
-                check_parameters({array.name: block}, f"{workdir}, checkpoint {step}")
+                if not np.isfinite(block).all():
+                    raise not_finite(f"{workdir}, checkpoint {step}", array.name)
             checked(done, len(stored))
         save_one_by_one(output, step, arrays, about)
     return output

@@ -133,7 +133,7 @@ def test_files_can_be_mended_before_anything_is_finished(tmp_path):
     for files in ("a", "b"):
         preparation.begin_or_go_on(tmp_path, {"files": files})
     assert json.loads((tmp_path / "plan.json").read_text()) == {"files": "b"}
-    (tmp_path / "train-00000.bin.json").write_text("{}")
+    (tmp_path / "train-00000.bin.json").write_text(json.dumps({"altered": 0}))
     with pytest.raises(UserError, match="holds an unfinished store of another text or tokenizer; delete it"):
         preparation.begin_or_go_on(tmp_path, {"files": "c"})
 
@@ -465,7 +465,7 @@ def test_a_preparation_goes_on_after_its_text_has_moved_but_not_in_another_order
         found = fingerprint({"train": order, "validation": [str(two_texts / "validation.txt")]})
         plans.append({"files": found.text, "order": found.order, "origin": origin})
     preparation.begin_or_go_on(tmp_path, plans[0])
-    (tmp_path / "train-00000.bin.json").write_text("{}")
+    (tmp_path / "train-00000.bin.json").write_text(json.dumps({"altered": 0}))
     preparation.begin_or_go_on(tmp_path, plans[1])
     assert plans[0]["files"] == plans[2]["files"]
     with pytest.raises(UserError, match="holds an unfinished store of another text"):

@@ -157,8 +157,8 @@ def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> s
         if number == 1 and line.lstrip().startswith("["):
             found = "isn't a JSON object but an array, whose items jq -c '.[]' would write a line each"
     raise UserError(
-        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field with the text in '
-        "config.data.text_field"
+        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field '
+        "with the text (text_field)"
     )
 
 
@@ -177,8 +177,8 @@ def _open_parquet(path: str | os.PathLike, field: str):
         raise UserError(f"{path}: there are several columns '{field}' among {names}; keep one of them")
     if field not in names:
         raise UserError(
-            f"{path}: there is no column '{field}' among {names}; name the one with the text in "
-            "config.data.text_field, or rename it"
+            f"{path}: there is no column '{field}' among {names}; name the one with the text "
+            "(text_field), or rename it"
         )
     column = file.schema_arrow.field(field).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column

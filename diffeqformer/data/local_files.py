@@ -12,7 +12,7 @@ from diffeqformer.data.files import Layout, kind
 from diffeqformer.data.store import SPLITS
 from diffeqformer.errors import UserError
 
-LONGEST = 4096  # characters of a path
+MOST_COMMAS = 8  # of one name
 
 
 class NoFile(UserError):
@@ -73,7 +73,7 @@ def matching_files(patterns: str, option: str) -> list[str]:
 
 def _first_matches(parts: list[str]) -> tuple[list[str], int]:
     """What the first of some parts between commas match, and how many parts that takes: a name can have commas."""
-    joined = itertools.takewhile(lambda text: len(text) < LONGEST, itertools.accumulate(parts, "{},{}".format))
+    joined = itertools.accumulate(parts[: MOST_COMMAS + 1], "{},{}".format)
     names = [(name, count) for count, text in enumerate(joined, start=1) for name in (text.strip(), text)]
     for name, count in reversed(names):
         if os.path.lexists(name):

@@ -28,7 +28,7 @@ from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed, write_lasting
 from diffeqformer.data.store import FORMAT, SPLITS, Split, number_of_cores, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, open_tokenizer, restore_tokenizer, say_lost
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
@@ -48,16 +48,23 @@ def tokenizer_of(data: ConfigDict, saved: tuple[str, str] | None = None) -> Toke
     try:
         return open_tokenizer(data.tokenizer, data.tokenizer_file)
     except NoTokenizer:
+        if saved:
+            return restore_tokenizer(*saved)
         folders = pathlib.Path(data.dir).glob(f"{data.task}-{data.tokenizer}*/store.json")
         stores = [read_about(path.parent) for path in folders if path.parent.suffix not in (".partial", ".copying")]
-        found = [saved] if saved else [(about["tokenizer"], about.get("tokenizer_data")) for about in stores]
+        found = [(about["tokenizer"], about.get("tokenizer_data")) for about in stores]
         if len(found) != 1 or found[0][1] is None:
             raise
         return restore_tokenizer(*found[0])
 
 
-def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
+def open_prepared(
+    data: ConfigDict, tokenizer: Tokenizer, sequence_length: int, resumes: bool = False
+) -> dict[str, Split]:
     """The splits of a config's store. A missing store is copied from `data.remote`, or else prepared.
+
+    Args:
+        resumes: whether the caller knows the hashes of the ids, by which other text is found.
 
     Raises:
         UserError: if it can't be copied or prepared, or doesn't fit the config.
@@ -68,11 +75,16 @@ def open_prepared(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) 
             stage(data.remote, folder)
         else:
             prepare(data, tokenizer)
-    return open_stored(data, tokenizer, sequence_length)
+    return open_stored(data, tokenizer, sequence_length, resumes)
 
 
-def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) -> dict[str, Split]:
+def open_stored(
+    data: ConfigDict, tokenizer: Tokenizer, sequence_length: int, resumes: bool = False
+) -> dict[str, Split]:
     """The splits of a config's store, which must exist. Its text needn't be here, but if it is, it is compared.
+
+    Args:
+        resumes: see `open_prepared`. A new run takes a store without its text only if it names that text alike.
 
     Raises:
         UserError: if it is incomplete, or doesn't fit the config.
@@ -84,8 +96,16 @@ def open_stored(data: ConfigDict, tokenizer: Tokenizer, sequence_length: int) ->
         missing = error
     splits = open_store(folder, tokenizer.name, sequence_length, files, data.task)
     if missing:
+        recorded = read_about(folder).get("patterns")  # an earlier version didn't record them
+        if not resumes and recorded not in (None, patterns_of(data)):
+            raise missing
         print(f"{missing}; the token store {folder} is taken as it is", flush=True)
     return splits
+
+
+def patterns_of(data: ConfigDict) -> list:
+    """What a config's `data` part says of its local files."""
+    return [data.train_files, data.validation_files, *layout_of(data)]
 
 
 def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
@@ -136,6 +156,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
     workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
     write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
     about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}
+    about["patterns"] = patterns_of(data)
     about["tokenizer_data"] = tokenizer.save()  # so that the store can be used where the tokenizer's file isn't
     finish(partial, folder, about)
 
@@ -159,7 +180,8 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
     path = partial / "plan.json"
     if path.exists() and path.read_text() == plan:
         return
-    if path.exists() and any(partial.glob("*.bin.json")):
+    shards = (shard.name.removesuffix(".bin.json").rpartition("-") for shard in partial.glob("*.bin.json"))
+    if path.exists() and any(finished(partial, split, int(number)) for split, _, number in shards):
         raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
     write_lasting(path, plan)
 
@@ -348,7 +370,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     for split, entry in about["splits"].items():
         empty = sum(shard["empty"] for shard in entry["shards"])
         left_out = f"; {empty:,} without any text left out" if empty else ""
-        what = f"{entry['tokens']:,} tokens of {entry['documents']:,} documents{left_out}"
+        what = f"{entry['tokens']:,} tokens of {counted(entry['documents'], 'document')}{left_out}"
         print(f"  {split}: {what}, sha256 {entry['sha256'][:12]}")
         if lost := say_lost(entry["unknown"], entry["altered"]):
             print(f"  {split}: {lost}; docs/data.md says which tokenizers keep text whole")

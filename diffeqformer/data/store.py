@@ -42,12 +42,14 @@ class Split:
     text_bytes: bytes of the source text; end-of-text ids aren't counted.
     sha256: hash of the ids.
     altered: documents whose ids decode to another text; None: an earlier version made the store.
+    unknown: the number of the tokenizer's unknown ids.
     """
 
     shards: tuple[Integer[np.ndarray, "_"], ...]
     text_bytes: int
     sha256: str
     altered: int | None = None
+    unknown: int = 0
 
     @functools.cached_property
     def ends(self) -> Integer[np.ndarray, "shards"]:
@@ -150,7 +152,7 @@ def _is_account(about: dict) -> bool:
     for split in about["splits"].values():
         tokens = [shard["tokens"] for shard in split["shards"]]
         texts += [split["sha256"], *(shard["sha256"] for shard in split["shards"])]
-        numbers += [split["tokens"], split["bytes"], split.get("altered", 0), *tokens]
+        numbers += [split["tokens"], split["bytes"], split.get("altered", 0), split.get("unknown", 0), *tokens]
         sums = sums and split["tokens"] == sum(tokens)
     return sums and all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
 
@@ -349,5 +351,7 @@ def open_store(
                 f"{name} split in {folder}; choose a shorter one"
             )
         shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in entry["shards"] if shard["tokens"]]
-        splits[name] = Split(tuple(shards), entry["bytes"], entry["sha256"], entry.get("altered"))
+        splits[name] = Split(
+            tuple(shards), entry["bytes"], entry["sha256"], entry.get("altered"), entry.get("unknown", 0)
+        )
     return splits

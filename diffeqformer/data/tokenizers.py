@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from diffeqformer.data.quiet import quiet
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, counted
 
 LARGEST = 2**28  # bytes of a tokenizer's file
 
@@ -222,8 +222,8 @@ def lost_in(tokenizer: Tokenizer, text: str, ids: list[int] | np.ndarray) -> tup
 
 def say_lost(unknown: int, altered: int | None) -> str:
     """What documents lose, in words; empty if it is nothing, or if `altered` ones weren't counted (None)."""
-    said = [f"{unknown:,} unknown ids"] if unknown else []
-    said += [f"{altered:,} documents whose ids decode to another text"] if altered else []
+    said = [counted(unknown, "unknown id")] if unknown else []
+    said += [f"{counted(altered, 'document')} whose ids decode to another text"] if altered else []
     return " and ".join(said)
 
 

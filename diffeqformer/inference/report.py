@@ -8,6 +8,7 @@ from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.console.results import write_json, write_text
 from diffeqformer.data.tokenizers import say_lost
 from diffeqformer.depth.depths import shares_of_depths
+from diffeqformer.errors import counted
 
 COLUMNS = {
     "solver": "solver",
@@ -53,7 +54,7 @@ def table(results: dict) -> str:
     """The results in Markdown."""
     first = results["rows"][0]
     columns = [name for name in COLUMNS if name in first]
-    sizes = [f"{first[name]:,} {name}" for name in ("documents", "bytes", "words", "tokens") if name in first]
+    sizes = [counted(first[f"{name}s"], name) for name in ("document", "byte", "word", "token") if f"{name}s" in first]
     sizes = sizes or [f"{first['paper_tokens']:,} tokens"]
     lines = [
         heading(results),

@@ -29,6 +29,8 @@ def define_text_flags(folder: str) -> None:
         None,
         "Local files to use instead (text, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
     )
+    flags.DEFINE_string("text_field", None, "The field or column of --files that has the text; by default training's.")
+    flags.DEFINE_string("separator", None, "What separates the documents of a plain-text file; by default training's.")
     flags.DEFINE_string(
         "remote",
         None,
@@ -103,7 +105,9 @@ def open_text(
     """
     data = opened.config.data
     tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
-    chosen = task, options.split, opened.tokenizer, window, stride, files, stored, layout_of(data)
+    layout, own = layout_of(data), {"field": options.text_field, "separator": options.separator}
+    layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
+    chosen = task, options.split, opened.tokenizer, window, stride, files, stored, layout
     if quiet.not_installed():
         if options.module:
             quiet.check_installed(f"--module: {options.module}")
@@ -154,7 +158,7 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
         if data.remote:
             print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
         return None
-    known = found.ids(0, found.size).max(initial=0) < opened.tokenizer.vocab_size
+    known = max(int(shard.max()) for shard in found.shards) < opened.tokenizer.vocab_size
     ours = opened.about
     same = ids == ours.data_sha256 and (split == "train" or ours.validation_sha256 in ("", found.sha256))
     if not (same and known):

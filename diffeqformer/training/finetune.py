@@ -45,9 +45,9 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
         return config
     for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps", "base_step")):
         check_rule(rule, config)
-    if given is None:
+    if given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
-        given = {"model.num_steps"} if config.model.num_steps != default else set()
+        given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
     try:
         about, ours = checkpoint.newest_readable(workdir, config.on_damage == "older")
     except checkpoint.NoCheckpoint:

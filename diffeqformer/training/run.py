@@ -137,7 +137,7 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
             finetune.base_of(config, about)
     with hosts.all_succeed("the token store"):
         data = data_of(config, tokenizer, saved)
-        splits = open_prepared(data, tokenizer, config.sequence_length)
+        splits = open_prepared(data, tokenizer, config.sequence_length, saved is not None)
         about = dataclasses.replace(about, store=os.path.abspath(store_folder(data, tokenizer)))
     if config.base:  # its checkpoint now, as one of before the preparation may be gone
         with hosts.all_succeed("the base"):

@@ -21,7 +21,8 @@ def validate(
     """Loss (nats per token), perplexity and bits per byte of a whole split, in `num_steps` steps (None: the config's).
 
     Windows are disjoint, as in training. Two things aren't scored: each window's first token, and the end of the text,
-    which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text.
+    which doesn't fill a window. Bits per byte are the loss in bits times the split's tokens per byte of text; NaN
+    if it has unknown ids, behind which can be any text.
     """
     weights = program.for_evaluation(params, num_steps)  # once, for all batches
     total, pending, done = metrics.Average.empty(), collections.deque(), 0
@@ -43,7 +44,7 @@ def validate(
             done += config.batch_size * config.sequence_length
             show(done, split.size)
     loss = float(total.compute())
-    bits_per_byte = loss / math.log(2) * split.size / split.text_bytes
+    bits_per_byte = math.nan if split.unknown else loss / math.log(2) * split.size / split.text_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 

@@ -75,7 +75,6 @@ ROWS = [
     Row(r"experiments/(paper)\.py", r"tests/pretended_\1.py"),
     Row(r"experiments/ablations\.py(.*medium\.py)", r"tests/pretended_study.py\1", add="--steps=3 --seeds=1"),
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
-    Row(r"experiments/(training_times)\.py(.* --results)", r"tests/pretended_\1.py\2"),
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
     Row(r"full_scale\.py --stage=rounding", add="--folder=runs/rounded"),
     # what is small
@@ -91,7 +90,6 @@ ROWS = [
     Row(r"materialized-4", "materialized-2"),  # steps
     Row(r"\bgenerate ", add="--tokens=8"),
     Row(r"\bevaluate "),
-    Row(r"(evaluate .*--stride)=128", r"\1=32"),
     Row(r"\bevaluate (?!.*--(files|task|split))", add="--files=text.txt"),
     Row(r"\bdownstream ", add="--limit=2"),
     Row(r"\bharness run", add="--limit 2"),
@@ -107,7 +105,6 @@ ROWS = [
     Row(r"--topology=v(?!.*--programs)", add="--programs=train"),
     Row(r"benchmarks/spectra\.py", add=joined([*SMALL_MODEL, "--dense=2"])),
     Row(r"draws=400", "draws=4"),
-    Row(r'^python -c "import argparse'),
     Row(r"experiments/ablations\.py "),
     Row(r"experiments/elastic\.py "),
     Row(r"experiments/training_times\.py "),

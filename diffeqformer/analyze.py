@@ -15,6 +15,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, title, whole_numbers
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
+from diffeqformer.finite import logits_of
 from diffeqformer.inference.text_file import read_text
 from diffeqformer.parallel import hosts
 
@@ -120,11 +121,7 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
 
 
 def analyze(options) -> list[Section]:
-    """Analyze a checkpoint according to the options; the report is written after each part.
-
-    Raises:
-        UserError: for anything the user can fix.
-    """
+    """Analyze a checkpoint according to the options; the report is written after each part."""
     hosts.check_one("analyze: this command")
     opened = checkpoint.load(options.workdir, step=options.step)
     config = opened.config
@@ -143,7 +140,8 @@ def analyze(options) -> list[Section]:
             print(name, flush=True)
             values = {option: heads if option == "heads" else getattr(options, option) for option in analysis.options}
             text = [ids] if analysis.reads_text else []
-            done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))
+            with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
+                done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))
             write(folder, f"{title(config)} at step {opened.step:,}", about, done)
     print(f"\nreport.html, results.json and arrays.npz are in {folder}", flush=True)
     return done

@@ -123,22 +123,14 @@ def written(checkpoints: ocp.training.Checkpointer) -> Iterator[None]:
 
 
 def check(checkpoints: ocp.training.Checkpointer, wait: bool = False) -> None:
-    """Check that no save in the background has failed. With `wait`, first wait for it to end.
-
-    Raises:
-        UserError: if one has failed.
-    """
+    """Check that no save in the background has failed. With `wait`, first wait for it to end."""
     with written(checkpoints):
         if wait or not checkpoints.is_saving_in_progress():
             checkpoints.wait()
 
 
 def read_about(folder: epath.Path, step: int) -> About:
-    """The metadata stored in a checkpoint.
-
-    Raises:
-        UserError: if it can't be read.
-    """
+    """The metadata stored in a checkpoint."""
     with readable(folder, step):
         return About.from_json(_read_json(folder, step))
 
@@ -179,11 +171,7 @@ def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
 
 
 def saved_arrays(folder: epath.Path, step: int, remedy: str = "") -> dict[Path, Any]:
-    """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters.
-
-    Raises:
-        UserError: if they can't be read.
-    """
+    """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters."""
     with readable(folder, step, remedy):
         return traverse_util.flatten_dict(_saved_tree(folder, step, "params"))
 
@@ -286,11 +274,7 @@ def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, Con
 
 
 def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir") -> ConfigDict:
-    """The config of a checkpoint. Its parameters aren't read.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """The config of a checkpoint. Its parameters aren't read."""
     return once_more(lambda: open_to_read(workdir, of, step)).config
 
 

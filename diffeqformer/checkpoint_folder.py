@@ -53,11 +53,7 @@ class Damaged(UserError):
 
 
 def work_folder(workdir: epath.PathLike) -> epath.Path:
-    """A work folder, on this machine or on gs://.
-
-    Raises:
-        UserError: if it is on something else.
-    """
+    """A work folder, on this machine or on gs://."""
     try:
         return epath.Path(workdir)
     except KeyError:
@@ -286,19 +282,12 @@ def set_aside(folder: epath.Path, step: int) -> epath.Path:
 
     Returns:
         its new path: <workdir>/damaged/<step>, with a number if there already is such a one.
-
-    Raises:
-        UserError: if it can't be moved.
     """
     return move_aside(folder / str(step), folder.parent / "damaged", str(step))
 
 
 def move_aside(path: epath.Path, aside: epath.Path, name: str) -> epath.Path:
-    """Move a folder into another, which is made if it is missing, and return its new path.
-
-    Raises:
-        UserError: if it can't be moved.
-    """
+    """Move a folder into another, which is made if it is missing, and return its new path."""
     try:
         aside.mkdir(parents=True, exist_ok=True)
         if "://" in str(aside):

@@ -228,11 +228,7 @@ def check_fields(config: ConfigDict) -> None:
 
 
 def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
-    """Check that a field has the type that it has in `base`. Whole numbers but the seed must fit into 32 bits.
-
-    Raises:
-        UserError: if it hasn't, or is.
-    """
+    """Check that a field has the type that it has in `base`. Whole numbers but the seed must fit into 32 bits."""
     needed, value = type(get_field(base, name)), get_field(config, name)
     if not (type(value) is needed or (needed is float and type(value) is int)):
         raise UserError(f"config.{name}: must be of type {needed.__name__}, but it is {value!r}")
@@ -241,11 +237,7 @@ def check_type(name: str, config: ConfigDict, base: ConfigDict) -> None:
 
 
 def check_rule(rule: Rule, config: ConfigDict) -> None:
-    """Check one of `RULES`.
-
-    Raises:
-        UserError: if it doesn't hold.
-    """
+    """Check one of `RULES`."""
     value = get_field(config, rule.field)
     if not rule.holds(value, config):
         hint = did_you_mean(str(value), rule.names)

@@ -66,9 +66,6 @@ def score_checkpoint(options) -> dict | None:
 
     Returns:
         the results; None on all processes but the first, which only help to score.
-
-    Raises:
-        UserError: for anything the user can fix.
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
     window = window_of(options, opened)

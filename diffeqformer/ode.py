@@ -32,11 +32,7 @@ def define_flags() -> None:
 
 
 def examine(options) -> dict:
-    """Examine a checkpoint according to the options, then write and print the results.
-
-    Raises:
-        UserError: for anything the user can fix.
-    """
+    """Examine a checkpoint according to the options, then write and print the results."""
     opened = checkpoint.load_on_all(options.workdir, options.step)
     model, config = opened.model, opened.config.model
     if not model.depth.generates_kernels or model.num_steps < 2:

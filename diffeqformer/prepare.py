@@ -14,9 +14,6 @@ def run(config: ConfigDict) -> None:
     """Prepare the config's store, or verify it if it exists.
 
     With `config.data.remote`, a store that is there is copied to here, and one that isn't is copied to there.
-
-    Raises:
-        UserError: for anything the user can fix.
     """
     if config.base:  # whose model training will check
         check_fields(config)

@@ -264,11 +264,7 @@ class Transformer(nnx.Module):
 
 
 def check_length(length: int, max_length: int) -> None:
-    """Check that a model with `max_length` positions can read that many tokens.
-
-    Raises:
-        UserError: if it can't.
-    """
+    """Check that a model with `max_length` positions can read that many tokens."""
     if length > max_length:
         raise UserError(f"tokens: {length} positions, but this model has {max_length}")
 

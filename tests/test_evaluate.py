@@ -275,7 +275,9 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     store = make_store(tmp_path / "store", {"train": [["other"]], "validation": [[d for d in DOCUMENTS if d.strip()]]})
     assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
     stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
-    options = types.SimpleNamespace(module=None, split="validation", files=str(text), remote=None, tfds_dir=None)
+    options = types.SimpleNamespace(
+        module=None, split="validation", files=str(text), remote=None, tfds_dir=None, text_field=None, separator=None
+    )
     plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], None, 8, 3)
     for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
         scorer = Scorer(opened.model, None, 8)
@@ -290,7 +292,9 @@ def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, mon
     manual.mkdir(parents=True)
     for split in ("train", "validation", "test"):
         (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
-    options = types.SimpleNamespace(module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path))
+    options = types.SimpleNamespace(
+        module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path), text_field=None, separator=None
+    )
     evaluation = text_options.open_text(options, opened, "wikitext103_raw", None, None, 8, 3)
     assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
     options.split = "tests"
@@ -350,7 +354,7 @@ def test_a_short_text_has_the_full_perplexity_alone(light, workdir, tmp_path, mo
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
 
     def score(name, perplexity, **changes):
-        options = dict.fromkeys("step task remote module tfds_dir window stride".split())
+        options = dict.fromkeys("step task remote module tfds_dir window stride text_field separator".split())
         options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": ["6", "3"]}
         options |= {"batch_size": 8, "files": f"{tmp_path}/{name}", "perplexity": perplexity}
         options |= {"output": f"{tmp_path}/{perplexity}", "per_document": False}
@@ -389,14 +393,14 @@ def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_pa
     named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
     save_params(tmp_path / "run", config, {3: params}, **named, data_sha256=about["splits"]["train"]["sha256"])
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
-    options = dict.fromkeys("step task remote module tfds_dir stride files output".split())
+    options = dict.fromkeys("step task remote module tfds_dir stride files output text_field separator".split())
     options |= {"workdir": str(tmp_path / "run"), "split": "validation", "solver": [], "num_steps": [], "window": 8}
     options |= {"batch_size": 8, "perplexity": "both", "per_document": False}
     for changes in ({"files": f"{tmp_path}/a.jsonl"}, {}, {"perplexity": "paper"}):
         results = evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
         assert (results["unknown_tokens"], results["altered_documents"]) == (1, 2)
         shown = report.table(results)
-        assert "loses text: 1 unknown ids and 2 documents whose ids decode to another text, so what is " in shown
+        assert "loses text: 1 unknown id and 2 documents whose ids decode to another text, so what is " in shown
         [row] = results["rows"]
         assert ("bits_per_byte" in row) == ("word_perplexity" in row) == ("perplexity" not in changes)
         assert math.isnan(row.get("bits_per_byte", math.nan)) and math.isnan(row.get("word_perplexity", math.nan))

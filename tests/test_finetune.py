@@ -197,19 +197,20 @@ def test_a_model_with_a_hypernetwork_goes_on_as_itself(kind, changes, shape, tmp
 
 
 def test_another_depth_has_two_ways(tmp_path):
-    """That a command line gives, even the default, or a notebook sets. A file's is none, as it serves any base."""
+    """That a command line gives, even the default, or a notebook sets; not a file, if the line names the base."""
     save_base(tmp_path / "base", toy_config(model__training_depths="2,4"))
-    sentence = "^config.model.num_steps: must be the base's, 6, but it is {}; for layers at other times take "
-    sentence += "--config=new:discretized, and to train .* add --config.model.training_depths={}$"
-    for steps, given in ((5, None), (12, {"model.num_steps"}), (4, {"model.num_steps"})):
+    sentence = "^config.model.num_steps: must be the base's, 6, but it is {}; for layers at other times name .* "
+    sentence += "--config=tiny:discretized, and to train .* add --config.model.training_depths={}$"
+    cases = (5, None, "2,4,5"), (5, {"seed"}, "2,4,5"), (12, {"base", "model.num_steps"}, "2,4,12")
+    for steps, given, depths in (*cases, (4, {"base", "model.num_steps"}, "2,4")):
         config = new_config(tmp_path / "base", model__num_steps=steps)
-        with pytest.raises(UserError, match=sentence.format(steps, steps)):
+        with pytest.raises(UserError, match=sentence.format(steps, depths)):
             finetune.inherit(config, tmp_path / "new", given)
     for depths, given in (("5", set()), ("", {"model.training_depths"})):
         config = new_config(tmp_path / "base", model__num_steps=5, model__training_depths=depths)
-        config = finetune.inherit(config, tmp_path / "new", {"model.num_steps", *given})
+        config = finetune.inherit(config, tmp_path / "new", {"base", "model.num_steps", *given})
         assert (config.model.num_steps, config.model.training_depths) == (5, depths)
-    config = finetune.inherit(new_config(tmp_path / "base", model__num_steps=5), tmp_path / "new", set())
+    config = finetune.inherit(new_config(tmp_path / "base", model__num_steps=5), tmp_path / "new", {"base"})
     assert (config.model.num_steps, config.model.training_depths) == (6, "2,4")
 
 

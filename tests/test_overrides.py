@@ -17,7 +17,7 @@ from runs import command
         ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
         ("--config.optimizer.lr=1", r"config\.optimizer\.lr: .* did you mean config\.optimizer\.learning_rate\?"),
         ("--config.modl.widht=3", r"config\.modl\.widht: .* did you mean config\.model\.width\?"),
-        ("--config.optimizer.warmup_step=9", r" did you mean config\.optimizer\.warmup_fraction\?"),
+        ("--config.optimizer.warmup_step=9", r" did you mean config\.optimizer\.warmup_steps\?"),
         ("--config.optimizer.final=0", r" did you mean config\.optimizer\.final_fraction\?"),
         ("--config.data.file=a", r" did you mean config\.data\.train_files\?"),
         ("--config.mesh.model=2", r"config\.mesh\.model: there is no such field$"),

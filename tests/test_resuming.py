@@ -88,7 +88,7 @@ def test_a_lower_rate_makes_another_run(tmp_path, short_stores, monkeypatch, one
     assert rates[4] == pytest.approx(1e-3) and rates[5] == rates[6] == pytest.approx(5e-4)
     assert "until step 4 the peak learning rate was 0.001" in inspect.text(inspect.inspect_run(tmp_path / "run"))
     found = compare.read_run(str(tmp_path / "run"))
-    assert found.setting()["rates until steps"] == {"4": 1e-3}
+    assert found.setting()["before"] == "0.001 until step 4"
     assert [checkpoint.load(folder).step for folder in (tmp_path / "run", tmp_path / "run" / "ended-8")] == [12, 8]
 
 
@@ -97,7 +97,9 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     ways = r"--config.base=runs/toy\); one with config.optimizer.schedule=wsd can be given more steps$"
     with pytest.raises(UserError, match=rf"^runs/toy: holds a run with another config.steps \(there 10, .*{ways}"):
         resuming.check_resumable(change(toy_config(), steps=20), cosine, TOY)
-    with pytest.raises(UserError, match="another config.optimizer.learning_rate .there 0.0006, now 0.001"):
+    with pytest.raises(
+        UserError, match="another config.optimizer.learning_rate .there 0.0006, now 0.001; it may only be lowered"
+    ):
         resuming.check_resumable(toy_config(steps=20, **WSD, optimizer__learning_rate=1e-3), stable, TOY)
     changes = dict(optimizer__learning_rate=1e-4, optimizer__final_fraction=0.0)
     resuming.check_resumable(toy_config(steps=20, **WSD, **changes), stable, TOY)

@@ -132,11 +132,7 @@ def advance(solver, field, layers, dt, state, tangents):
 
 
 def check_published(model: Transformer) -> None:
-    """Check that the authors' pairing of times and states can be applied to a model.
-
-    Raises:
-        UserError: if it can't.
-    """
+    """Check that the authors' pairing of times and states can be applied to a model."""
     if model.solver != SOLVERS["euler"] or not model.depth.generated:
         raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
 

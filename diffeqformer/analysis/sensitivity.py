@@ -11,6 +11,7 @@ from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
+from diffeqformer.finite import NotFinite
 from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side
@@ -101,6 +102,8 @@ def section(
     check_text(model, ids)
     tokens, pieces = jnp.asarray(ids), text_pieces(opened.tokenizer, ids)
     logits = model(tokens[None], weights_at(model, num_steps))[0, -1]
+    if not jnp.isfinite(logits[: opened.tokenizer.vocab_size]).all():
+        raise NotFinite
     target = int(jnp.argmax(logits[: opened.tokenizer.vocab_size]))
     measures, arrays = measure(model, tokens, target, num_steps, published_pairing)
     predicted = opened.tokenizer.decode([target])

@@ -84,11 +84,7 @@ def config_file(text: str) -> str:
 
 
 def check_text(arguments: list[str]) -> None:
-    """Check that all arguments are UTF-8.
-
-    Raises:
-        UserError: if one isn't.
-    """
+    """Check that all arguments are UTF-8."""
     for argument in arguments:
         try:
             argument.encode()

@@ -34,26 +34,18 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 
 def at_home(option: str, paths: str) -> str:
-    """A path, or several with commas between them, with home folders in place of ~ and ~user.
-
-    Raises:
-        UserError: if there is no such home folder.
-    """
+    """A path, or several with commas between them, with home folders in place of ~ and ~user."""
     parts = re.split(r"((?:^|,)\s*~[^/,]*)", paths)
     for number, part in enumerate(parts[1::2]):
         before, user = part[: part.index("~")], part[part.index("~") :]
-        if (home := os.path.expanduser(user)) == user:
-            raise UserError(f"{option}: there is no home folder {user}; write ./{user} for a folder of that name")
+        if (home := os.path.expanduser(user)) == user and not os.path.lexists(user):
+            raise UserError(f"{option}: there is no home folder {user}; write ./{user} for that name in this folder")
         parts[2 * number + 1] = before + home
     return "".join(parts)
 
 
 def options_at_home(options: dict[str, str | list | ConfigDict], prefix: str = "--") -> dict[str, str | list]:
-    """Those of some options or fields that are paths, with home folders (`at_home`). Configs are changed themselves.
-
-    Raises:
-        UserError: if there is no such home folder.
-    """
+    """Those of some options or fields that are paths, with home folders (`at_home`). Configs are changed themselves."""
     changed = {}
     for name, value in options.items():
         if isinstance(value, ConfigDict):

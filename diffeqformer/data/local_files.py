@@ -51,6 +51,9 @@ def matching_files(patterns: str, option: str) -> list[str]:
     """
     files, seen, parts = [], set(), patterns.split(",")
     while parts:
+        if not parts[0].strip() and files:  # after a comma at the end
+            parts = parts[1:]
+            continue
         found, count = _first_matches(parts)
         if not found:
             raise NoFile(f"{option}: no file matches '{parts[0].strip()}'")

@@ -97,7 +97,7 @@ def open_stored(
     splits = open_store(folder, tokenizer.name, sequence_length, files, data.task)
     if missing:
         recorded = read_about(folder).get("patterns")  # an earlier version didn't record them
-        if not resumes and recorded not in (None, patterns_of(data)):
+        if not (resumes or data.remote) and recorded not in (None, patterns_of(data)):
             raise missing
         print(f"{missing}; the token store {folder} is taken as it is", flush=True)
     return splits
@@ -172,9 +172,6 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
 
     As long as no shard is finished, another plan takes its place: files that couldn't be read were mended. Where the
     text lies (`origin`) is no part of the plan.
-
-    Raises:
-        UserError: if it isn't.
     """
     plan = json.dumps({name: value for name, value in about.items() if name != "origin"}, indent=1)
     path = partial / "plan.json"

@@ -22,9 +22,6 @@ def check_installed(what: str) -> None:
 
     Args:
         what: what needs them, for the message.
-
-    Raises:
-        UserError: if one isn't.
     """
     if missing := not_installed():
         raise UserError(

@@ -277,11 +277,10 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     Raises:
         UserError: for an option that is unknown or of another type, or more tokens than a window holds.
     """
-    for name, value in options.items():
-        kinds, said = ((str,), "text, or a list of texts") if name == "until" else ((int, float), "a number")
-        several = value if name == "until" and isinstance(value, list) else [value]
-        if not all(each is None or isinstance(each, kinds) for each in several):
-            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {value!r}")
+    for name in GENERATION_FIELDS & set(options):
+        if not _suits(name, options[name]):
+            said = "text, or a list of texts" if name == "until" else "a number of at least 0, whole if it counts"
+            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {options[name]!r}")
     options = normalize_gen_kwargs(options, min(256, window // 2))
     unknown = sorted(set(options) - GENERATION_FIELDS)
     if unknown:
@@ -296,6 +295,16 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
     choice.check()
     return count, [stop for stop in options["until"] if stop], choice
+
+
+def _suits(name: str, value) -> bool:
+    """Whether a value of `generation_kwargs` has the type of its option."""
+    if name == "until":
+        return all(each is None or isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
+    if value is None or name == "do_sample":
+        return value is None or isinstance(value, int)
+    kinds = int if name in ("max_gen_toks", "top_k") else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
 class _Cache(lm_eval.api.model.CachingLM):

@@ -19,11 +19,7 @@ GROUP = 4096  # windows held in memory at once
 
 
 def check_size(corpus: str, split: str, files: Sequence[str] | None, tokens: int, window: int) -> None:
-    """Check that a text has at least one window, which the paper's perplexity needs.
-
-    Raises:
-        UserError: if not.
-    """
+    """Check that a text has at least one window, which the paper's perplexity needs."""
     if tokens < window:
         place = ", ".join(files) if files else f"{corpus}: the {split} split"
         raise UserError(f"{place} has {tokens:,} tokens, fewer than one window of {window}; choose a smaller --window")

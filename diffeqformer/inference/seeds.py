@@ -17,7 +17,8 @@ def setting(config: ConfigDict, data_sha256: str, validation_sha256: str, earlie
     """
     names = [name for name in field_names(config) if name != "seed" and not name.startswith(CHANGEABLE)]
     texts = {"data": data_sha256[:8], "validation data": validation_sha256[:8]}
-    before = {"rates until steps": earlier_rates} if earlier_rates else {}
+    before = ", ".join(f"{rate:g} until step {step}" for step, rate in (earlier_rates or {}).items())
+    before = {"before": before} if before else {}
     return {name: get_field(config, name) for name in names} | texts | before
 
 

@@ -44,9 +44,6 @@ def make_mesh(shape: tuple[int, int, int] | None = None, devices: list | None = 
     Args:
         shape: sizes of the axes `data`, `fsdp` and `tensor`; by default all devices are on `data`. Over several slices
             of TPUs, `data` must be a multiple of their number: only this axis crosses the network between them.
-
-    Raises:
-        UserError: if it isn't.
     """
     devices = jax.devices() if devices is None else devices
     shape = (len(devices), 1, 1) if shape is None else shape

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import NoSuchStep, Step
 from diffeqformer.config import base_config, check_rule, place
+from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.parallel.memory import check_free
@@ -110,10 +111,11 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
             f"{model.kind} with weights for {counted(model.num_steps, 'step')} only, but it is {steps}"
         )
     if weights.generated and not (config.model.training_depths or "model.training_depths" in given):
+        known = sorted({*(trained_depths(model) if model.training_depths else ()), steps})
         raise UserError(
             f"config.model.num_steps: must be the base's, {model.num_steps}, but it is {steps}; for layers at other "
-            f"times take --config={config.name}:discretized, and to train the hypernetwork at other depths add "
-            f"--config.model.training_depths={steps}"
+            "times name the kind after the config, as in --config=tiny:discretized, and to train the hypernetwork at "
+            f"other depths add --config.model.training_depths={','.join(map(str, known))}"
         )
 
 
@@ -203,9 +205,6 @@ def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
     Args:
         step: training step of the base's checkpoint.
         mesh: the devices over which they are sharded.
-
-    Raises:
-        UserError: if not.
     """
     with _reading_base(config):
         base = checkpoint.load_config(config.base, step, "config.base")

@@ -39,7 +39,8 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
     for name in names:
         ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
         if ours != theirs and not name.startswith(CHANGEABLE):
-            differing[name] = f"config.{name} (there {theirs!r}, now {ours!r})"
+            lower = "; it may only be lowered" * (name.endswith("learning_rate") and decay_start(saved) is not None)
+            differing[name] = f"config.{name} (there {theirs!r}, now {ours!r}{lower})"
     if schedule_changes(config, saved):
         lower = config.optimizer.learning_rate <= saved.optimizer.learning_rate
         differing = {name: said for name, said in differing.items() if name not in OF_DECAY[: 3 + lower]}
@@ -58,9 +59,6 @@ def check_unchanged(what: str, about: About, saved: About | None, workdir: epath
     """Check that the run so far had the same ids (`data_sha256`, `validation_sha256`).
 
     An earlier version didn't record the last one.
-
-    Raises:
-        UserError: if not.
     """
     if saved is None or (what == "validation_sha256" and not saved.validation_sha256):
         return
@@ -102,11 +100,7 @@ def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathL
 
 
 def set_decayed_aside(config: ConfigDict, workdir: epath.Path) -> None:
-    """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed.
-
-    Raises:
-        UserError: if one can't be moved.
-    """
+    """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed."""
     try:
         saved = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
     except checkpoint.NoCheckpoint:

@@ -71,11 +71,7 @@ class Run:
     verified: concurrent.futures.Future | None = None
 
     def check_store(self, wait: bool = False) -> None:
-        """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end.
-
-        Raises:
-            UserError: if it has.
-        """
+        """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end."""
         if self.verified and (wait or self.verified.done()):
             self.verified.result()
 

@@ -1,6 +1,7 @@
 """The comparison of runs."""
 
 import json
+import math
 
 import jax.numpy as jnp
 import pytest
@@ -77,6 +78,12 @@ def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
     compare.compare([easy.folder, ours.folder], str(runs / "out3"))  # of an earlier version, which had no such hash
     said = capsys.readouterr().out
     assert "WARNING" not in said and "| toy: diffeqformer | 2 | 0, 1 |" in said
+
+
+def test_a_run_whose_text_has_unknown_ids_is_left_out(tmp_path):
+    pretend(tmp_path, {10: math.nan, 20: math.nan})
+    with pytest.raises(UserError, match="no validation here yet, or its text has unknown ids and so no bits/byte$"):
+        compare.read_run(str(tmp_path))
 
 
 def test_without_a_run_there_is_nothing_to_compare(tmp_path):

@@ -435,6 +435,22 @@ def test_a_store_needs_no_text_but_is_of_the_text_that_is_there(text, two_texts,
     )
 
 
+def test_a_new_run_names_a_missing_text_as_the_maker_of_its_store_did(two_texts):
+    """Or else a mistyped name would train on another text. A resumed run is known by its ids."""
+    data = stored(two_texts)
+    path = two_texts / "stores" / "python_stdlib-bytes" / "store.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patterns": preparation.patterns_of(data)}))
+    for name in ("train1.txt", "train2.txt", "validation.txt"):
+        (two_texts / name).unlink()
+    assert preparation.open_prepared(data, TOKENIZER, 4)["train"].size == 7
+    for changes in ({"train_files": "tarin*.txt"}, {"separator": "x"}):
+        other = data.copy_and_resolve_references()
+        other.update(changes)
+        with pytest.raises(UserError, match="no file matches"):
+            preparation.open_prepared(other, TOKENIZER, 4)
+        assert preparation.open_prepared(other, TOKENIZER, 4, resumes=True)["train"].size == 7
+
+
 def test_names_and_places_of_texts_are_not_compared_but_contents_and_layouts_are(two_texts):
     data = stored(two_texts)
     (two_texts / "train1.txt").rename(two_texts / "train9.txt")  # now the last one

@@ -338,10 +338,13 @@ def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path):
     "asked, sentence",
     [
         ({"max_gen_toks": 64}, "max_gen_toks: must be at least 1 and below the window of 64 tokens, but it is 64"),
-        ({"max_gen_toks": "many"}, "max_gen_toks: must be a number, but it is 'many'"),
+        ({"max_gen_toks": "many"}, "max_gen_toks: must be a whole number of at least 0, but it is 'many'"),
         ({"until": 3}, "until: must be text, or a list of texts, but it is 3"),
         ({"num_beams": 4}, "num_beams: isn't supported; take do_sample, "),
-        ({"do_sample": True, "top_p": "half"}, "top_p: must be a number, but it is 'half'"),
+        ({"top_k": 2.5}, "top_k: must be a whole number of at least 0, but it is 2.5"),
+        ({"temperature": float("nan")}, "temperature: must be a number of at least 0, but it is nan"),
+        ({"stop": "x"}, "stop: isn't supported; take do_sample, "),
+        ({"do_sample": True, "top_p": "half"}, "top_p: must be a number of at least 0, but it is 'half'"),
     ],
 )
 def test_impossible_generation_is_found_before_any_work(asked, sentence, runs, tmp_path, local_tasks, monkeypatch):

@@ -36,6 +36,7 @@ from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+WHOLE = ("max_gen_toks", "top_k")
 
 
 @register_model("diffeqformer")
@@ -279,7 +280,8 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     """
     for name in GENERATION_FIELDS & set(options):
         if not _suits(name, options[name]):
-            said = "text, or a list of texts" if name == "until" else "a number of at least 0, whole if it counts"
+            said = f"a {'whole ' * (name in WHOLE)}number of at least 0"
+            said = "text, or a list of texts" if name == "until" else said
             raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {options[name]!r}")
     options = normalize_gen_kwargs(options, min(256, window // 2))
     unknown = sorted(set(options) - GENERATION_FIELDS)
@@ -303,7 +305,7 @@ def _suits(name: str, value) -> bool:
         return all(each is None or isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
     if value is None or name == "do_sample":
         return value is None or isinstance(value, int)
-    kinds = int if name in ("max_gen_toks", "top_k") else int | float
+    kinds = int if name in WHOLE else int | float
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 

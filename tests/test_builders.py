@@ -129,7 +129,7 @@ def test_the_field_of_the_text_has_any_name(tmp_path):
     pq.write_table(pa.table({"text": [3], "a.b": ["one"]}), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         assert list(read_texts(tmp_path / name, Layout("a.b"))) == ["one"]
-        with pytest.raises(UserError, match=r"no (string|column) 'words'.* in config.data.text_field"):
+        with pytest.raises(UserError, match=r"no (string|column) 'words'.* \(text_field\)"):
             check_first(tmp_path / name, Layout("words"))
 
 

@@ -117,7 +117,7 @@ RULES = [
         "optimizer.warmup_steps",
         lambda v, c: v <= decay_start(c) if c.optimizer.schedule == "wsd" else True,
         "must not be above the steps before the decay, of which config.steps ({c.steps}) and optimizer.decay_fraction "
-        "({c.optimizer.decay_fraction}) leave too few (200 by default)",
+        "({c.optimizer.decay_fraction}) leave fewer",
     ),
     *_every(
         "optimizer.warmup_fraction optimizer.decay_fraction optimizer.final_fraction",

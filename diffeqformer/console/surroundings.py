@@ -16,7 +16,7 @@ PATHS = re.compile(r"workdir|output|include|json|dump|base|use_cache|(\w+_)?(dir
 
 
 def set_up() -> None:
-    """Compute as if no variable had told JAX otherwise, and print what the output's encoding lacks as \\uXXXX.
+    """Compute as if no variable had told JAX otherwise, and escape what the output's encoding lacks, as JSON does.
 
     Models have the types of their configs. With other rules of types, dropout and samples would be others, too.
     """

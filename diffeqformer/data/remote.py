@@ -179,8 +179,7 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
             if hashlib.sha256(content).hexdigest() != shard["sha256"]:
                 raise UserError(f"{remote}/{name}/{shard['file']}: its content isn't what was written, by its SHA-256")
             parts.append(np.frombuffer(content, np.dtype(about["dtype"])))
-        shards = tuple(part for part in parts if len(part))
-        return Split(shards, entry["bytes"], entry["sha256"], entry.get("altered")), about["splits"]["train"]["sha256"]
+        return Split.of(parts, entry), about["splits"]["train"]["sha256"]
     except UserError:
         raise
     except Exception as error:  # each file system has exceptions of its own, and the file can hold anything

@@ -51,6 +51,12 @@ class Split:
     altered: int | None = None
     unknown: int = 0
 
+    @classmethod
+    def of(cls, shards: Iterable[Integer[np.ndarray, "_"]], entry: dict) -> "Split":
+        """The split with these shards, of which some may be empty, and its record in `store.json`."""
+        whole = tuple(shard for shard in shards if len(shard))
+        return cls(whole, entry["bytes"], entry["sha256"], entry.get("altered"), entry.get("unknown", 0))
+
     @functools.cached_property
     def ends(self) -> Integer[np.ndarray, "shards"]:
         """The number of ids up to the end of each shard."""
@@ -351,7 +357,5 @@ def open_store(
                 f"{name} split in {folder}; choose a shorter one"
             )
         shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in entry["shards"] if shard["tokens"]]
-        splits[name] = Split(
-            tuple(shards), entry["bytes"], entry["sha256"], entry.get("altered"), entry.get("unknown", 0)
-        )
+        splits[name] = Split.of(shards, entry)
     return splits

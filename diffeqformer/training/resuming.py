@@ -39,11 +39,13 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
     for name in names:
         ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
         if ours != theirs and not name.startswith(CHANGEABLE):
-            lower = "; it may only be lowered" * (name.endswith("learning_rate") and decay_start(saved) is not None)
-            differing[name] = f"config.{name} (there {theirs!r}, now {ours!r}{lower})"
+            differing[name] = f"config.{name} (there {theirs!r}, now {ours!r})"
     if schedule_changes(config, saved):
-        lower = config.optimizer.learning_rate <= saved.optimizer.learning_rate
-        differing = {name: said for name, said in differing.items() if name not in OF_DECAY[: 3 + lower]}
+        ours, theirs = config.optimizer.learning_rate, saved.optimizer.learning_rate
+        differing = {name: said for name, said in differing.items() if name not in OF_DECAY}
+        if ours > theirs:
+            what = "config.optimizer.learning_rate"
+            differing[what] = f"{what} (there {theirs!r}, now {ours!r}; it may only be lowered)"
     if differing:
         more = ""
         if "steps" in differing and saved.optimizer.schedule == "cosine":

@@ -1,0 +1,185 @@
+"""The command `generate`: prompts, streaming, stops and errors."""
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from diffeqformer import checkpoint
+from diffeqformer import generate as generate_command
+from diffeqformer.data.tokenizers import SentencePieceTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.inference.choice import Choice
+from diffeqformer.inference.sampling import (
+    Samples,
+    generate,
+)
+from diffeqformer.inference.text_file import read_text
+from diffeqformer.transformer import random_key
+from helpers import ROOT
+from runs import command
+
+
+@pytest.mark.long
+def test_the_command_writes_what_the_library_does_from_any_source(run, tmp_path):
+    opened = checkpoint.load(run)
+    texts = generate(
+        opened.model, opened.tokenizer, "def é", tokens=20, samples=2, key=random_key(5, "sample"),
+        choice=Choice(0.7, 50, 0.9), num_steps=3,
+    )  # fmt: skip
+    options = [
+        "--workdir",
+        run,
+        "--tokens=20",
+        "--temperature=0.7",
+        "--top_k=50",
+        "--top_p=0.9",
+        "--seed=5",
+        "--num_steps=3",
+    ]
+    (tmp_path / "prompt").write_text("def é", encoding="utf-8")
+    both = command("generate", *options, "--samples=2", "--prompt=def é")
+    assert both.stdout == "".join(f"--- sample {n + 1} of 2 ---\ndef é{text}\n" for n, text in enumerate(texts)), (
+        both.stderr
+    )
+    from_file = command("generate", *options, "--prompt_file", tmp_path / "prompt")
+    assert from_file.stdout == f"def é{texts[0]}\n"
+    [drafted] = generate(
+        opened.model, opened.tokenizer, "def é", tokens=20, key=random_key(0, "sample"), num_steps=3, draft_steps=1
+    )
+    from_input = command("generate", "--workdir", run, "--tokens=20", "--num_steps=3", "--draft_steps=1", input="def é")
+    assert from_input.stdout == f"def é{drafted}\n" and " 3 steps, drafts in 1, float32" in from_input.stderr
+    assert (
+        both.stderr.startswith("\ntoy (diffeqformer, 3 steps, float32) at step 12: 40 tokens, the first after ")
+        and "Traceback" not in both.stderr
+    )
+
+
+@pytest.mark.long
+def test_reading_stops_without_a_word(run):
+    generating = subprocess.Popen(
+        [sys.executable, "-m", "diffeqformer.generate", "--workdir", run, "--prompt=a"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    generating.stdout.close()
+    assert "Traceback" not in generating.stderr.read() and generating.wait() == 0
+
+
+def streamed(run, monkeypatch, tokens, **changes) -> list[str]:
+    """What the command prints, piece by piece, if the model writes these tokens after `a`."""
+    monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in tokens))
+    shown = []
+    monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
+    names = "step prompt_file prompts_file output batch_size tokens solver num_steps draft_steps"
+    options = dict.fromkeys(names.split(), None) | dict(prompt="a", stop=[], seed=0, sliding_window=False)
+    options |= dict(workdir=run, samples=1, temperature=1.0, top_k=0, top_p=1.0)
+    generate_command.write(types.SimpleNamespace(**options | changes))
+    return shown
+
+
+def test_streamed_characters_come_whole(run, monkeypatch):
+    """Tokens that are parts of characters, then end-of-text."""
+    shown = streamed(run, monkeypatch, [*"é€ж".encode(), *b"\xff!", 256, 65])
+    assert shown == ["a", "", "é", "", "", "€", "", "ж", "", "\ufffd!", "", "\n"]
+
+
+def test_a_text_ends_before_the_first_stop_of_which_nothing_is_shown(run, monkeypatch):
+    """Though stops take several tokens, overlap, or begin in vain; what looked like one comes at the end."""
+    shown = streamed(run, monkeypatch, b"x.a..b\n\nno", stop=["\n\n", "..c", "€"])
+    assert shown == ["a", "x", "", ".a", "", "", "..b", "", "", "\n"]
+    assert streamed(run, monkeypatch, b"x..", stop=["..c"]) == ["a", "x", "", "", "..\n"]
+    assert streamed(run, monkeypatch, "x€ no".encode(), stop=["a", "€"]) == ["a", "x", "", "", "", "\n"]
+    assert streamed(run, monkeypatch, b"abc", stop=["c", "bc"]) == ["a", "a", "", "", "\n"]
+    with pytest.raises(UserError, match="^--stop: must not be empty"):
+        streamed(run, monkeypatch, b"a", stop=["a", ""])
+
+
+@pytest.mark.long
+def test_texts_end_at_stops_whatever_writes_them(run, tmp_path):
+    """One prompt or many, with drafts, and in Python."""
+    opened = checkpoint.load(run)
+    options = dict(key=random_key(0, "sample"), choice=Choice(0.0), samples=2)
+    [whole, _] = generate(opened.model, opened.tokenizer, "def ", tokens=30, **options)
+    stop = whole[7:9]
+    expected = whole[: whole.find(stop)]
+    assert generate(opened.model, opened.tokenizer, "def ", tokens=30, until=[stop], **options) == [expected] * 2
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfdef \r\n")
+    common = ["--workdir", run, "--tokens=30", "--temperature=0", "--stop=never", f"--stop={stop}"]
+    for more in ([], ["--draft_steps=1"]):
+        assert command("generate", *common, "--prompt=def ", *more).stdout == f"def {expected}\n"
+    lines = command("generate", *common, "--prompts_file", tmp_path / "prompts").stdout
+    assert json.loads(lines) == {"prompt": "def ", "text": expected}
+
+
+def test_all_files_of_text_are_read_alike(tmp_path, monkeypatch):
+    """From a file, packed or not, and from standard input: a BOM, line ends, and the end of the last line."""
+    for content, text in ((b"\xef\xbb\xbfa\r\n\xc3\xa9 \r\n\r\n", "a\né \n"), (b"a\rb", "a\rb"), (b"\n", "")):
+        (tmp_path / "a.txt").write_bytes(content)
+        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        paths = f"{tmp_path}/a.txt", f"{tmp_path}/a.txt.gz", "-"
+        assert [read_text("--text_file", path) for path in paths] == [text] * 3
+    (tmp_path / "a.txt").write_bytes(b"a\xff")
+    with pytest.raises(UserError, match="^--text_file: .*/a.txt: byte 1 isn't UTF-8"):
+        read_text("--text_file", f"{tmp_path}/a.txt")
+
+
+def test_standard_input_is_a_prompt_or_refused(monkeypatch):
+    def read(file=None):
+        return generate_command.prompt_text(types.SimpleNamespace(prompt=None, prompt_file=file))
+
+    for file in (None, "-"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\r\n")))
+        assert read(file) == "a"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    with pytest.raises(UserError, match="^standard input: the text must be UTF-8, but byte 1 is not"):
+        read()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(UserError, match="^--prompt: a text is needed, but standard input is empty"):
+        read()
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="^--prompt: a text to continue is needed"):
+        read()
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--prompt=a", "--workdir=nowhere"], "nowhere: there is no checkpoint here"),
+        (["--prompt=a", "--prompt_file=b"], "--prompt_file: a prompt was given as well"),
+        (["--prompt_file=absent"], "--prompt_file: absent: No such file"),
+        (["--prompt=a", "--num_steps=0"], "num_steps: must be at least 1, but it is 0"),
+        (["--prompt=a", "--draft_steps=9"], "draft_steps: must be at least 1 and below the "),
+        (["--prompt=a", "--solver=rk3"], "--solver: must be one of euler, midpoint, "),
+        (["--prompt=a", "--tokens=64"], "tokens: after a prompt of 1 there is room for 63, but it is 64"),
+        (["--prompt=a", "--top_q=1"], "top_q"),
+        (["--prompt=a", "--seed=-1"], "--seed"),
+        ([b"--prompt=a\xff"], "--prompt=a\ufffd: this argument must be valid UTF-8"),
+        (["--prompt=a", "nonsense"], "nonsense: this argument has no meaning here"),
+    ],
+)
+def test_the_command_stops_with_one_sentence(arguments, sentence, run):
+    done = command("generate", "--workdir", run, *arguments)
+    assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_space_after_the_prompt_stays(sentencepiece_file):
+    """SentencePiece leaves out the space before the first word of what it decodes."""
+    tokenizer = SentencePieceTokenizer.open(str(sentencepiece_file))
+    prompt, whole = tokenizer.encode("A cat"), tokenizer.encode("A cat sees")
+    assert whole[: len(prompt)] == prompt
+    samples = Samples(tokenizer, prompt, 1)
+    for token in whole[len(prompt) :]:
+        samples.add(np.array([token]))
+    assert samples.text(0) == " sees"
+
+
+def test_an_empty_standard_input_is_no_prompt_unless_it_was_asked_for(run):
+    done = command("generate", "--workdir", run, input="")
+    assert done.returncode == 1 and done.stderr.startswith("diffeqformer: --prompt: a text is needed, but standard in")
+    assert command("generate", "--workdir", run, "--tokens=1", "--prompt_file=-", input="").returncode == 0

@@ -1,0 +1,82 @@
+"""Which text is scored: that of the training by default, if it is the very text."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+
+from diffeqformer import checkpoint
+from diffeqformer.data.store import SPLITS
+from diffeqformer.data.tokenizers import ByteTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.inference import text_options
+from helpers import lively_model, make_store, toy_config
+
+TOKENIZER = ByteTokenizer()
+
+
+def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, capsys):
+    about = make_store(tmp_path / "python_stdlib-bytes", {"train": [["a"]], "validation": [["b"]]})
+    model, sha256 = lively_model("gpt"), about["splits"]["train"]["sha256"]
+
+    def found(split="validation", sha256=sha256, remote=None, scored="", **changes):
+        config = toy_config("gpt", **{"data__dir": str(tmp_path), **changes})
+        about = checkpoint.About({}, "bytes", data_sha256=sha256, validation_sha256=scored)
+        return text_options.stored_text(checkpoint.Checkpoint(3, config, model, TOKENIZER, about), split, remote)
+
+    for split, entry in about["splits"].items():
+        assert found(split).sha256 == entry["sha256"]
+    assert found(scored=found().sha256) is not None and found(scored="0" * 64) is None
+    assert found(sha256="0" * 64) is found(sha256="") is None
+    assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
+    assert "token store " in capsys.readouterr().out
+    assert found(data__dir="absent", data__remote="nowhere://bucket") is None  # which a checkpoint can't choose
+    assert capsys.readouterr().out == "--remote=nowhere://bucket would take the text from the training's store\n"
+    with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: "):
+        found(remote="nowhere://bucket")  # asked before the local one
+    [shard] = (tmp_path / "python_stdlib-bytes").glob("validation-*.bin")
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])  # another id of the same vocabulary
+    assert found() is None and capsys.readouterr().out.startswith("Not used: ")
+
+
+def test_the_text_is_by_default_that_of_the_training(tmp_path):
+    """Taken from its files only where its token store isn't at hand, so that a run is scored when they are gone."""
+    for name in ("train.txt", "validation.txt"):
+        (tmp_path / name).write_text(name)
+    config = toy_config(data__train_files=f"{tmp_path}/train.txt", data__validation_files=f"{tmp_path}/validation.txt")
+    config.data.dir = str(tmp_path / "stores")
+    about = make_store(tmp_path / "elsewhere", {"train": [["a"]], "validation": [["b"]]})
+    (tmp_path / "elsewhere" / "store.json").write_text(json.dumps(about | {"files": "a fingerprint"}))
+    hashes = {f"{name}_sha256": about["splits"][split]["sha256"] for name, split in zip(("data", "validation"), SPLITS)}
+    opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), TOKENIZER, checkpoint.About({}, "bytes", **hashes))
+
+    def text_of(**options):
+        defaults = {"task": None, "files": None, "split": "validation", "remote": None}
+        return text_options.text_of(types.SimpleNamespace(**defaults | options), opened)
+
+    def filed(files, **options):
+        options = types.SimpleNamespace(**{"task": None, "split": "validation"} | options, files=",".join(files or []))
+        return text_options.name_of_text(options, options.task or "python_stdlib", files)
+
+    assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"], None)
+    assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.zst"]) == "b.c"
+    assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
+    assert text_of(split="train") == ("python_stdlib", [f"{tmp_path}/train.txt"], None)
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "stores" / "python_stdlib-bytes")
+    for name in ("train.txt", "validation.txt"):
+        (tmp_path / name).unlink()
+    for split, entry in about["splits"].items():
+        assert text_of(split=split)[2].sha256 == entry["sha256"] and text_of(split=split)[1] is None
+    assert text_of(split="test") == text_of(files="") == ("python_stdlib", None, None)
+    assert text_of(task="wikitext103") == ("wikitext103", None, None)
+    with pytest.raises(UserError, match="^--files: no file matches '.*/train.txt'"):
+        text_of(files=f"{tmp_path}/train.txt")
+    other = dataclasses.replace(opened.about, data_sha256="of other ids")
+    opened = dataclasses.replace(opened, about=other)
+    with pytest.raises(UserError, match="^--files: the default, config.data.validation_files of the training: no file"):
+        text_of()
+    for options in ({"split": "test"}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):
+        with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
+            text_of(remote="gs://bucket/stores", **options)

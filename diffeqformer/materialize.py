@@ -78,12 +78,13 @@ def materialize(
     progress = show_progress("weights", "blocks")
     arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
     with new_checkpoints(output):
-        checked = show_progress("checksums", "arrays")
-        for done, array in enumerate(stored.values(), 1):
-            for block in array.checked_blocks():  # in a pass of its own: each layer reads a part of it
-                if not np.isfinite(block).all():
-                    raise not_finite(f"{workdir}, checkpoint {step}", array.name)
+        checked, bad = show_progress("checksums", "arrays"), []
+        for done, array in enumerate(stored.values(), 1):  # in a pass of its own: each layer reads a part of it
+            if not all([np.isfinite(block).all() for block in array.checked_blocks()]):
+                bad.append(array.name)
             checked(done, len(stored))
+        if bad:  # after all checksums: damage may look like it
+            raise not_finite(f"{workdir}, checkpoint {step}", bad[0])
         save_one_by_one(output, step, arrays, about)
     return output
 

@@ -211,6 +211,11 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
             r"a\.json: line 1 isn't a JSON object but an array, .* jq -c '\.\[\]' would wri",
         ),
         ("a.json", b'[\n{"text": "a"}]', r"a\.json: line 1 isn't a JSON object but an array"),
+        (
+            "a.json",
+            b'{\n"text": "a"\n}',
+            r"a\.json: line 1 has only the beginning of a JSON object, which jq -c \. would",
+        ),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 24 isn't UTF-8"),
         ("a.parquet", None, r"a\.parquet: .*No such file.*; put"),

@@ -1,5 +1,6 @@
 """The command `generate`: prompts, streaming, stops and errors."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -70,15 +71,20 @@ def test_reading_stops_without_a_word(run):
     assert "Traceback" not in generating.stderr.read() and generating.wait() == 0
 
 
+def options_of(run, **changes) -> types.SimpleNamespace:
+    """The command's options for one prompt."""
+    names = "step prompt_file prompts_file output batch_size tokens solver num_steps draft_steps"
+    options = dict.fromkeys(names.split(), None) | dict(prompt="a", stop=[], seed=0, sliding_window=False)
+    options |= dict(workdir=run, samples=1, temperature=1.0, top_k=0, top_p=1.0)
+    return types.SimpleNamespace(**options | changes)
+
+
 def streamed(run, monkeypatch, tokens, **changes) -> list[str]:
     """What the command prints, piece by piece, if the model writes these tokens after `a`."""
     monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: (np.array([token]) for token in tokens))
     shown = []
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", file=None, **_: file or shown.append(text[0] + end))
-    names = "step prompt_file prompts_file output batch_size tokens solver num_steps draft_steps"
-    options = dict.fromkeys(names.split(), None) | dict(prompt="a", stop=[], seed=0, sliding_window=False)
-    options |= dict(workdir=run, samples=1, temperature=1.0, top_k=0, top_p=1.0)
-    generate_command.write(types.SimpleNamespace(**options | changes))
+    generate_command.write(options_of(run, **changes))
     return shown
 
 
@@ -97,6 +103,16 @@ def test_a_text_ends_before_the_first_stop_of_which_nothing_is_shown(run, monkey
     assert streamed(run, monkeypatch, b"abc", stop=["c", "bc"]) == ["a", "a", "", "", "\n"]
     with pytest.raises(UserError, match="^--stop: must not be empty"):
         streamed(run, monkeypatch, b"a", stop=["a", ""])
+
+
+def test_unknown_ids_of_a_prompt_are_said(run, lossy_file, monkeypatch, capsys):
+    opened = checkpoint.load(run)
+    lossy = dataclasses.replace(opened, tokenizer=SentencePieceTokenizer.open(str(lossy_file)))
+    monkeypatch.setattr(checkpoint, "load_on_all", lambda *_: lossy)
+    monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: iter([np.array([5])]))
+    for prompt, said in (("Ж", "--prompt: the tokenizer doesn't know all of it: 1 unknown id\n"), ("the", "\n")):
+        generate_command.write(options_of(run, prompt=prompt))
+        assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.long

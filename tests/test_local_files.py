@@ -188,5 +188,6 @@ def test_texts_of_any_layout_are_prepared(light, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "of 4 documents; 4 without any text left out" in done.stdout and "as one document" not in done.stdout
+    assert "validation: no file has the separator '<|end|>'; each is" in done.stdout and "train: no" not in done.stdout
     split = open_store(tmp_path / "stores" / "python_stdlib-bytes", "bytes", 4, None)["train"]
     assert split.ids(0, 99).tolist() == [i for text in texts for i in [*TOKENIZER.encode(text), 256]]

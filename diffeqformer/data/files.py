@@ -157,6 +157,8 @@ def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> s
         found = "isn't a JSON object" if isinstance(error, ValueError) else f"has no string '{field}'"
         if number == 1 and line.lstrip().startswith("["):
             found = "isn't a JSON object but an array, whose items jq -c '.[]' would write a line each"
+        elif number == 1 and line.strip() == "{":
+            found = "has only the beginning of a JSON object, which jq -c . would write into one line"
     raise UserError(
         f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field '
         "with the text (text_field)"

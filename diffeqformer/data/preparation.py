@@ -159,6 +159,10 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
     about["patterns"] = patterns_of(data)
     about["tokenizer_data"] = tokenizer.save()  # so that the store can be used where the tokenizer's file isn't
     finish(partial, folder, about)
+    for split, paths in (files or {}).items():
+        texts = sum(shard["documents"] + shard["empty"] for shard in about["splits"][split]["shards"])
+        if data.separator and texts <= len(paths):
+            print(f"  {split}: no file has the separator {data.separator!r}; each is one document", flush=True)
 
 
 def remove_unfinished(partial: pathlib.Path) -> None:

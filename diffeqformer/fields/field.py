@@ -3,7 +3,6 @@
 import abc
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -28,8 +27,6 @@ class VectorField(abc.ABC):
     def __call__(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """dx/dt at state x, given the weights at that time: the sum of both branches, in fp32."""
         attention = self.attention(weights, x, context)
-        if context.keys is not None:  # with two masks in one fusion, XLA for TPUs writes what it draws them from to HBM
-            attention = jax.lax.optimization_barrier(attention)
         return attention.astype(jnp.float32) + self.feed_forward(weights, x, context).astype(jnp.float32)
 
 

@@ -17,6 +17,7 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("wikitext103_small", model)
     config.steps = 10_001
     config.batch_size = 256
-    config.model.vocab_multiple = 128
+    config.microbatches = 8
+    config.model.update(vocab_multiple=128, remat="products")
     config.data.task = "wikitext103"
     return config

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK = 1024  # number of positions whose logits exist at once
+CHUNK = 4096  # number of positions whose logits exist at once
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

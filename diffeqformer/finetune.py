@@ -33,7 +33,7 @@ def finetuning(pretraining: str, task: str, mode: str) -> ConfigDict:
     config.mesh.fsdp = 8
     config.model.num_steps = 24 if model else 18
     if stage == "pretrain":
-        config.data.task = pretraining
+        config.data.task, config.microbatches, config.model.remat = pretraining, 4, "products"
         config.model.update(width=1024, heads=16, mlp=4096, time_embed_dim=100, sinusoidal_dim=256, vocab_multiple=128)
     else:
         config.name, config.data.task, config.base = f"{pretraining}_to_{task}-{mode}", task, f"runs/{first}"

@@ -38,10 +38,7 @@ LOG_EVERY = 10
 
 
 def shrunken(config, tokenizer_file: str) -> dict:
-    """The fields that bring a config to the common shape, text and vocabulary; all others stay as published.
-
-    A batch has 9 x 128 positions, more than the 1,024 of a chunk of the loss.
-    """
+    """The fields that bring a config to the common shape, text and vocabulary; all others stay as published."""
     width = 128
     return {
         "steps": STEPS.value, "batch_size": 9, "sequence_length": 128, "mesh.fsdp": 1,

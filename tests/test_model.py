@@ -9,7 +9,7 @@ from flax import nnx
 from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
-from diffeqformer.fields.layers import Context, dropout, layer_norm
+from diffeqformer.fields.layers import Context, dropout, layer_norm, random_words
 from diffeqformer.fields.llama import rotary_table
 from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
@@ -165,12 +165,31 @@ def test_dropout_follows_the_example_and_keeps_the_mean():
     np.testing.assert_array_equal(model(tokens, weights)[0], model(tokens, weights)[1])  # none without keys
 
 
-def test_dropout_drops_the_share_that_it_names_at_every_site():
-    keys, x = dropout_keys(0, jnp.int32(0), 4), jnp.ones((4, 64, 64))
-    masks = [dropout(x, Context(keys, 0.1).at_step(step), site) for step in (0, 1) for site in (0, 1)]
-    for mask in masks:
-        assert abs(float((mask == 0).mean()) - 0.1) < 0.01 and abs(float(mask.mean()) - 1) < 0.01
-    assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
+def test_masks_are_as_independent_as_drawn_ones():
+    """Shares of drops and of pairs of drops are within five standard deviations, and so are sums by row and column."""
+    rate, shape = 0.1, (4, 256, 512)
+
+    def dropped(step=0, depth=1, site=0):
+        context = Context(dropout_keys(0, jnp.int32(step), shape[0]), rate)
+        return np.asarray(dropout(jnp.ones(shape), context.at_step(depth), site) == 0)
+
+    mask = dropped()
+    pairs = [mask[:, distance:] & mask[:, :-distance] for distance in (1, 2, 8, 128)]
+    pairs += [mask[..., distance:] & mask[..., :-distance] for distance in (1, 2, 8, 128)]
+    pairs += [mask & other for other in (dropped(site=1), dropped(depth=2), dropped(step=1), mask[[1, 2, 3, 0]])]
+    for found, share in [(mask, rate), *((pair, rate**2) for pair in pairs)]:
+        assert abs(found.mean() - share) < 5 * (share * (1 - share) / found.size) ** 0.5
+    for axes in ((0, 1), (0, 2), (1,), (2,)):
+        sums, count = mask.sum(axes).ravel(), np.prod([shape[axis] for axis in axes])
+        ratio = np.mean((sums - rate * count) ** 2) / (rate * (1 - rate) * count)  # of variances
+        assert abs(ratio - 1) < 5 * (2 / sums.size) ** 0.5
+
+
+def test_masks_stay_those_of_earlier_versions():
+    """A run goes on with the masks with which it began."""
+    words = random_words(dropout_keys(7, jnp.int32(3), 3), (2, 5))
+    np.testing.assert_array_equal(random_words(dropout_keys(7, jnp.int32(3), 3)[1:], (2, 5)), words[1:])
+    assert words[0, 1].tolist() == [3837468225, 3975735303, 1762829187, 2575140885, 2271595897]
 
 
 def test_llama_positions_matter_only_by_their_distance():

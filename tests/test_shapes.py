@@ -15,14 +15,14 @@ from runs import command
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
-    """The state between steps; or beside it qkv, attention, a number for each of its rows, and hidden units."""
+    """The state and two numbers of each norm; or beside them qkv, attention, a number for its rows, hidden units."""
     config = toy_config(model__num_steps=3, model__dtype="bfloat16", model__vocab_multiple=2, microbatches=microbatches)
     width, mlp, heads = config.model.width, config.model.mlp, config.model.heads
     config.batch_size, mesh = 8 * microbatches, make_mesh((4, 2, 1))  # a device has one example at a time
     for remat, of_token in (("step", 4 * width), ("products", 4 * width + 2 * (4 * width + mlp) + 4 * heads)):
         program = step.Program(change(config, model__remat=remat), mesh, (flash, ""))
         loops = bytes_of_loops(program, 3)
-        assert loops.stored == 3 * 16 * of_token
+        assert loops.stored == 3 * 16 * (of_token + 16)
         kernels = 4 * width * width + 2 * width * mlp
         vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
         assert loops.gradient == 3 * (2 * kernels // 2 + vectors)  # each of two devices has half of the rows

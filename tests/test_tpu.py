@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -210,6 +211,42 @@ def test_a_step_on_64_chips_wastes_nothing(remat, most, time, tmp_path):
     state = r"= \(?\w+\[4,1024,1280\]\S* "
     assert len(loops) == 3 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
     assert not any(re.search(f"{state}broadcast", line) for loop in loops for line in bodies[loop])
+
+
+def optimized(folder: pathlib.Path, *options: str) -> str:
+    """The program of a train step after optimizations, which the compiler dumps long before it is done."""
+    command = [sys.executable, "-m", "diffeqformer.plan", *options, "--programs=train", f"--dump={folder}"]
+    compiling = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, stdout=subprocess.DEVNULL)
+    while not list(folder.glob("*_train_step*.after_optimizations_after_buffer_assignment.txt")):
+        assert compiling.poll() is None
+        time.sleep(1)
+    compiling.terminate()
+    compiling.wait()
+    [file] = folder.glob("*_train_step*.after_optimizations.txt")
+    return file.read_text()
+
+
+@pytest.mark.parametrize(
+    "config, topology, state",
+    [
+        ("medium.py", "v5e:2x4", "8,1024,1024"),
+        ("medium.py:gpt", "v5e:2x4", "8,1024,1024"),
+        ("small.py", "v5e:2x4", "4,1024,768"),
+        ("llama_1b.py", "v5p:2x2x1", "16,1024,2048"),
+    ],
+)
+def test_no_loop_writes_what_masks_are_drawn_from(config, topology, state, tmp_path):
+    """With a mask in the fusion of a product, XLA for TPUs writes constants of the hash as arrays of the state's size.
+
+    Args:
+        state: shape of the state of a microbatch on a chip.
+    """
+    options = f"--config=configs/{config}", f"--topology={topology}", "--config.data.tokenizer_file=any"
+    text = optimized(tmp_path, *(options if "llama" in config else options[:2]))
+    bodies, loops = computations(text), re.findall(r" while\(.*body=(%[\w.-]+)", text)
+    lines = [line for loop in loops for line in bodies[loop] if re.search(rf"= \(?\w+\[{state}\]", line)]
+    assert len(loops) >= 3 and any(" fusion(" in line for line in lines)
+    assert not any(" broadcast(" in line for line in lines)
 
 
 @pytest.mark.parametrize("topology, batch_size", [("v5p:1x1x1", 16), ("v6e:1x1", 8)])

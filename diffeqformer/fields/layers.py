@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt32
@@ -188,13 +189,20 @@ def layer_norm(
         variance = jnp.mean(centred * centred, -1, keepdims=True)
     else:
         variance = jnp.maximum(jnp.mean(x * x, -1, keepdims=True) - mean * mean, 0.0)
-    return centred * jax.lax.rsqrt(variance + epsilon) * weights["scale"] + weights["shift"]
+    mean, inverse = saved_statistics(mean, jax.lax.rsqrt(variance + epsilon))
+    return (x - mean) * inverse * weights["scale"] + weights["shift"]
+
+
+def saved_statistics(*statistics: Float[Array, "*B 1"]) -> tuple[Float[Array, "*B 1"], ...]:
+    """A norm's statistics, which aren't computed again in the backward pass (`diffeqformer.solvers.walk.REMAT`)."""
+    return tuple(checkpoint_name(value, "norm") for value in statistics)
 
 
 def rms_norm(weights: dict, x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
     """RMSNorm over the last axis, in fp32; with a shift if the weights have one."""
     x = x.astype(jnp.float32)
-    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * weights["scale"]
+    [inverse] = saved_statistics(jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon))
+    y = x * inverse * weights["scale"]
     return y + weights["shift"] if "shift" in weights else y
 
 

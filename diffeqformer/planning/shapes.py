@@ -30,7 +30,7 @@ from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.programs import size_of
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, padded_vocabulary
+from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary
 
 
 @jax.custom_vjp
@@ -104,8 +104,9 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
     steps = longest_grid(config.model, num_steps)
     kept = states_kept(config.model, steps)
     loops = bytes_of_loops(program if kept is None else like(program, "step"), num_steps)
+    examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
     if kept is not None:
-        loops = loops._replace(stored=kept * loops.stored // steps)
+        loops = loops._replace(stored=kept * bytes_of_state(config, examples))
     again = bytes_of_loops(like(program, "none"), num_steps).stored
     model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
     vocabulary = padded_vocabulary(model)
@@ -116,7 +117,6 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
         number = 4
         sums = number * loops.gradient // compute + gradient["embeddings' gradient"]
         gradient = gradient | {"sums over microbatches": sums}
-    examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
     forward = {"weights": loops.weights - read_in_place(config, program, loops), "states": loops.stored, **gradient}
     moments = [
@@ -138,6 +138,14 @@ def like(program: Program, remat: str) -> Program:
 def states_kept(model: ConfigDict, num_steps: int) -> int | None:
     """How many states the way back needs at once, if not those between all steps; None: what the loops write."""
     return {"binomial": min(model.snapshots, num_steps) + 1, "reversible": 1}.get(model.remat)
+
+
+def bytes_of_state(config: ConfigDict, examples: int) -> int:
+    """The bytes of a solver's state between two steps."""
+    model = abstract_model(config)
+    x = jax.ShapeDtypeStruct((examples, config.sequence_length, config.model.width), model.state_dtype)
+    state = jax.eval_shape(model.solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 STATE = {"parameters": "params", "moments": "optimizer"}

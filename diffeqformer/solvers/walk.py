@@ -31,25 +31,29 @@ def _attention_of_cudnn(primitive, *_, **__) -> bool:
 
 
 def _products_of_examples(primitive, *operands, **parameters) -> bool:
-    return _of_examples(primitive, *operands) and POLICIES.dots_with_no_batch_dims_saveable(
-        primitive, *operands, **parameters
-    )
+    """Whether a value is the product of a state with a kernel, in this order.
+
+    In the other order are the products of `layers.heads_by_position`, which a TPU computes again in less time than it
+    takes to store and read them.
+    """
+    return POLICIES.dots_with_no_batch_dims_saveable(primitive, *operands, **parameters) and operands[0].ndim > 2
 
 
 POLICIES = jax.checkpoint_policies
 REMAT = {
     "none": _of_examples,
-    "step": None,
+    "step": POLICIES.save_only_these_names("norm"),
     "products": POLICIES.save_from_both_policies(
         _products_of_examples,
-        POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention"), _attention_of_cudnn),
+        POLICIES.save_from_both_policies(POLICIES.save_only_these_names("attention", "norm"), _attention_of_cudnn),
     ),
     "binomial": None,
     "reversible": None,
 }
 """What is stored for the backward pass: everything; the state between steps; the state between steps, products with
 weights, and attention by splash or cuDNN; some of the states between steps, by an optimal schedule (`checkpointing`);
-or the last one alone (`reversible`). Gathered weights, and kernels in another type, are never stored.
+or the last one alone (`reversible`). `step` and `products` also store the statistics of norms, two numbers a position.
+Gathered weights, and kernels in another type, are never stored.
 """
 
 

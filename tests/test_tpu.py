@@ -142,11 +142,11 @@ def test_a_large_product_takes_little_longer_than_at_peak():
 
 
 @pytest.mark.parametrize(
-    "options, state",
+    "options, state, heads",
     [
-        (["--config=configs/large.py", "--topology=v5p:2x2x4"], 1.44),
-        (["--config=configs/large.py", "--topology=v5e:4x8", "--slices=2"], 0.78),
-        (["--config=configs/llama_1b.py", "--topology=v5p:2x2x1", "--config.data.tokenizer_file=any"], 18.57),
+        (["--config=configs/large.py", "--topology=v5p:2x2x4"], 1.44, 4.22),
+        (["--config=configs/large.py", "--topology=v5e:4x8", "--slices=2"], 0.78, 1.05),
+        (["--config=configs/llama_1b.py", "--topology=v5p:2x2x1", "--config.data.tokenizer_file=any"], 18.57, 0),
     ],
     ids=lambda value: (
         " ".join(value[:2]).replace("--config=configs/", "").replace("--topology=", "")
@@ -154,11 +154,12 @@ def test_a_large_product_takes_little_longer_than_at_peak():
         else ""
     ),
 )
-def test_a_step_fits(options, state, tmp_path):
+def test_a_step_fits(options, state, heads, tmp_path):
     """The account for GPUs, whose attention stores as much, finds what the compiler lays out for these.
 
     Args:
         state: GiB per chip of the state and a batch.
+        heads: GiB per chip of queries, keys and values, which GPUs keep and TPUs compute again.
     """
     plan = planned(tmp_path, *options)
     assert plan["fits"] and plan["attention"] == "splash"
@@ -166,7 +167,7 @@ def test_a_step_fits(options, state, tmp_path):
     of_config = [option for option in options if option.startswith("--config")]
     by_shapes = planned(tmp_path, *of_config, f"--topology=h100:{plan['devices']}")
     needed, counted = (found["memory"]["capacity"] - found["memory"]["to_spare"] for found in (plan, by_shapes))
-    assert counted == pytest.approx(needed, rel=0.1)
+    assert counted - heads * GIB == pytest.approx(needed, rel=0.1)
 
 
 def compiled(folder: pathlib.Path) -> tuple[dict[str, list[str]], list[str]]:
@@ -232,11 +233,11 @@ def optimized(folder: pathlib.Path, *options: str) -> str:
         ("medium.py", "v5e:2x4", "8,1024,1024"),
         ("medium.py:gpt", "v5e:2x4", "8,1024,1024"),
         ("small.py", "v5e:2x4", "4,1024,768"),
-        ("llama_1b.py", "v5p:2x2x1", "16,1024,2048"),
+        ("llama_1b.py", "v5p:2x2x1", "64,2048,2048"),
     ],
 )
 def test_no_loop_writes_what_masks_are_drawn_from(config, topology, state, tmp_path):
-    """With a mask in the fusion of a product, XLA for TPUs writes constants of the hash as arrays of the state's size.
+    """From JAX's own generator, XLA for TPUs writes constants as arrays of the state's size.
 
     Args:
         state: shape of the state of a microbatch on a chip.

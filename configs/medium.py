@@ -18,7 +18,7 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("medium", model)
     config.steps = 40_001
     config.batch_size = 256
-    config.microbatches = 4
+    config.microbatches = 4  # of 8 sequences on each of 8 devices
     config.model.update(width=1024, heads=16, mlp=4096, num_steps=24, time_embed_dim=96, vocab_multiple=128)
     config.model.remat = "products"
     config.mesh.fsdp = 8

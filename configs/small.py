@@ -16,6 +16,6 @@ from diffeqformer.config import base_config
 
 def get_config(model: str = "diffeqformer"):
     config = base_config("small", model)  # its defaults are this configuration
-    config.microbatches = 16
+    config.microbatches = 16  # of 4 sequences on each of 8 devices
     config.model.update(vocab_multiple=128, remat="products")
     return config

@@ -17,7 +17,7 @@ def get_config(model: str = "diffeqformer"):
     config = base_config("wikitext103_small", model)
     config.steps = 10_001
     config.batch_size = 256
-    config.microbatches = 8
+    config.microbatches = 8  # of 4 sequences on each of 8 devices
     config.model.update(vocab_multiple=128, remat="products")
     config.data.task = "wikitext103"
     return config

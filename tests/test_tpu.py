@@ -167,7 +167,7 @@ def test_a_step_fits(options, state, heads, tmp_path):
     of_config = [option for option in options if option.startswith("--config")]
     by_shapes = planned(tmp_path, *of_config, f"--topology=h100:{plan['devices']}")
     needed, counted = (found["memory"]["capacity"] - found["memory"]["to_spare"] for found in (plan, by_shapes))
-    assert counted - heads * GIB == pytest.approx(needed, rel=0.1)
+    assert 0.9 < (counted - heads * GIB) / needed < 1.15  # with `step`, it counts too much (docs/scaling.md)
 
 
 def compiled(folder: pathlib.Path) -> tuple[dict[str, list[str]], list[str]]:
@@ -210,7 +210,7 @@ def test_a_step_on_64_chips_wastes_nothing(remat, most, time, tmp_path):
     check_projections(tmp_path, parts=8 * 4)
     bodies, loops = compiled(tmp_path)
     state = r"= \(?\w+\[4,1024,1280\]\S* "
-    assert len(loops) == 3 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
+    assert len(loops) == 2 and any(re.search(f"{state}fusion", line) for loop in loops for line in bodies[loop])
     assert not any(re.search(f"{state}broadcast", line) for loop in loops for line in bodies[loop])
 
 

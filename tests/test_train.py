@@ -344,7 +344,7 @@ def test_only_finite_states_are_saved_and_divergence_names_the_last_one(
 @pytest.mark.slow
 def test_gpt_small_takes_a_step_on_a_cpu():
     config = load_config("small")
-    config.update(batch_size=1, sequence_length=64, steps=2)
+    config.update(batch_size=1, microbatches=1, sequence_length=64, steps=2)
     config.data.tokenizer = "bytes"
     check_config(config, num_devices=1)
     _, state, scalars = run_steps(config, ONE_DEVICE, 1)

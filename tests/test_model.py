@@ -165,6 +165,14 @@ def test_dropout_follows_the_example_and_keeps_the_mean():
     np.testing.assert_array_equal(model(tokens, weights)[0], model(tokens, weights)[1])  # none without keys
 
 
+def test_dropout_drops_the_share_that_it_names_at_every_site():
+    keys, x = dropout_keys(0, jnp.int32(0), 4), jnp.ones((4, 64, 64))
+    masks = [dropout(x, Context(keys, 0.1).at_step(step), site) for step in (0, 1) for site in (0, 1)]
+    for mask in masks:
+        assert abs(float((mask == 0).mean()) - 0.1) < 0.01 and abs(float(mask.mean()) - 1) < 0.01
+    assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
+
+
 def test_masks_are_as_independent_as_drawn_ones():
     """Shares of drops and of pairs of drops are within five standard deviations, and so are sums by row and column."""
     rate, shape = 0.1, (4, 256, 512)

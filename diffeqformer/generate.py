@@ -13,7 +13,7 @@ from diffeqformer import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
-from diffeqformer.data.tokenizers import Tokenizer, lost_in
+from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, counted, printable
 from diffeqformer.finite import logits_of
 from diffeqformer.inference.batches import write_texts
@@ -115,9 +115,9 @@ def write(options) -> None:
         num_steps=options.num_steps,
         sliding_window=options.sliding_window,
     )
-    unknown = sum(lost_in(opened.tokenizer, text, opened.tokenizer.encode(text))[0] for text in prompts)
+    unknown = sum(opened.tokenizer.encode(text).count(opened.tokenizer.unknown) for text in prompts)
     if unknown and hosts.is_first():
-        print(f"--prompt: the tokenizer doesn't know all of it: {counted(unknown, 'unknown id')}", file=sys.stderr)
+        print(f"the tokenizer doesn't know all of the prompt: {counted(unknown, 'unknown id')}", file=sys.stderr)
     with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
         if options.prompts_file is None:
             said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)

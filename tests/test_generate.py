@@ -110,7 +110,7 @@ def test_unknown_ids_of_a_prompt_are_said(run, lossy_file, monkeypatch, capsys):
     lossy = dataclasses.replace(opened, tokenizer=SentencePieceTokenizer.open(str(lossy_file)))
     monkeypatch.setattr(checkpoint, "load_on_all", lambda *_: lossy)
     monkeypatch.setattr(generate_command, "write_tokens", lambda *_, **__: iter([np.array([5])]))
-    for prompt, said in (("Ж", "--prompt: the tokenizer doesn't know all of it: 1 unknown id\n"), ("the", "\n")):
+    for prompt, said in (("Ж", "the tokenizer doesn't know all of the prompt: 1 unknown id\n"), ("the", "\n")):
         generate_command.write(options_of(run, prompt=prompt))
         assert capsys.readouterr().err.startswith(said)
 

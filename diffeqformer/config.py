@@ -40,7 +40,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.sequence_length = 1024  # tokens in one sequence
 
     config.model = ConfigDict()
-    config.model.kind = model  # diffeqformer, alternative, looped, discretized, shared, gpt or llama
+    config.model.kind = model  # diffeqformer, alternative, looped, interpolated, discretized, shared, gpt or llama
     config.model.field = model if model in FIELDS else field  # the type of block: gpt or llama
     # The second norm reads the first one's output, as published. Applies to a llama field, except in the kind llama.
     config.model.norm_of_norm = True
@@ -56,7 +56,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.vocab_size = 50_257  # at least the tokenizer's
     config.model.vocab_multiple = 1  # embeddings are padded to a multiple of this; padding gets probability 0
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions
-    config.model.time_embed_dim = 20  # E, the paper's d_emb: parameters grow as E + 1 times one block
+    # E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: the number of knots.
+    config.model.time_embed_dim = 20
     config.model.sinusoidal_dim = 128  # number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
     # Times at which weights are trained: fixed, jittered, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).

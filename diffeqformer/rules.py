@@ -162,7 +162,11 @@ RULES = [
         "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
     _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
-    _without_hypernetwork("model.step_features", lambda v: not v, "left out"),
+    Rule(
+        "model.step_features",
+        lambda v, c: not v or MODELS[c.model.kind].weights.sinusoidal,
+        "must be left out for model.kind {c.model.kind}, whose weights no MLP of the time generates",
+    ),
     _one_of("model.training_times", TRAINING_TIMES),
     *_every(
         "model.training_depths",
@@ -339,9 +343,14 @@ class Ignored(NamedTuple):
 
 IGNORED = [
     Ignored(
-        "model.time_embed_dim model.sinusoidal_dim model.time_frequency mesh.generator",
+        "model.time_embed_dim mesh.generator",
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
+    ),
+    Ignored(
+        "model.sinusoidal_dim model.time_frequency",
+        lambda c: not (c.base or MODELS[c.model.kind].weights.sinusoidal),
+        "model.kind {c.model.kind} reads no sines of the time",
     ),
     Ignored(
         "kernels mesh.generator",

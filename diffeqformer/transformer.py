@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
 from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
 from diffeqformer.depth.grid import Grid
+from diffeqformer.depth.interpolated import InterpolatedWeights
 from diffeqformer.depth.looped import LoopedWeights
 from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.plain import PerLayerWeights, SharedWeights, plain_layer
@@ -72,6 +73,7 @@ MODELS = {
     "diffeqformer": Kind(GeneratedWeights, "euler"),
     "alternative": Kind(AlternativeWeights, "euler"),
     "looped": Kind(LoopedWeights, "euler"),
+    "interpolated": Kind(InterpolatedWeights, "lie_trotter"),
     "discretized": Kind(PerLayerWeights, "euler"),  # a diffeqformer's weights at the times of one grid
     "shared": Kind(SharedWeights, "euler"),
     "gpt": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="gpt"),

@@ -102,8 +102,8 @@ def test_right_overrides_pass():
     [
         (
             ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, alternative, looped, discretized, shared, gpt, llama, "
-            "but it is 'bert'\n",
+            "config.model.kind: must be one of diffeqformer, alternative, looped, interpolated, discretized, shared, "
+            "gpt, llama, but it is 'bert'\n",
         ),
         (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),

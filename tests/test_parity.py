@@ -18,6 +18,7 @@ from diffeqformer.fields.layers import Context, rms_norm
 from helpers import FAMILY, loss_and_gradient
 
 MODELS = list(authors.MODELS)
+KNOTS = 2  # of interpolated weights
 
 
 def difference(ours, theirs):
@@ -110,7 +111,11 @@ def reference_blocks(kind, params, num_steps):
         return reference.generated_blocks(params, num_steps, 8), reference.euler
     if kind in ("gpt", "llama"):
         return reference.per_layer_blocks(params, num_steps), reference.lie_trotter
-    blocks = {"shared": reference.shared_blocks, "discretized": reference.per_layer_blocks}[kind]
+    blocks = {
+        "shared": reference.shared_blocks,
+        "discretized": reference.per_layer_blocks,
+        "interpolated": reference.interpolated_blocks,
+    }[kind]
     return blocks(params, num_steps), reference.euler
 
 
@@ -139,7 +144,7 @@ def parameters(kind, field, num_steps):
             name: {**layers[name], "shift": 0.3 * layers[name]["scale"]} for name in ("norm_attention", "norm_mlp")
         }
         layers = {**layers, **norms}
-    part = 2 if kind == "shared" else slice(num_steps)
+    part = {"shared": 2, "interpolated": slice(KNOTS)}.get(kind, slice(num_steps))
     layers = jax.tree.map(lambda leaf: leaf[part], layers)
     return {**params, "depth": {"layers": layers}}
 
@@ -162,7 +167,8 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
 
         (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
         assert logits.dtype == jnp.float64
-    config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps)
+    changes = {"solver": "euler", "time_embed_dim": KNOTS} if kind == "interpolated" else {}
+    config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps, **changes)
     model = authors.build(config, params)
     assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
     _, ours = loss_and_gradient(nnx.graphdef(model), jax.device_put(params), jnp.asarray(tokens), None)

@@ -150,7 +150,7 @@ class GeneratedWeights(DepthWeights):
         rngs: source of the initial parameters.
     """
 
-    generated = generates_kernels = True
+    generated = generates_kernels = sinusoidal = True
     shared_mlp: ClassVar[bool] = False
     linear: ClassVar[type[nnx.Module]] = GeneratedLinear
 

@@ -23,6 +23,7 @@ class DepthWeights(nnx.Module):
 
     generated: the weights are a function of time, so there are weights for any grid.
     generates_kernels: their kernels are products with a projection P (`diffeqformer.depth.projection`).
+    sinusoidal: they read the time as sines and cosines.
     constant: one set is used at all times, and there is no axis T.
     fixed_depth: there is one set for each step, and the number of steps is fixed.
     precision: that of the products with P (`diffeqformer.fields.layers.PRECISIONS`).
@@ -30,6 +31,7 @@ class DepthWeights(nnx.Module):
 
     generated: ClassVar[bool] = False
     generates_kernels: ClassVar[bool] = False
+    sinusoidal: ClassVar[bool] = False
     constant: ClassVar[bool] = False
     fixed_depth: ClassVar[bool] = False
     precision: str = "default"

@@ -66,7 +66,10 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.training_depths = ""
     # The weights depend on the length of their step, too, down to 1 / step_features; 0: on the time alone.
     config.model.step_features = 0
-    config.model.generator_start = "published"  # initialisation of the hypernetwork: published, constant or varying
+    # Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated).
+    config.model.generator_start = "published"
+    # The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by 1.
+    config.model.base_width = 0
     # Products with a hypernetwork's P when the compute type is bfloat16: default (the device's: bf16 on TPUs, TF32 on
     # GPUs), or highest: fp32. In float32 all products of the model are fp32.
     config.model.generator_precision = "default"

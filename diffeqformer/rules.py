@@ -195,7 +195,8 @@ RULES = [
         "first step of a moved grid can be much shorter than the second",
     ),
     *_every(
-        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank mesh.generator data.processes",
+        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank mesh.generator data.processes "
+        "model.base_width",
         lambda v: v >= 0,
         "must not be negative",
     ),
@@ -220,6 +221,11 @@ RULES = [
     ),
     _one_of("model.lora_start", ADAPTER_STARTS),
     _one_of("model.generator_start", GENERATOR_STARTS),
+    Rule(
+        "model.base_width",
+        lambda v, c: not v or MODELS[c.model.kind].weights.generates_kernels or c.model.kind == "discretized",
+        "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
+    ),
     *_every(
         "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
         lambda v: v in ("float32", "bfloat16"),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from diffeqformer.depth.depths import MOST_STEPS, longest_grid, trained_depths
-from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights
+from diffeqformer.depth.generated import AlternativeWeights, GeneratedWeights, gain_of
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.interpolated import InterpolatedWeights
 from diffeqformer.depth.looped import LoopedWeights
@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.snapshots = config.snapshots
         self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
-        self.max_length, self.vocab_size = config.max_length, config.vocab_size
+        self.max_length, self.vocab_size, self.head_gain = config.max_length, config.vocab_size, gain_of(config)
         self.field = field = vector_field(config)
         embedding, rows = {"decays": True, "always_trains": True}, padded_vocabulary(config)
         axes = ("vocab", "embed")
@@ -262,7 +262,7 @@ class Transformer(nnx.Module):
     def head_matrix(self) -> Float[Array, "V D"]:
         """The matrix that maps a normalized state to logits, in the compute type."""
         matrix = self.token_embedding[...] if self.field.tied_head else self.lm_head[...].T
-        return matrix.astype(self.dtype)
+        return (matrix if self.head_gain == 1 else self.head_gain * matrix).astype(self.dtype)
 
 
 def check_length(length: int, max_length: int) -> None:

@@ -3,8 +3,18 @@
 Equation (6) and appendix A of the paper. For each layer of the vector field,
 
     e(t) = [t, sin(c t w), cos(c t w)],   w_k = 10000^(-k / n),  k = 0 ... n - 1
-    h(t) = lin2(silu(lin1(e(t))))
+    h(t) = s lin2(silu(lin1(e(t)))),   s = 1 as published (`GENERATOR_STARTS`)
     kernel(t) = h(t) P + B,   bias(t) = h(t) P_b,   scale(t) = 1 + h(t) P_s,   shift(t) = h(t) P_h
+
+With `model.base_width` = D0, kernels and the head's matrix are multiplied by D0 / D, and P and B start sqrt(D / D0)
+times as large. So Adam's rate need not change with the width D. These are the rules of CompleteP; its residual steps of
+1 / L are ours in any case.
+
+@article{dey2025completep,
+  title={Don't be lazy: {CompleteP} enables compute-efficient deep transformers},
+  author={Dey, Nolan and Zhang, Bin Claire and Noci, Lorenzo and others},
+  journal={arXiv:2505.01618},
+  year={2025}}
 
 With `model.step_features` = N, e has features of max(d, 1 / N) as well, where d is the step's length. Then the weights
 of longer steps belong to a map over the step. Those of steps up to 1 / N are a differential equation's.
@@ -68,24 +78,42 @@ def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P (given E) and B."""
+    """Standard deviations at initialisation: of lin1 and lin2 (None: 1 / sqrt(fan-in)), P (given E) and B.
+
+    scale: s, the factor of h (given E).
+    gain: the factor of kernels, see above.
+    """
 
     mlp: float | None
     projection: Callable[[int], float]
     constant: float
+    scale: Callable[[int], float] = lambda width: 1.0
+    gain: float = 1.0
 
 
 GENERATOR_STARTS = {
     "published": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.0),
     "constant": Start(mlp=0.02, projection=lambda width: 0.02, constant=0.02),
     "varying": Start(mlp=None, projection=lambda width: 0.015 / math.sqrt(width), constant=0.02),
+    "unit": Start(
+        mlp=None,
+        projection=lambda width: 0.04 * math.sqrt(width),
+        constant=0.02,
+        scale=lambda width: 0.25 / width,
+    ),
 }
 """The initialisation of the hypernetwork (`model.generator_start`).
 
 published: as in the authors' code. Kernels start at an rms of 1e-3 to 6e-3, so blocks are almost the identity.
 constant: as published, but B has a vanilla transformer's 0.02.
 varying: B has 0.02, and the hypernetwork's output varies with t from the first step (P has 0.003 for E = 24).
+unit: the same, but Adam moves h(t) P by a quarter of what it moves B, whatever E is: by the rate times the sum of |h|.
 """
+
+
+def gain_of(config) -> float:
+    """The factor of kernels and the head's matrix, from the `model` part of a config: D0 / D; 1 without base width."""
+    return config.base_width / config.width if config.base_width else 1.0
 
 
 def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T outputs"]:
@@ -94,32 +122,36 @@ def exact(x: Float[Array, "T inputs"], matrix: nnx.Param) -> Float[Array, "T out
 
 
 class TimeMLP(nnx.Module):
-    """h(t) = lin2(silu(lin1(e(t)))), of width E. Each layer of the vector field has one."""
+    """h(t) = s lin2(silu(lin1(e(t)))), of width E. Each layer of the vector field has one."""
 
-    def __init__(self, features: int, width: int, stddev: float | None, rngs: nnx.Rngs):
+    def __init__(self, features: int, width: int, start: Start, rngs: nnx.Rngs):
+        stddev, self.scale = start.mlp, start.scale(width)
         self.lin1 = parameter(rngs, (features, width), (None, "time_embed"), stddev=stddev or features**-0.5)
         self.lin1_bias = parameter(rngs, (width,), ("time_embed",))
         self.lin2 = parameter(rngs, (width, width), (None, "time_embed"), stddev=stddev or width**-0.5)
         self.lin2_bias = parameter(rngs, (width,), ("time_embed",))
 
     def __call__(self, features: Float[Array, "T features"]) -> Float[Array, "T E"]:
-        return exact(jax.nn.silu(exact(features, self.lin1) + self.lin1_bias), self.lin2) + self.lin2_bias
+        h = exact(jax.nn.silu(exact(features, self.lin1) + self.lin1_bias), self.lin2) + self.lin2_bias
+        return h if self.scale == 1 else self.scale * h
 
 
 class GeneratedLinear(nnx.Module):
     """kernel(t) = h(t) P + B and bias(t) = h(t) P_b."""
 
     def __init__(self, layer: Linear, width: int, start: Start, rngs: nnx.Rngs):
-        inputs, outputs = layer.axes
-        self.projection = parameter(
-            rngs, (layer.inputs, width, layer.outputs), (inputs, "time_embed", outputs), stddev=start.projection(width)
-        )
-        self.constant = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=start.constant)
+        (inputs, outputs), self.gain = layer.axes, start.gain
+        shape, stddev = (layer.inputs, width, layer.outputs), start.projection(width) / math.sqrt(self.gain)
+        self.projection = parameter(rngs, shape, (inputs, "time_embed", outputs), stddev=stddev)
+        stddev = start.constant / math.sqrt(self.gain)
+        self.constant = parameter(rngs, (layer.inputs, layer.outputs), layer.axes, stddev=stddev)
         if layer.bias:
             self.bias_projection = parameter(rngs, (width, layer.outputs), ("time_embed", outputs), stddev=1e-4)
 
     def __call__(self, h: Float[Array, "T E"], project: Callable = project) -> dict:
-        weights = {"kernel": project(h, self.projection[...], self.constant[...])}
+        constant = self.constant[...]
+        of_kernel = (h, constant) if self.gain == 1 else (self.gain * h, self.gain * constant)
+        weights = {"kernel": project(of_kernel[0], self.projection[...], of_kernel[1])}
         if hasattr(self, "bias_projection"):
             weights["bias"] = exact(h, self.bias_projection)
         return weights
@@ -145,7 +177,8 @@ class GeneratedWeights(DepthWeights):
 
     Args:
         config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c),
-            `step_features`, `generator_start`, a key of `GENERATOR_STARTS`, `dtype` and `generator_precision`.
+            `step_features`, `generator_start`, a key of `GENERATOR_STARTS`, `base_width`, `dtype` and
+            `generator_precision`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
@@ -159,14 +192,15 @@ class GeneratedWeights(DepthWeights):
         width = config.time_embed_dim
         # `generator_start` is of generated kernels; without them a command line may not set it (`rules.IGNORED`)
         start = GENERATOR_STARTS[config.generator_start if self.generates_kernels else "published"]
+        start = dataclasses.replace(start, gain=gain_of(config))
         self.step_features = config.step_features
         self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
         number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
         if self.shared_mlp:
-            self.mlp = TimeMLP(number, width, start.mlp, rngs)
+            self.mlp = TimeMLP(number, width, start, rngs)
         kinds, self.layers = {Linear: self.linear, Norm: GeneratedNorm}, nnx.Dict()
         for name, layer in layers.items():
-            mlp = None if self.shared_mlp else TimeMLP(number, width, start.mlp, rngs)
+            mlp = None if self.shared_mlp else TimeMLP(number, width, start, rngs)
             self.layers[name] = kinds[type(layer)](layer, width, start, rngs)
             if mlp is not None:
                 self.layers[name].mlp = mlp

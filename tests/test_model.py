@@ -16,7 +16,18 @@ from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.walk import REMAT
 from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import abstract_model, new_model, split_model
-from helpers import FAMILY, NO_DROPOUT, build_model, lively_model, load_config, normal, toy_config
+from helpers import (
+    FAMILY,
+    NO_DROPOUT,
+    ONE_DEVICE,
+    build_model,
+    lively_model,
+    load_config,
+    normal,
+    run_steps,
+    tokens_of,
+    toy_config,
+)
 
 
 def parameter_count(config) -> int:
@@ -80,6 +91,7 @@ BY_START = {
     "published": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.0},
     "constant": {"lin1": 0.02, "lin2": 0.02, "projection": 0.02, "constant": 0.02},
     "varying": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.015 * 24**-0.5, "constant": 0.02},
+    "unit": {"lin1": 65**-0.5, "lin2": 24**-0.5, "projection": 0.04 * 24**0.5, "constant": 0.02},
 }
 
 
@@ -87,7 +99,7 @@ BY_START = {
     "kind, field, start",
     [
         *((*model, "published") for model in FAMILY),
-        *(("diffeqformer", "gpt", start) for start in ("constant", "varying")),
+        *(("diffeqformer", "gpt", start) for start in ("constant", "varying", "unit")),
     ],
 )
 def test_every_parameter_starts_at_its_published_scale(kind, field, start):
@@ -99,6 +111,40 @@ def test_every_parameter_starts_at_its_published_scale(kind, field, start):
         assert abs(value.std() - stddev) <= 0.1 * stddev, path  # exactly 0 where it starts at zero
         assert abs(value.mean() - (path[-1] == "scale")) <= 0.1 * stddev, path
     np.testing.assert_array_equal(model.weights().layers["norm_mlp"]["scale"], 1.0)
+
+
+@pytest.mark.parametrize("field", ["gpt", "llama"])
+def test_the_unit_start_and_a_base_width_only_scale_what_parameters_make(field):
+    """So a model without them has the same logits if its parameters are scaled instead."""
+    scaled = lively_model("diffeqformer", field, generator_start="unit", base_width=16, time_embed_dim=24)
+    plain = build_model("diffeqformer", field, generator_start="varying", time_embed_dim=24)
+    factors = {"lin2": 0.25 / 24, "lin2_bias": 0.25 / 24, "projection": 0.5, "constant": 0.5, "lm_head": 0.5}
+    params = nnx.to_flat_state(nnx.state(scaled, nnx.Param))
+    nnx.update(
+        plain, nnx.from_flat_state({path: leaf.replace(leaf[...] * factors.get(path[-1], 1)) for path, leaf in params})
+    )
+    tokens = jnp.arange(24).reshape(2, 12)
+    ours, theirs = scaled(tokens, scaled.weights()), plain(tokens, plain.weights())
+    theirs *= 0.5 if field == "gpt" else 1  # its head is the embedding, which isn't scaled
+    np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+def test_with_a_base_width_a_rate_moves_models_of_any_width_alike():
+    def moved(width, base_width):
+        config = toy_config(steps=1000, model__width=width, model__mlp=4 * width, model__heads=width // 8)
+        config.model.update(base_width=base_width, generator_start="unit", solver="lie_trotter", time_embed_dim=8)
+        config.optimizer.update(learning_rate=8e-3, warmup_fraction=0.0, epsilon=1e-12)
+        tokens = tokens_of(0, config)
+
+        def logits(steps):
+            program, state, _ = run_steps(config, ONE_DEVICE, steps)
+            model = nnx.merge(program.graph, state["params"])
+            return model(jnp.asarray(tokens), model.weights())
+
+        return float(jnp.std(logits(6) - logits(0)))
+
+    base = moved(16, 16)
+    assert 0.7 * base < moved(64, 16) < 1.1 * base and moved(64, 0) > 2 * base
 
 
 @pytest.mark.long

@@ -1,0 +1,247 @@
+"""The search for a recipe: forms of the DiffEqFormer against a GPT and a Llama, each with its own tuned learning rate.
+
+    python experiments/recipe.py --at_once=2     # configs/tiny.py on two CPU cores; some hours
+
+Every form has the same budget. Each of --rates is tried with the seed 0 on the text of python_packages.py, and the best
+is used with --seeds others on the config's own text, which the choice hasn't seen. A form "at equal time" takes as many
+steps as fit into the time of its baseline's. Step times are measured once, in alternating rounds.
+
+Runs that --results holds aren't run again, and interrupted ones go on where they were. Two tables and a picture,
+<config>-recipe.md and .png in --folder, show the forms that have finished runs.
+"""
+
+import functools
+import math
+import pathlib
+import runpy
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from common import add_results, inspected, read_results, run_rows, train
+from python_packages import write_corpus
+
+from diffeqformer.console.progress import read_curves
+from diffeqformer.console.results import spread, write_text
+
+CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
+FORMS = flags.DEFINE_list("forms", None, "The forms to run, by default all.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
+FOLDER = flags.DEFINE_string("folder", "runs/recipe", "Folder of the runs, the corpus and the tables.")
+RESULTS = flags.DEFINE_string("results", "experiments/recipe.json", "The runs so far; new ones are added.")
+AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
+
+
+class Form(NamedTuple):
+    """A kind of model and the fields that differ from the config's, and the baseline that it is compared with.
+
+    equal_time: it is also run for as long as its baseline.
+    """
+
+    model: str
+    baseline: str
+    changes: dict[str, float | str | bool] = {}
+    equal_time: bool = False
+
+
+FORM = {
+    "gpt": Form("gpt", "gpt"),
+    "llama": Form("llama", "llama"),
+}
+
+
+class Run(NamedTuple):
+    """One run of a form. Its text is that of the tuning or the config's own."""
+
+    form: str
+    rate: str
+    seed: int
+    steps: int
+    tuning: bool = False
+
+    def name(self) -> str:
+        """Its key in the results, and its folder."""
+        text = "packages" if self.tuning else "own_text"
+        stem = pathlib.Path(CONFIG.value).stem
+        return f"{stem}-{self.form}-{self.rate}-seed_{self.seed}-{self.steps}_steps-{text}".replace(" ", "_")
+
+
+def options_of(form: str) -> list[str]:
+    """The options of a form."""
+    of = FORM[form]
+    return [
+        f"--config={CONFIG.value}:{of.model}",
+        *(f"--config.{field}={value}" for field, value in of.changes.items()),
+    ]
+
+
+def measure(corpus: list[str], run: Run, cores: list[int] | None) -> dict:
+    """Train one run. Returns validation bits/byte by step, and the number of parameters."""
+    options = [*options_of(run.form), f"--config.optimizer.learning_rate={run.rate}", f"--config.seed={run.seed}"]
+    options += [f"--config.steps={run.steps}", f"--config.eval_every={max(1, run.steps // 5)}"]
+    options += ["--config.checkpoints_kept=1", *(corpus if run.tuning else [])]
+    workdir = pathlib.Path(FOLDER.value) / run.name()
+    train(workdir, options, cores)
+    curve = read_curves(workdir)["validation/bits_per_byte"]
+    return {
+        "bits_per_byte": {str(step): curve[step] for step in sorted(curve)},
+        "parameters": sum(row["count"] for row in inspected(workdir)["parameters"]),
+    }
+
+
+def end(result: dict) -> float:
+    """The bits/byte at the end of a run."""
+    return list(result["bits_per_byte"].values())[-1]
+
+
+def best_rate(results: dict[str, dict], form: str) -> str | None:
+    """The best rate of a form; None while one hasn't been tried."""
+    tried = {rate: results.get(Run(form, rate, 0, STEPS.value, tuning=True).name()) for rate in RATES.value}
+    return min(tried, key=lambda rate: end(tried[rate])) if all(tried.values()) else None
+
+
+class Step:
+    """The compiled train step of a form, for timing."""
+
+    def __init__(self, form: str):
+        from diffeqformer.training.run import make_program
+
+        config = runpy.run_path(CONFIG.value)["get_config"](FORM[form].model)
+        config.update_from_flattened_dict(FORM[form].changes)
+        self.program = make_program(config)
+        self.state = self.program.init()
+        shape = config.batch_size, config.sequence_length
+        self.tokens = np.random.RandomState(0).randint(config.model.vocab_size, size=shape)
+
+    def seconds(self) -> float:
+        """The time of one step."""
+        start = time.perf_counter()
+        self.state, _ = self.program.train_step(self.state, self.tokens)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+
+def time_ratio(form: str) -> dict:
+    """The time of a form's step, divided by its baseline's: the median of 20 alternating pairs after a warm-up."""
+    steps = Step(form), Step(FORM[form].baseline)
+    pairs = [[step.seconds() for step in steps] for _ in range(25)][5:]
+    return {"ratio": round(statistics.median(own / other for own, other in pairs), 3)}
+
+
+def steps_at_equal_time(results: dict[str, dict], form: str) -> int | None:
+    """The steps that a form makes in the time of its baseline's; None if its times weren't measured."""
+    measured = results.get(time_key(form))
+    return measured and round(STEPS.value / measured["ratio"])
+
+
+def time_key(form: str) -> str:
+    """The key of `time_ratio` in the results."""
+    return f"{pathlib.Path(CONFIG.value).stem}-{form}-time"
+
+
+class Comparison(NamedTuple):
+    """A form against its baseline: bits/byte at the end by seed, and the differences of equal seeds."""
+
+    title: str
+    form: str
+    rate: str
+    ends: list[float]
+    differences: list[float]
+    parameters: int
+
+    def difference(self) -> str:
+        """The mean difference and its standard error."""
+        if len(self.differences) < 2:
+            return f"{self.differences[0]:+.3f}" if self.differences else "-"
+        error = statistics.stdev(self.differences) / math.sqrt(len(self.differences))
+        return f"{statistics.mean(self.differences):+.3f} ± {error:.3f}"
+
+
+def comparisons(results: dict[str, dict]) -> list[Comparison]:
+    """What is known so far."""
+    found = []
+    for form, of in FORM.items():
+        rate, baseline = best_rate(results, form), best_rate(results, of.baseline)
+        for title, steps in ((form, STEPS.value), (f"{form}, equal time", steps_at_equal_time(results, form))):
+            if not (rate and baseline and steps):
+                continue
+            seeds = range(1, 1 + SEEDS.value)
+            own, theirs = (
+                {seed: result for seed in seeds if (result := results.get(Run(name, at, seed, number).name()))}
+                for name, at, number in ((form, rate, steps), (of.baseline, baseline, STEPS.value))
+            )
+            if own:
+                differences = [end(own[seed]) - end(theirs[seed]) for seed in own if seed in theirs]
+                parameters = next(iter(own.values()))["parameters"]
+                found.append(Comparison(title, form, rate, list(map(end, own.values())), differences, parameters))
+    return found
+
+
+def table(found: list[Comparison]) -> str:
+    """The comparisons as Markdown."""
+    lines = ["| form | parameters | rate | bits/byte | against its baseline |", "|" + " --- |" * 5]
+    for each in found:
+        against = "" if FORM[each.form].baseline == each.title else each.difference()
+        lines.append(f"| {each.title} | {each.parameters:,} | {each.rate} | {spread(each.ends, 3)} | {against} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: list[Comparison], path: pathlib.Path) -> None:
+    """Plot the differences from the baselines: a line for each comparison, a point for each seed."""
+    from diffeqformer.console.figures import COLOURS, new_figure
+
+    found = [each for each in found if FORM[each.form].baseline != each.title and each.differences][::-1]
+    figure, [[panel]] = new_figure(1, 1, (8, 1 + 0.35 * len(found)))
+    for row, each in enumerate(found):
+        colour = COLOURS[list(FORM).index(FORM[each.form].baseline) % len(COLOURS)]
+        panel.plot(each.differences, [row] * len(each.differences), "o", color=colour, alpha=0.5)
+        panel.plot(statistics.mean(each.differences), row, "|", color=colour, markersize=14, markeredgewidth=3)
+    panel.axvline(0, color="black", linewidth=1)
+    panel.set(yticks=range(len(found)), xlabel="bits/byte above the baseline, which is at 0 (less is better)")
+    panel.set_yticklabels([each.title for each in found], fontsize=8)
+    panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+    jax.config.update("jax_platforms", "cpu")  # the runs need the accelerator
+    folder, path = pathlib.Path(FOLDER.value), pathlib.Path(RESULTS.value)
+    wanted = FORMS.value or list(FORM)
+    for form in wanted:
+        if form not in FORM:
+            sys.exit(f"--forms: must be of {', '.join(FORM)}, but one is {form!r}")
+    corpus = write_corpus(folder)
+
+    def show(results):
+        if found := comparisons(results):
+            name = f"{pathlib.Path(CONFIG.value).stem}-recipe"
+            write_text(folder / f"{name}.md", table(found))
+            plot(found, folder / f"{name}.png")
+
+    def finish(runs):
+        return run_rows(runs, Run.name, functools.partial(measure, corpus), path, AT_ONCE.value, show)
+
+    tried = [Run(form, rate, 0, STEPS.value, tuning=True) for form in wanted for rate in RATES.value]
+    results = finish(tried)
+    for form in wanted:
+        if FORM[form].equal_time and time_key(form) not in results:
+            results = add_results(path, {time_key(form): time_ratio(form)})
+    rates, seeds = {form: best_rate(results, form) for form in wanted}, range(1, 1 + SEEDS.value)
+    runs = [Run(form, rates[form], seed, STEPS.value) for seed in seeds for form in wanted]
+    for form in wanted:
+        if steps := FORM[form].equal_time and steps_at_equal_time(results, form):
+            runs += [Run(form, rates[form], seed, steps) for seed in seeds]
+    finish(runs)
+    show(read_results(path))
+    print(table(comparisons(read_results(path))))
+
+
+if __name__ == "__main__":
+    app.run(main)

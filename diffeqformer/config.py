@@ -98,11 +98,12 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.generate_chunk = 0
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw, or muon for the blocks' matrices (see diffeqformer.training.muon)
     config.optimizer.learning_rate = 6e-4  # peak rate, after the warm-up
     config.optimizer.weight_decay = 0.1  # decoupled
     # What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).
     config.optimizer.decay = "as_published"
-    config.optimizer.beta1 = 0.9  # decay of Adam's first moment, per step
+    config.optimizer.beta1 = 0.9  # decay of Adam's first moment, per step; that of Muon's is 0.95
     config.optimizer.beta2 = 0.999  # decay of its second moment
     config.optimizer.epsilon = 1e-8  # added to the second moment's root
     config.optimizer.moment_dtype = "float32"  # type of Adam's first moment: float32 or bfloat16

@@ -112,6 +112,7 @@ RULES = [
         "must not be negative",
     ),
     *_every("model.dropout optimizer.beta1 optimizer.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
+    _one_of("optimizer.name", ("adamw", "muon")),
     _one_of("optimizer.schedule", SCHEDULES),
     Rule(
         "optimizer.warmup_steps",

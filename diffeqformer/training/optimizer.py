@@ -1,15 +1,19 @@
-"""AdamW as published: clipping, weight decay masks, linear warm-up and cosine decay to a tenth; or a stable rate."""
+"""AdamW as published, or Muon: clipping, weight decay masks, warm-up and cosine decay to a tenth; or a stable rate."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from diffeqformer.depth.projection import Factors
 from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.rules import decay_start
+from diffeqformer.training.muon import with_muon
 from diffeqformer.training.projections import Projections
 from diffeqformer.transformer import Transformer, merge_trees, parameter_metadata, select
 
@@ -64,15 +68,17 @@ def decay_mask(model: Transformer, decay: str) -> dict:
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 
-def make_optimizer(config, decays: dict, clips: bool = True) -> optax.GradientTransformation:
-    """AdamW over a run of `config.steps` updates, from its `optimizer` part.
+def make_optimizer(config, decays: dict, clips: bool = True, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """AdamW or Muon over a run of `config.steps` updates, from its `optimizer` part.
 
     Args:
         decays: which of the trained parameters get weight decay.
         clips: False: gradients come clipped. The state is the same.
+        mesh: the devices that share the work of Muon.
     """
-    adamw = optax.adamw(
-        learning_rate_schedule(config),
+    schedule = learning_rate_schedule(config)
+    optimizer = optax.adamw(
+        schedule,
         b1=config.optimizer.beta1,
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
@@ -80,29 +86,33 @@ def make_optimizer(config, decays: dict, clips: bool = True) -> optax.GradientTr
         mu_dtype=config.optimizer.moment_dtype,
         mask=decays,
     )
+    if config.optimizer.name == "muon":
+        optimizer = with_muon(optimizer, schedule, config.optimizer.weight_decay, decays, mesh)
     clip_norm = config.optimizer.clip_norm
     if not clip_norm:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(clip_norm) if clips else optax.identity(), adamw)
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(clip_norm) if clips else optax.identity(), optimizer)
 
 
 class Optimizer:
-    """AdamW for gradients that have `Factors` in the place of each P. Its state is that of `make_optimizer`.
+    """Updates from gradients that have `Factors` in the place of each P. The state is that of `make_optimizer`.
 
     Args:
         config: a checked config.
         decays: which of the trained parameters get weight decay.
-        projections: how each P is updated; None if the model has none.
+        projections: how AdamW updates each P; None if the model has none.
+        mesh: as in `make_optimizer`.
     """
 
-    def __init__(self, config, decays: dict, projections: Projections | None):
+    def __init__(self, config, decays: dict, projections: Projections | None, mesh: Mesh | None = None):
         self.config, self.projections = config.optimizer, projections
         self.precision = projections.precision if projections else "default"
         self.schedule = learning_rate_schedule(config)
-        fused = projections.fused if projections else ()
+        fused = projections.fused if projections and self.config.name == "adamw" else ()
         self.fused = {("depth", "layers", name, "projection"): name for name in fused}
         self.decays = traverse_util.flatten_dict(decays)
-        self.whole, self.rest = make_optimizer(config, decays), make_optimizer(config, self._rest(decays), clips=False)
+        self.whole = make_optimizer(config, decays, mesh=mesh)
+        self.rest = make_optimizer(config, self._rest(decays), clips=False, mesh=mesh)
 
     def _rest(self, tree: dict) -> dict:
         """The part of a tree of parameters that optax updates. The kernels update the others."""
@@ -117,10 +127,13 @@ class Optimizer:
             leaf = leaf.product() if isinstance(leaf, Factors) else leaf
             return jax.lax.select(norm < limit, leaf, (leaf / norm.astype(leaf.dtype)) * limit) if limit else leaf
 
+        clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
+        if self.config.name == "muon":
+            updates, state = self.rest.update(clipped, state, params)
+            return optax.apply_updates(params, updates), state, norm
         adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
         means = optax.tree.cast(self._rest(adam.mu), jnp.float32)  # optax would round beta1 to their type
         rest = optax.tree_utils.tree_set(state, mu=means, nu=self._rest(adam.nu))
-        clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
         updates, rest = self.rest.update(clipped, rest, self._rest(params))
         after = optax.tree_utils.tree_get(rest, "ScaleByAdamState")
         new = [optax.apply_updates(self._rest(params), updates), after.mu, after.nu]
@@ -146,6 +159,17 @@ class Optimizer:
             for leaves, leaf in zip(found, new):
                 leaves[path] = leaf
         return [traverse_util.unflatten_dict(leaves) for leaves in found]
+
+
+def like_parameters(state: optax.OptState, of_params: dict, otherwise: Any) -> optax.OptState:
+    """A tree like an optimizer's state that has, for the moments of each parameter, what `of_params` has for it."""
+    leaves = traverse_util.flatten_dict(of_params)
+
+    def of(path, _):
+        names = tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
+        return next((leaves[names[at:]] for at in range(len(names)) if names[at:] in leaves), otherwise)
+
+    return jax.tree_util.tree_map_with_path(of, state)
 
 
 def is_factors(leaf) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from clu import metrics
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -24,7 +23,7 @@ from diffeqformer.parallel.mesh import divide_generator
 from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
 from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.optimizer import Optimizer, decay_mask
+from diffeqformer.training.optimizer import Optimizer, decay_mask, like_parameters
 from diffeqformer.transformer import (
     Transformer,
     abstract_model,
@@ -95,7 +94,7 @@ class Program:
         else:
             self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
-        self.optimizer = Optimizer(config, decays, self.loss.projections)
+        self.optimizer = Optimizer(config, decays, self.loss.projections, self.mesh)
         self.batch_sharding, self.everywhere = sharding(self.mesh, "batch", None), NamedSharding(self.mesh, EVERYWHERE)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
@@ -157,13 +156,7 @@ class Program:
         moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         of_params = shardings(self.mesh, self.loss.param_specs)
-        of_moments = optax.tree_map_params(
-            self.optimizer.whole,
-            lambda _, of_param: of_param,
-            moments,
-            self.trained(of_params),
-            transform_non_params=lambda _: self.everywhere,
-        )
+        of_moments = like_parameters(moments, self.trained(of_params), otherwise=self.everywhere)
         return placed(
             {"params": params, "optimizer": moments, "step": step},
             {"params": of_params, "optimizer": of_moments, "step": self.everywhere},

@@ -46,6 +46,8 @@ def run_and_score(config, mesh):
             [(1, 8, 1)],
         ),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
+        ("diffeqformer", "gpt", {"optimizer__name": "muon"}, [(2, 2, 2)]),
+        pytest.param("gpt", "gpt", {"optimizer__name": "muon"}, [(8, 1, 1)], marks=pytest.mark.slow),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):

@@ -38,32 +38,54 @@ def orthogonal(matrices: Float[Array, "N inputs outputs"]) -> Float[Array, "N in
     return UPDATE_RMS * max(matrices.shape[1:]) ** 0.5 * made
 
 
-def orthogonal_on(mesh: Mesh | None, name: str, update: Array) -> Array:
+def orthogonal_on(place: NamedSharding | None, name: str, update: Array) -> Array:
     """`orthogonal` for a parameter with that name: a kernel with or without an axis of time, P or B.
 
-    Its matrices are divided among the devices of a mesh, whatever the parameter's own sharding is, so that none is
-    worked on twice and each is whole on its device.
+    Args:
+        place: the parameter's sharding. Its matrices are divided among all devices of the mesh, so that each is whole
+            on a device and none is worked on twice. For this, one axis of the mesh after the other moves from rows or
+            columns to the matrices, which is an all-to-all.
     """
     by_matrix = update.swapaxes(0, 1) if name == "projection" else update.reshape(-1, *update.shape[-2:])
     count = len(by_matrix)
-    if mesh is not None:
-        place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        padded = jnp.pad(by_matrix, ((0, -count % mesh.size), (0, 0), (0, 0)))
-        made = orthogonal(jax.lax.with_sharding_constraint(padded, place))
-        made = jax.lax.with_sharding_constraint(made, place)[:count]
-    else:
+    if place is None:
         made = orthogonal(by_matrix)
+    else:
+        spec = [*place.spec, *[None] * (update.ndim - len(place.spec))]
+        there = _on_the_way(place.mesh, spec[0 if name == "projection" else -2], spec[-1])
+        made = jnp.pad(by_matrix, ((0, -count % place.mesh.size), (0, 0), (0, 0)))
+        for step in there:
+            made = jax.lax.with_sharding_constraint(made, step)
+        made = orthogonal(made)
+        for step in there[::-1]:
+            made = jax.lax.with_sharding_constraint(made, step)
+        made = made[:count]
     return made.swapaxes(0, 1) if name == "projection" else made.reshape(update.shape)
 
 
-def orthogonalize(mesh: Mesh | None) -> optax.GradientTransformation:
-    """`orthogonal_on` for a tree of parameters."""
+def _on_the_way(mesh: Mesh, *cut: str | tuple[str, ...] | None) -> list[NamedSharding]:
+    """The shardings of matrices [N, inputs, outputs] until each is whole on its device.
+
+    Args:
+        cut: the axes of the mesh that cut inputs, and those that cut outputs.
+    """
+    rows, columns = ((axes,) if isinstance(axes, str) else axes or () for axes in cut)
+    rest = tuple(axis for axis in mesh.axis_names if axis not in (*rows, *columns))
+    steps = (columns, rows), ((*columns, *rows),), ((*columns, *rows, *rest),)
+    return [NamedSharding(mesh, PartitionSpec(*step)) for step in steps]
+
+
+def orthogonalize(places: dict | None) -> optax.GradientTransformation:
+    """`orthogonal_on` for a tree of parameters, of which `places` has the shardings."""
+    flat = traverse_util.flatten_dict(places or {})
+
+    def made(path, leaf):
+        names = tuple(part.key for part in path)
+        return orthogonal_on(flat.get(names), names[-1], leaf)
 
     def update(updates, state, params=None):
         del params
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: orthogonal_on(mesh, path[-1].key, leaf), updates
-        ), state
+        return jax.tree_util.tree_map_with_path(made, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -73,7 +95,7 @@ def with_muon(
     schedule: optax.Schedule,
     weight_decay: float,
     decays: dict,
-    mesh: Mesh | None = None,
+    places: dict | None = None,
 ) -> optax.GradientTransformation:
     """Muon for `MATRICES` of the depth weights, and another optimizer for the rest.
 
@@ -82,14 +104,14 @@ def with_muon(
         schedule: the learning rate.
         weight_decay: decoupled.
         decays: which parameters get weight decay: a tree like the parameters.
-        mesh: the devices that share the work.
+        places: their shardings, if there are several devices, which then share the work.
     """
     labels = traverse_util.path_aware_map(
         lambda path, _: "muon" if path[0] == "depth" and path[-1] in MATRICES else "adamw", decays
     )
     muon = optax.chain(
         optax.trace(decay=MOMENTUM, nesterov=True),
-        orthogonalize(mesh),
+        orthogonalize(places),
         optax.add_decayed_weights(weight_decay, decays),
         optax.scale_by_learning_rate(schedule),
     )

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
@@ -68,13 +67,15 @@ def decay_mask(model: Transformer, decay: str) -> dict:
     return jax.tree.map(lambda decays: decays or everything, parameter_metadata(model, "decays"))
 
 
-def make_optimizer(config, decays: dict, clips: bool = True, mesh: Mesh | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    config, decays: dict, clips: bool = True, places: dict | None = None
+) -> optax.GradientTransformation:
     """AdamW or Muon over a run of `config.steps` updates, from its `optimizer` part.
 
     Args:
         decays: which of the trained parameters get weight decay.
         clips: False: gradients come clipped. The state is the same.
-        mesh: the devices that share the work of Muon.
+        places: the parameters' shardings, if there are several devices, which then share Muon's work.
     """
     schedule = learning_rate_schedule(config)
     optimizer = optax.adamw(
@@ -87,7 +88,7 @@ def make_optimizer(config, decays: dict, clips: bool = True, mesh: Mesh | None =
         mask=decays,
     )
     if config.optimizer.name == "muon":
-        optimizer = with_muon(optimizer, schedule, config.optimizer.weight_decay, decays, mesh)
+        optimizer = with_muon(optimizer, schedule, config.optimizer.weight_decay, decays, places)
     clip_norm = config.optimizer.clip_norm
     if not clip_norm:
         return optimizer
@@ -101,18 +102,18 @@ class Optimizer:
         config: a checked config.
         decays: which of the trained parameters get weight decay.
         projections: how AdamW updates each P; None if the model has none.
-        mesh: as in `make_optimizer`.
+        places: as in `make_optimizer`.
     """
 
-    def __init__(self, config, decays: dict, projections: Projections | None, mesh: Mesh | None = None):
+    def __init__(self, config, decays: dict, projections: Projections | None, places: dict | None = None):
         self.config, self.projections = config.optimizer, projections
         self.precision = projections.precision if projections else "default"
         self.schedule = learning_rate_schedule(config)
         fused = projections.fused if projections and self.config.name == "adamw" else ()
         self.fused = {("depth", "layers", name, "projection"): name for name in fused}
         self.decays = traverse_util.flatten_dict(decays)
-        self.whole = make_optimizer(config, decays, mesh=mesh)
-        self.rest = make_optimizer(config, self._rest(decays), clips=False, mesh=mesh)
+        self.whole = make_optimizer(config, decays, places=places)
+        self.rest = make_optimizer(config, self._rest(decays), clips=False, places=places)
 
     def _rest(self, tree: dict) -> dict:
         """The part of a tree of parameters that optax updates. The kernels update the others."""

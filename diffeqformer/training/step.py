@@ -93,8 +93,9 @@ class Program:
             self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk)
         else:
             self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
+        of_params = shardings(self.mesh, self.loss.param_specs)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
-        self.optimizer = Optimizer(config, decays, self.loss.projections, self.mesh)
+        self.optimizer = Optimizer(config, decays, self.loss.projections, self.trained(of_params))
         self.batch_sharding, self.everywhere = sharding(self.mesh, "batch", None), NamedSharding(self.mesh, EVERYWHERE)
         self.state_shapes = self._state_shapes(abstract)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)

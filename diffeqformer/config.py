@@ -53,6 +53,8 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.solver = MODELS[model].solver if model in MODELS else "euler"
     # Steps have the length 1, as in a gpt or llama, and not 1 / num_steps; for a shared model, both are possible.
     config.model.unit_steps = MODELS[model].vanilla if model in MODELS else False
+    # The length of the whole depth: a step adds span / num_steps times the field, a transformer's layer adds it once.
+    config.model.span = 1.0
     config.model.vocab_size = 50_257  # at least the tokenizer's
     config.model.vocab_multiple = 1  # embeddings are padded to a multiple of this; padding gets probability 0
     config.model.max_length = 1024  # tokens of the longest text; a gpt field learns as many positions

@@ -102,7 +102,7 @@ RULES = [
     *_every("name", lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters"),
     *_every("seed", lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
     *_every(
-        "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha",
+        "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha model.span",
         lambda v: 0 < v < math.inf,
         "must be a positive number",
     ),
@@ -150,6 +150,11 @@ RULES = [
         "model.unit_steps",
         lambda v, c: not v or not MODELS[c.model.kind].weights.generated,
         "must be False for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
+    ),
+    Rule(
+        "model.span",
+        lambda v, c: v == 1 or not c.model.unit_steps,
+        "must be 1 where every step has the length 1 (model.unit_steps)",
     ),
     Rule(
         "model.solver",

@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
-        self.num_steps, self.unit_steps = config.num_steps, config.unit_steps
+        self.num_steps, self.unit_steps, self.span = config.num_steps, config.unit_steps, config.span
         self.most_steps = max(longest_grid(config, depth) for depth in trained_depths(config))  # in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
@@ -148,13 +148,13 @@ class Transformer(nnx.Module):
             UserError: if `num_steps` is below 1 or above `MOST_STEPS`.
         """
         if isinstance(num_steps, tuple):
-            return Grid.of(np.array(num_steps, np.float64), self.solver.nodes)
+            return Grid.of(np.array(num_steps, np.float64), self.solver.nodes, self.span)
         num_steps = self.num_steps if num_steps is None else num_steps
         if not 1 <= num_steps <= MOST_STEPS:
             bound = "at least 1" if num_steps < 1 else f"at most {MOST_STEPS:,}"
             raise UserError(f"num_steps: must be {bound}, but it is {num_steps}")
         ends = np.arange(1, num_steps + 1) / (1 if self.unit_steps else num_steps)
-        return Grid.of(ends, self.solver.nodes)
+        return Grid.of(ends, self.solver.nodes, self.span)
 
     @at_its_precision
     def weights(self, grid: Grid | None = None) -> StackedWeights:

@@ -87,6 +87,7 @@ WRONG = {
     "model.step_features": 1,
     "model.solver": "rk3",
     "model.unit_steps": True,
+    "model.span": 0.0,
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,
     "model.lora_start": "one",

@@ -28,26 +28,28 @@ class Grid:
     ends: the time at which each step ends; the first one starts at 0.
     times: the times at which the solver takes weights: its nodes within each step, step by step. A node shared by two
         steps occurs twice, which costs less than removing the duplicate.
+    span: the factor of the lengths of steps.
     """
 
     ends: Float[np.ndarray | Array, "L"]
     times: Float[np.ndarray | Array, "T"]
+    span: float = 1.0
 
     @classmethod
-    def of(cls, ends: Float[np.ndarray | Array, "L"], nodes: tuple[float, ...] = (1.0,)) -> "Grid":
+    def of(cls, ends: Float[np.ndarray | Array, "L"], nodes: tuple[float, ...] = (1.0,), span: float = 1.0) -> "Grid":
         """The grid of steps that end at `ends`, for a solver with these nodes (0: the start of a step, 1: its end)."""
         xp, ends = _library(ends)
         starts = xp.concatenate([xp.zeros(1, ends.dtype), ends[:-1]])
         times = [ends if node == 1 else starts + node * (ends - starts) for node in nodes]
-        return cls(ends, xp.stack(times, axis=1).ravel())
+        return cls(ends, xp.stack(times, axis=1).ravel(), span)
 
     @property
     def step_sizes(self) -> Float[Array, "L"]:
-        """The length of each step in fp32. Differences are taken in float64, unless the ends are on the device."""
-        return jnp.asarray(self._differences(), jnp.float32)
+        """`span` times each step's part of the depth, in fp32, from float64 unless the ends are on the device."""
+        return jnp.asarray(self.span * self._differences(), jnp.float32)
 
     def step_sizes_at_times(self) -> Float[np.ndarray | Array, "T"]:
-        """For each of `times`, the length of its step."""
+        """For each of `times`, the part of the depth that its step takes."""
         xp, _ = _library(self.ends)
         return xp.repeat(self._differences(), len(self.times) // len(self.ends))
 
@@ -67,10 +69,10 @@ def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, 
     """
     if how in ("shifted", "mixed"):
         ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
-        return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes)
+        return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)
     ends, sizes = (np.repeat(each, len(nodes)) for each in (grid.ends, np.diff(grid.ends, prepend=0.0)))
     times = jnp.maximum(ends - sizes * jax.random.uniform(key, grid.times.shape, jnp.float32), 0.0)
-    return Grid(jnp.asarray(grid.ends, jnp.float32), times.astype(jnp.float32))
+    return Grid(jnp.asarray(grid.ends, jnp.float32), times.astype(jnp.float32), grid.span)
 
 
 def _library(times):

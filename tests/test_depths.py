@@ -24,7 +24,7 @@ from diffeqformer.training import loop, memory
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import new_model
-from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
+from helpers import ONE_DEVICE, build_model, first_state, lively_model, tokens_of, toy_config
 from runs import curves
 
 
@@ -191,3 +191,17 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     rows = inspect.inspect_run(tmp_path / "whole")["validation"]
     assert [row["bits_per_byte_at_2"] for row in rows] == list(found["validation/bits_per_byte_at_2"].values())
     assert "bits/byte    at 1    at 2\n  4 " in inspect.text(inspect.inspect_run(tmp_path / "whole"))
+
+
+def test_a_transformer_is_interpolated_weights_at_their_knots_over_a_span_of_its_layers():
+    """To the last bit; between the knots, weights are in a straight line."""
+    gpt = lively_model("gpt", num_steps=3)
+    ours = build_model("interpolated", "gpt", num_steps=3, time_embed_dim=3, span=3.0)
+    nnx.update(ours, nnx.state(gpt, nnx.Param))
+    tokens = jnp.arange(24).reshape(2, 12)
+    np.testing.assert_array_equal(ours(tokens, ours.weights()), gpt(tokens, gpt.weights()))
+    knots, between = (ours.weights(ours.grid(steps)).layers["qkv"]["kernel"] for steps in (3, 6))
+    np.testing.assert_array_equal(between[1::2], knots)
+    np.testing.assert_array_equal(between[0], knots[0])
+    np.testing.assert_allclose(between[2::2], (knots[:-1] + knots[1:]) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(ours.weights(ours.grid(6)).step_sizes, np.float32(0.5))

@@ -9,6 +9,7 @@ import tokenize
 from typing import Any
 
 from absl import flags
+from flax import traverse_util
 from ml_collections import ConfigDict
 
 from diffeqformer.data.tokenizers import Tokenizer
@@ -82,11 +83,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.dropout = 0.1  # on the embedding and on each branch's output
     # Type of matrix products; parameters and times are float32. float32 means fp32 on every device.
     config.model.dtype = "bfloat16"
-    config.model.state_dtype = "float32"  # type of the state between steps: float32 or bfloat16
-    # The type in which gradients of all steps' weights are summed over copies, and those of shared weights over steps:
-    # float32 or bfloat16. (Over microbatches: float32.) Shared weights have this type; others, and their sums over
-    # fsdp, have the shorter of this and dtype.
-    config.model.weights_dtype = "float32"
     # What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored;
     # products: every step except for its products with weights and, if splash or cuDNN computes it, its attention;
     # binomial: every step, some of them several times, so that only `snapshots` of the states between steps are stored;
@@ -108,7 +104,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.optimizer.beta1 = 0.9  # decay of Adam's first moment, per step; that of Muon's is 0.95
     config.optimizer.beta2 = 0.999  # decay of its second moment
     config.optimizer.epsilon = 1e-8  # added to the second moment's root
-    config.optimizer.moment_dtype = "float32"  # type of Adam's first moment: float32 or bfloat16
     config.optimizer.clip_norm = 1.0  # limit of the gradient's global norm; 0 disables clipping
     # After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be
     # given more steps, and goes on from before its decay.
@@ -157,6 +152,23 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     return config.lock()
 
 
+REMOVED = {"model.state_dtype": "float32", "model.weights_dtype": "float32", "optimizer.moment_dtype": "float32"}
+"""Fields that configs once had, and the only value that a saved one may have there."""
+
+
+def without_removed(fields: dict) -> dict:
+    """The fields of a saved config without those that are `REMOVED`.
+
+    Raises:
+        ValueError: if one of these has another value than it may have.
+    """
+    fields = traverse_util.flatten_dict(fields, sep=".")
+    for name, only in REMOVED.items():
+        if (value := fields.pop(name, only)) != only:
+            raise ValueError(f"config.{name} is {value!r}, but this version only knows {only!r}")
+    return traverse_util.unflatten_dict(fields, sep=".")
+
+
 def saved_config(fields: dict) -> ConfigDict:
     """The config of a checkpoint. A field newer than the checkpoint gets the value that keeps the old behaviour.
 
@@ -168,6 +180,7 @@ def saved_config(fields: dict) -> ConfigDict:
     if isinstance(fields["model"]["remat"], bool):  # its first type
         remat = "step" if fields["model"]["remat"] else "none"
         fields = {**fields, "model": {**fields["model"], "remat": remat}}
+    fields = without_removed(fields)
     if isinstance(fields["model"].get("step_features"), bool):  # its first type, without a shortest length
         step_features = 2**16 if fields["model"]["step_features"] else 0
         fields = {**fields, "model": {**fields["model"], "step_features": step_features}}

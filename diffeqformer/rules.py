@@ -233,7 +233,7 @@ RULES = [
         "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
     *_every(
-        "model.dtype model.state_dtype model.weights_dtype optimizer.moment_dtype",
+        "model.dtype",
         lambda v: v in ("float32", "bfloat16"),
         "must be float32 or bfloat16",
     ),
@@ -285,16 +285,6 @@ RULES = [
         "model.remat",
         lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
         "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})",
-    ),
-    Rule(
-        "model.state_dtype",
-        lambda v, c: v == "float32" or c.model.remat != "reversible",
-        "must be float32 for model.remat reversible, which steps back",
-    ),
-    Rule(
-        "model.weights_dtype",
-        lambda v, c: v == "float32" or c.model.dtype != "float32",
-        "must be float32 for model.dtype float32, or else training alone would round weights",
     ),
     _one_of("optimizer.decay", ("as_published", "everything", "matrices")),
     Rule(

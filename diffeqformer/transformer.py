@@ -105,7 +105,6 @@ class Transformer(nnx.Module):
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat
         self.snapshots = config.snapshots
-        self.state_dtype, self.weights_dtype = jnp.dtype(config.state_dtype), jnp.dtype(config.weights_dtype)
         self.max_length, self.vocab_size, self.head_gain = config.max_length, config.vocab_size, gain_of(config)
         self.field = field = vector_field(config)
         embedding, rows = {"decays": True, "always_trains": True}, padded_vocabulary(config)
@@ -199,7 +198,7 @@ class Transformer(nnx.Module):
             UserError: if S exceeds `max_length`.
         """
         check_length(tokens.shape[1], self.max_length)
-        x = self.embed(tokens, context).astype(self.state_dtype)
+        x = self.embed(tokens, context)
         return walk(self.solver, self.field, weights, x, context, remat=self.remat, snapshots=self.snapshots)
 
     @at_its_precision
@@ -215,7 +214,7 @@ class Transformer(nnx.Module):
     def solver_states(self, tokens: Int[Array, "B S"], weights: StackedWeights) -> PyTree:
         """The same with what else the solver carries (`Solver.begin`). Every array has a leading axis of L + 1."""
         check_length(tokens.shape[1], self.max_length)
-        x = self.embed(tokens, Context()).astype(self.state_dtype)
+        x = self.embed(tokens, Context())
         first = self.solver.begin(x, weights.step_sizes[0])
         after = walk(self.solver, self.field, weights, x, Context(), trajectory=True)
         return jax.tree.map(lambda leaf, later: jnp.concatenate([leaf[None], later]), first, after)
@@ -234,7 +233,7 @@ class Transformer(nnx.Module):
                 length.
         """
         context = Context(position=position)
-        x = self.embed(tokens, context).astype(self.state_dtype)
+        x = self.embed(tokens, context)
         return walk(self.solver, self.field, weights, x, context, cache=cache)
 
     def embed(self, tokens: Int[Array, "B S"], context: Context) -> Float[Array, "B S D"]:

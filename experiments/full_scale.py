@@ -1,7 +1,6 @@
 """The settings of the large configs, trained at a shape for one CPU core.
 
     python experiments/full_scale.py                     # large and llama_1b, in bfloat16 and in float32
-    python experiments/full_scale.py --stage=rounding    # gradients in bfloat16 against float32, by parameter
     python experiments/full_scale.py --stage=show        # the table and the picture of the rows so far
 
 A row is one run of diffeqformer.main: a config with `shrunken`'s changes and no others, in its bfloat16 or in float32.
@@ -16,7 +15,6 @@ import os
 import pathlib
 import runpy
 import statistics
-import sys
 from typing import NamedTuple
 
 from absl import app, flags, logging
@@ -25,7 +23,7 @@ from common import read_results, run_rows, train
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import spread, write_text
 
-STAGE = flags.DEFINE_enum("stage", "published", ["published", "rounding", "show"], "What to run.")
+STAGE = flags.DEFINE_enum("stage", "published", ["published", "show"], "What to run.")
 FOLDER = flags.DEFINE_string("folder", "runs/full_scale", "Folder of the runs and of the tokenizer.")
 RESULTS = flags.DEFINE_string("results", "experiments/full_scale.json", "The rows so far; new ones are added.")
 AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
@@ -193,75 +191,10 @@ def smoothed(curve: dict[str, float], count: int = 5) -> tuple[list[int], list[f
     return steps, [statistics.mean(values[max(0, i + 1 - count) : i + 1]) for i in range(len(values))]
 
 
-EXACT = {"weights_dtype": "float32", "dtype": "float32", "state_dtype": "float32"}
-ROUNDED = {
-    "weights": {**EXACT, "weights_dtype": "bfloat16"},
-    "weights and products": {**EXACT, "weights_dtype": "bfloat16", "dtype": "bfloat16"},
-    "these and the state": dict.fromkeys(EXACT, "bfloat16"),
-}
-"""What is rounded to bfloat16, in steps. The second one is what the configs do: on one device, the type in which
-gradients are summed makes no difference."""
-
-
-def rounding(row: Row) -> str:
-    """What bfloat16 changes in one gradient, as Markdown: |g - g'| / |g| for the parts of a model as far as it went.
-
-    The batch is the first of the validation split, without dropout.
-    """
-    import numpy as np
-
-    from diffeqformer import checkpoint
-    from diffeqformer.data.preparation import open_prepared
-
-    found = checkpoint.load(row.workdir())
-    config = found.config
-    split = open_prepared(config.data, found.tokenizer, config.sequence_length)["validation"]
-    tokens = split.windows(np.arange(config.batch_size), config.sequence_length)
-    exact_loss, exact = loss_and_gradient(found.model, tokens, **EXACT)
-    columns = {name: loss_and_gradient(found.model, tokens, **types) for name, types in ROUNDED.items()}
-    title = f"{row.config}, step {found.step:,}: loss {exact_loss:.5f}"
-    lines = [f"| {title} | norm | {' | '.join(columns)} |", "|" + " --- |" * (2 + len(columns))]
-    lines.append("| loss | | " + " | ".join(f"{loss - exact_loss:+.5f}" for loss, _ in columns.values()) + " |")
-    for part, gradient in exact.items():
-        norm = np.linalg.norm(gradient)
-        shares = (np.linalg.norm(other[part] - gradient) / norm for _, other in columns.values())
-        lines.append(f"| {part} | {norm:.3g} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def loss_and_gradient(model, tokens, **types: str) -> tuple[float, dict]:
-    """The mean loss, and the gradient of each part of a model as one vector, computed in some types."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from flax import traverse_util
-
-    from diffeqformer.parallel.mesh import make_mesh
-    from diffeqformer.training.loss import ShardedLoss
-    from diffeqformer.transformer import split_model
-
-    graph, params = split_model(model.replace(**{name: jnp.dtype(dtype) for name, dtype in types.items()}))
-    loss, gradient = jax.jit(ShardedLoss(graph, params, make_mesh()).mean_and_gradient)(params, tokens, None)
-    parts = {}
-    for path, leaf in traverse_util.flatten_dict(gradient).items():
-        parts.setdefault(path[2] if path[0] == "depth" else path[0], []).append(np.ravel(leaf))
-    return float(loss), {part: np.concatenate(leaves) for part, leaves in parts.items()}
-
-
 def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
     pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
     rows, path = all_rows(), pathlib.Path(RESULTS.value)
-    if STAGE.value == "rounding":
-        saved = {row: (row.workdir() / "checkpoints").glob("*") for row in rows if row.dtype == TYPES[0]}
-        rows = [row for row, paths in saved.items() if any(path.name.isdecimal() for path in paths)]
-        if not rows:
-            sys.exit(
-                f"--folder: must have runs, but {FOLDER.value} has none; --results=runs/full_scale.json trains them"
-            )
-        for row in rows:
-            print(rounding(row))
-        return
     results = read_results(path)
     if STAGE.value == "published" and any(row.name() not in results for row in rows):
         make_tokenizer()

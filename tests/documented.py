@@ -76,7 +76,6 @@ ROWS = [
     Row(r"experiments/ablations\.py(.*medium\.py)", r"tests/pretended_study.py\1", add="--steps=3 --seeds=1"),
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
-    Row(r"full_scale\.py --stage=rounding", add="--folder=runs/rounded"),
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have

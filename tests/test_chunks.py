@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from diffeqformer.depth.depths import chunk_length, chunk_lengths
 from diffeqformer.fields.attention import plain
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training.step import Program
-from helpers import NO_DROPOUT, ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
+from helpers import ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
 
 
 @pytest.mark.fast
@@ -21,21 +20,6 @@ def test_chunks_divide_the_steps():
     assert chunk_length(13, 6) == 1
     model = toy_config(model__training_depths="2,3,8", model__training_times="mixed", model__generate_chunk=4).model
     assert chunk_lengths(model) == {2: 2, 3: 4, 8: 3}
-
-
-@pytest.mark.parametrize("chunk", [0, 2])
-def test_the_state_between_steps_has_the_type_of_the_config(chunk):
-    config = toy_config(model__dtype="bfloat16", model__state_dtype="bfloat16", model__generate_chunk=chunk)
-    program, tokens = Program(config, ONE_DEVICE), jnp.zeros((2, 16), jnp.int32)
-
-    def last_state(params):
-        model = nnx.merge(program.graph, params)
-        if chunk:
-            steps = program.loss.chunked(model, model.grid())
-            return program.loss.last_states(model, params, steps, tokens, None, 1)
-        return model.last_state(tokens, model.weights(), NO_DROPOUT)
-
-    assert jax.eval_shape(last_state, program.state_shapes["params"]).dtype == jnp.bfloat16
 
 
 @pytest.mark.long

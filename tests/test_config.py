@@ -94,8 +94,6 @@ WRONG = {
     "model.lora_layers": "qkv",
     "model.dropout": 1.0,
     "model.dtype": "float16",
-    "model.state_dtype": "float16",
-    "model.weights_dtype": "int8",
     "model.remat": "all",
     "model.snapshots": 0,
     "model.generate_chunk": -1,
@@ -111,7 +109,6 @@ WRONG = {
     "optimizer.beta1": 1.0,
     "optimizer.beta2": -0.1,
     "optimizer.epsilon": 0.0,
-    "optimizer.moment_dtype": "float64",
     "optimizer.clip_norm": -1.0,
     "optimizer.schedule": "linear",
     "optimizer.warmup_fraction": 1.5,
@@ -211,16 +208,6 @@ def test_a_wrong_value_is_refused_by_name(field):
         ),
         (
             ("diffeqformer", "gpt"),
-            {
-                "model__remat": "reversible",
-                "model__solver": "reversible_heun",
-                "model__dtype": "bfloat16",
-                "model__state_dtype": "bfloat16",
-            },
-            "model.state_dtype: must be float32 for model.remat reversible, .*, but it is 'bfloat16'",
-        ),
-        (
-            ("diffeqformer", "gpt"),
             {"model__generate_chunk": 2, "model__remat": "products"},
             r"model.remat: must be step, binomial or reversible with model.generate_chunk \(2\), but it is 'products'",
         ),
@@ -243,11 +230,6 @@ def test_a_wrong_value_is_refused_by_name(field):
             ("diffeqformer", "gpt"),
             {"model__training_times": "shifted", "model__solver": "adams_bashforth"},
             "model.training_times: must be fixed or jittered for model.solver adams_bashforth, .*, but it is 'shifted'",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__weights_dtype": "bfloat16"},
-            "model.weights_dtype: must be float32 for model.dtype float32, .*, but it is 'bfloat16'",
         ),
         (
             ("diffeqformer", "gpt"),
@@ -301,8 +283,7 @@ def test_an_impossible_combination_is_refused(model, changes, sentence):
 def test_a_config_saved_before_a_field_existed_has_its_default():
     fields = toy_config("gpt").to_dict()
     del fields["model"]["field"], fields["model"]["vocab_multiple"], fields["microbatches"], fields["data"]["tokenizer"]
-    del fields["mesh"], fields["model"]["state_dtype"], fields["optimizer"]["moment_dtype"]
-    del fields["model"]["generator_precision"]
+    del fields["mesh"], fields["model"]["generator_precision"]
     fields["model"]["remat"] = False
     config = saved_config(fields)
     check_config(config, num_devices=8)

@@ -345,9 +345,9 @@ def test_texts_written_by_chance_differ_and_come_again():
 
 def test_models_that_answer_differently_share_no_cache(tmp_path):
     other = lively_model("diffeqformer", vocab_size=257, max_length=64, num_steps=2, width=64)
-    rounded = small_model(state_dtype="bfloat16")
+    rounded = small_model(dtype="bfloat16")
     opened = checkpoint.Checkpoint(
-        3, toy_config(model__state_dtype="bfloat16"), rounded, BYTES, checkpoint.About({}, "bytes")
+        3, toy_config(model__dtype="bfloat16"), rounded, BYTES, checkpoint.About({}, "bytes")
     )
     single = {bytes([b]): b for b in range(256)}
     models = [

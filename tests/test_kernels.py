@@ -95,21 +95,18 @@ def test_squares_survive_cancellation():
     )
 
 
-@pytest.mark.parametrize(
-    "shape, dtype, interpret, moment, decay", [*cases("float32", 0.0), (SHAPES[0], "bfloat16", True, "bfloat16", 0.1)]
-)
-def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, small_chip):
+@pytest.mark.parametrize("shape, dtype, interpret, decay", [*cases(0.0), (SHAPES[0], "bfloat16", True, 0.1)])
+def test_two_updates_are_those_of_optax(shape, dtype, interpret, decay, small_chip):
     times, width, *_ = shape
     chip = small_chip(times, width, 6 * 4 * width + 4 * times)
     h, projection, _, d_weights = layer(shape, dtype)
     settings = dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
-    optimizer = optax.adamw(1e-2, **settings, mu_dtype=moment)
+    optimizer = optax.adamw(1e-2, **settings)
     step = jax.jit(functools.partial(update, **settings, chip=chip, interpret=interpret))
 
     @jax.jit
     def expected_step(gradient, state, params):
-        exact = optax.tree_utils.tree_set(state, mu=state[0].mu.astype(jnp.float32))  # else b1 is rounded to its type
-        updates, state = optimizer.update(gradient, exact, params)
+        updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(projection)
@@ -121,9 +118,7 @@ def test_two_updates_are_those_of_optax(shape, dtype, interpret, moment, decay, 
         # a step is 1e-2; where a gradient is almost 0, its last bits decide more
         np.testing.assert_allclose(found[0], projection, rtol=1e-6, atol=1e-5)
         assert np.sqrt(np.mean((found[0] - projection) ** 2)) < 2e-7
-        assert found[1].dtype == moment
-        mean, expected = (np.asarray(array, np.float32) for array in (found[1], state[0].mu))
-        np.testing.assert_allclose(mean, expected, rtol=float(jnp.finfo(moment).eps), atol=1e-5)
+        np.testing.assert_allclose(found[1], state[0].mu, rtol=1e-6, atol=1e-5)
         np.testing.assert_allclose(found[2], state[0].nu, rtol=1e-5, atol=1e-5)
         h = h[::-1]  # another gradient
 

@@ -55,21 +55,6 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     assert compilations("read_prompt") == compilations("read_token") == 1
 
 
-def test_what_is_written_comes_from_states_in_their_own_type():
-    """As in training and scoring: with a rounded state, cached logits are still those of the forward pass."""
-    model = lively_model("diffeqformer", max_length=LENGTH, num_steps=3, state_dtype="bfloat16")
-    graph, params = split_model(model)
-    weights, ids = model.weights(), np.random.RandomState(0).randint(64, size=20)
-    expected = model(jnp.array([ids]), weights)[0]
-    scale = float(jnp.abs(expected).max())
-    logits, cache = read_prompt(graph, params, weights, padded(ids), 19)
-    np.testing.assert_allclose(logits[0], expected[18], atol=1e-5 * scale)
-    np.testing.assert_allclose(
-        read_token(graph, params, weights, cache, ids[19:], 19)[0][0], expected[19], atol=1e-5 * scale
-    )
-    assert model.trajectory(jnp.array([ids]), weights).dtype == "bfloat16"
-
-
 def test_a_prompt_is_read_whatever_stands_behind_it():
     model = lively_model("diffeqformer", "llama", max_length=LENGTH)
     graph, params = split_model(model)

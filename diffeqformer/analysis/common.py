@@ -18,7 +18,7 @@ def in_float32(section: Callable) -> Callable:
     @functools.wraps(section)
     def run(opened: Checkpoint, *arguments, **options):
         float32 = jnp.dtype(jnp.float32)
-        model = opened.model.replace(dtype=float32, state_dtype=float32)
+        model = opened.model.replace(dtype=float32)
         with jax.default_matmul_precision("highest"):
             return section(dataclasses.replace(opened, model=model), *arguments, **options)
 

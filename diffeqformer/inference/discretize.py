@@ -34,8 +34,6 @@ def discretized_config(config: ConfigDict, num_steps: int, dtype: str) -> Config
             config.model.solver = "euler"
     if config.model.remat == "reversible" and not SOLVERS[config.model.solver].reversible:
         config.model.remat = "step"
-    if dtype == "float32":
-        config.model.weights_dtype = dtype
     return config
 
 

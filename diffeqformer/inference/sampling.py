@@ -58,7 +58,7 @@ def read_prompt(
         here = jax.lax.dynamic_slice_in_dim(tokens, position, CHUNK, axis=1)
         return model.extend(here, weights, carry[1], position)
 
-    states = jnp.zeros((1, CHUNK, field.width), model.state_dtype)
+    states = jnp.zeros((1, CHUNK, field.width), jnp.float32)
     states, cache = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (states, cache))
     last = jax.lax.dynamic_slice_in_dim(states, (count - 1) % CHUNK, 1, axis=1)  # of the last chunk
     return model.head(last)[:, 0], cache

@@ -33,10 +33,8 @@ def update(
     """P and its moments after one step of `optax.adamw` on clip * dP. They take the old ones' memory, if donated.
 
     Args:
-        h, projection, variance: fp32.
+        h, projection, mean, variance: fp32.
         d_weights: dW in any type: converted as it is read.
-        mean: fp32 or bf16 (optax's `mu_dtype`). The step is made from the new mean before it is rounded. Unlike in
-            optax, `b1` isn't rounded to its type.
         scalars: fp32: the clip factor, the learning rate, 1 - b1^count and 1 - b2^count, where count is 1 in the first
             step.
         chip: what blocks are cut for (`blocks.chip_of`).
@@ -82,11 +80,11 @@ def _kernel(scalars, h_transposed, d_weights, p, m, v, new_p, new_m, new_v, stri
             d_row = blocks.row(strip, i, rows)[...]  # [T, 128]
             g = clip * jnp.dot(h_transposed[...], d_row, preferred_element_type=jnp.float32)  # [E, 128]
             old_p = p[i, :, lanes]
-            mean = (1 - b1) * g + b1 * m[i, :, lanes].astype(jnp.float32)
+            mean = (1 - b1) * g + b1 * m[i, :, lanes]
             variance = (1 - b2) * (g * g) + b2 * v[i, :, lanes]
             step = (mean / correction1) / (jnp.sqrt(variance / correction2) + eps) + weight_decay * old_p
             new_p[i, :, lanes] = old_p - rate * step
-            new_m[i, :, lanes] = mean.astype(new_m.dtype)
+            new_m[i, :, lanes] = mean
             new_v[i, :, lanes] = variance
 
     blocks.for_strips(columns, update_strip)

@@ -112,17 +112,15 @@ def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> d
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
     after = gradient = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
-    number = jnp.dtype(model.weights_dtype).itemsize  # bytes, of the weights' gradient after the loops
     if config.microbatches > 1:  # what is added up, in fp32
-        number = 4
-        sums = number * loops.gradient // compute + gradient["embeddings' gradient"]
+        sums = 4 * loops.gradient // compute + gradient["embeddings' gradient"]
         gradient = gradient | {"sums over microbatches": sums}
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
     forward = {"weights": loops.weights - read_in_place(config, program, loops), "states": loops.stored, **gradient}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
         forward | {"weights' gradient": loops.gradient, "a step computed again": again // steps},
-        {"weights' gradient": number * loops.gradient // compute, **after, "a P's gradient": largest_gradient(program)},
+        {"weights' gradient": 4 * loops.gradient // compute, **after, "a P's gradient": largest_gradient(program)},
     ]
     state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
     return state | max(moments, key=lambda parts: sum(parts.values()))
@@ -143,7 +141,7 @@ def states_kept(model: ConfigDict, num_steps: int) -> int | None:
 def bytes_of_state(config: ConfigDict, examples: int) -> int:
     """The bytes of a solver's state between two steps."""
     model = abstract_model(config)
-    x = jax.ShapeDtypeStruct((examples, config.sequence_length, config.model.width), model.state_dtype)
+    x = jax.ShapeDtypeStruct((examples, config.sequence_length, config.model.width), jnp.float32)
     state = jax.eval_shape(model.solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 

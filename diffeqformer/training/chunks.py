@@ -302,7 +302,7 @@ class ChunkedLoss(ShardedLoss):
     def embedded(self, others: dict, states: tuple, fixed: tuple, inputs: tuple) -> Float[Array, "B S D"]:
         """x(0), on a device."""
         (tokens, keys), model = inputs, self.model_on_device(others)
-        return model.embed(tokens, self.context_on_device(model, keys)).astype(model.state_dtype)
+        return model.embed(tokens, self.context_on_device(model, keys))
 
     def scored(self, others: dict, x: Float[Array, "B S D"], fixed: tuple, tokens) -> Float[Array, ""]:
         """The mean loss of all devices' tokens, from the last states on a device."""

@@ -22,7 +22,7 @@ from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, abstract_model, split_model
 
-OWN = tuple("dropout dtype state_dtype weights_dtype generator_precision remat snapshots generate_chunk".split())
+OWN = tuple("dropout dtype generator_precision remat snapshots generate_chunk".split())
 """The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
 
 OF_TRAINING = ("training_times", "training_depths")

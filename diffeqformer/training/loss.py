@@ -138,14 +138,14 @@ class ShardedLoss:
         """The type in which weights are made, and that of their gradients as they are summed and pulled back.
 
         The depth loop would round weights to the compute type, and its gradients have it. Over `fsdp` they are summed
-        in it, within the loop; over microbatches in fp32; over copies in `weights_dtype`. On one device and with one
-        microbatch nothing is summed, and a longer type would hold the same numbers. Weights that all steps share have a
-        gradient that is summed over steps, so the loop takes them, and gathers them, in `weights_dtype`.
+        in it, within the loop; over microbatches and copies in fp32. On one device and with one microbatch nothing is
+        summed, and a longer type would hold the same numbers. Weights that all steps share have a gradient that is
+        summed over steps, so the loop takes them, and gathers them, in fp32.
         """
+        float32 = jnp.dtype(jnp.float32)
         if model.depth.constant:
-            return model.weights_dtype, model.weights_dtype
-        made = min(model.weights_dtype, model.dtype, key=lambda dtype: dtype.itemsize)
-        return made, model.weights_dtype if microbatches * self.mesh.size > 1 else made
+            return float32, float32
+        return model.dtype, float32 if microbatches * self.mesh.size > 1 else model.dtype
 
     def generated_layers(
         self, params: dict, grid: Grid, made_type: jnp.dtype, summed_type: jnp.dtype, depth: dict, factors: dict

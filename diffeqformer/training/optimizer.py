@@ -84,7 +84,6 @@ def make_optimizer(
         b2=config.optimizer.beta2,
         eps=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
-        mu_dtype=config.optimizer.moment_dtype,
         mask=decays,
     )
     if config.optimizer.name == "muon":
@@ -129,20 +128,18 @@ class Optimizer:
             return jax.lax.select(norm < limit, leaf, (leaf / norm.astype(leaf.dtype)) * limit) if limit else leaf
 
         clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
-        if self.config.name == "muon":
+        if not self.fused:
             updates, state = self.rest.update(clipped, state, params)
             return optax.apply_updates(params, updates), state, norm
         adam = optax.tree_utils.tree_get(state, "ScaleByAdamState")
-        means = optax.tree.cast(self._rest(adam.mu), jnp.float32)  # optax would round beta1 to their type
-        rest = optax.tree_utils.tree_set(state, mu=means, nu=self._rest(adam.nu))
+        rest = optax.tree_utils.tree_set(state, mu=self._rest(adam.mu), nu=self._rest(adam.nu))
         updates, rest = self.rest.update(clipped, rest, self._rest(params))
         after = optax.tree_utils.tree_get(rest, "ScaleByAdamState")
-        new = [optax.apply_updates(self._rest(params), updates), after.mu, after.nu]
-        if self.fused:
-            factor = jnp.where(norm < limit, 1.0, limit / norm) if limit else jnp.float32(1)
-            fused = self._update_fused(gradient, factor, adam, params)
-            new = [merge_trees(*trees) for trees in zip(new, fused)]
-        return new[0], optax.tree_utils.tree_set(rest, mu=new[1], nu=new[2]), norm
+        factor = jnp.where(norm < limit, 1.0, limit / norm) if limit else jnp.float32(1)
+        fused = self._update_fused(gradient, factor, adam, params)
+        updated = optax.apply_updates(self._rest(params), updates), after.mu, after.nu
+        params, mu, nu = (merge_trees(*trees) for trees in zip(updated, fused))
+        return params, optax.tree_utils.tree_set(rest, mu=mu, nu=nu), norm
 
     def _update_fused(self, gradient: dict, clip: Array, adam: optax.ScaleByAdamState, params: dict) -> list[dict]:
         """The parameters and moments that the kernels update."""

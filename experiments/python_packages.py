@@ -1,7 +1,5 @@
 """A corpus that needs no download: the Python files of the installed packages that constraints.txt pins.
 
-    python experiments/python_packages.py --folder=runs/recipe  # writes train.jsonl and validation.jsonl, some 220 MB
-
 A package is in one split. Exact duplicates of files are dropped, and files above 128 KiB, most of which are tables. Of
 the packages for validation only every 16th file is taken. The SHA-256 that is printed identifies the text.
 """
@@ -12,12 +10,10 @@ import json
 import pathlib
 from collections.abc import Iterator
 
-from absl import app, flags
 from packaging.requirements import Requirement
 
 from diffeqformer.console.results import write_text
 
-FOLDER = flags.DEFINE_string("folder", "runs/recipe", "Where the two files go.")
 CONSTRAINTS = pathlib.Path(__file__).parents[1] / "constraints.txt"
 MOST_BYTES = 2**17
 
@@ -70,11 +66,3 @@ def write_corpus(folder: pathlib.Path) -> list[str]:
     return ["--config.data.task=python_packages"] + [
         f"--config.data.{split}_files={path}" for split, path in paths.items()
     ]
-
-
-def main(_) -> None:
-    write_corpus(pathlib.Path(FOLDER.value))
-
-
-if __name__ == "__main__":
-    app.run(main)

@@ -29,7 +29,7 @@ from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import spread, write_text
 
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
-FORMS = flags.DEFINE_list("forms", None, "The forms to run, by default all.")
+FORMS = flags.DEFINE_string("forms", None, "The forms to run, with semicolons between them; by default all.")
 RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
@@ -50,10 +50,29 @@ class Form(NamedTuple):
     equal_time: bool = False
 
 
+MUON = {"optimizer.name": "muon"}
+UNIT = {"model.solver": "lie_trotter", "model.generator_start": "unit"}
+LLAMA = {"model.field": "llama"}
+PLAIN = LLAMA | {"model.norm_of_norm": False}
+AS_LARGE = {"model.time_embed_dim": 3}  # B and E matrices P: as many as tiny.py's GPT and Llama have layers
+
 FORM = {
     "gpt": Form("gpt", "gpt"),
+    "gpt's block, published": Form("diffeqformer", "gpt"),
+    "gpt's block, sequential": Form("diffeqformer", "gpt", {"model.solver": "lie_trotter"}),
+    "gpt's block, unit": Form("diffeqformer", "gpt", UNIT, equal_time=True),
+    "gpt's block, unit, equal size": Form("diffeqformer", "gpt", UNIT | AS_LARGE),
+    "gpt, muon": Form("gpt", "gpt, muon", MUON),
+    "gpt's block, unit, muon": Form("diffeqformer", "gpt, muon", UNIT | MUON),
     "llama": Form("llama", "llama"),
+    "llama's block, published": Form("diffeqformer", "llama", LLAMA),
+    "llama's block, sequential": Form("diffeqformer", "llama", PLAIN | {"model.solver": "lie_trotter"}),
+    "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT, equal_time=True),
+    "llama's block, unit, equal size": Form("diffeqformer", "llama", PLAIN | UNIT | AS_LARGE),
+    "llama, muon": Form("llama", "llama, muon", MUON),
+    "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
 }
+"""What is compared. The published form starts as tiny.py does, with B at a transformer's scale."""
 
 
 class Run(NamedTuple):
@@ -67,9 +86,9 @@ class Run(NamedTuple):
 
     def name(self) -> str:
         """Its key in the results, and its folder."""
+        form = self.form.replace(", ", "-").replace("'s ", "s_").replace(" ", "_")
         text = "packages" if self.tuning else "own_text"
-        stem = pathlib.Path(CONFIG.value).stem
-        return f"{stem}-{self.form}-{self.rate}-seed_{self.seed}-{self.steps}_steps-{text}".replace(" ", "_")
+        return f"{pathlib.Path(CONFIG.value).stem}-{form}-{self.rate}-seed_{self.seed}-{self.steps}_steps-{text}"
 
 
 def options_of(form: str) -> list[str]:
@@ -203,7 +222,7 @@ def plot(found: list[Comparison], path: pathlib.Path) -> None:
         panel.plot(each.differences, [row] * len(each.differences), "o", color=colour, alpha=0.5)
         panel.plot(statistics.mean(each.differences), row, "|", color=colour, markersize=14, markeredgewidth=3)
     panel.axvline(0, color="black", linewidth=1)
-    panel.set(yticks=range(len(found)), xlabel="bits/byte above the baseline, which is at 0 (less is better)")
+    panel.set(yticks=range(len(found)), ylabel="form", xlabel="bits/byte above the baseline (less is better)")
     panel.set_yticklabels([each.title for each in found], fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -213,10 +232,10 @@ def main(_) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
     jax.config.update("jax_platforms", "cpu")  # the runs need the accelerator
     folder, path = pathlib.Path(FOLDER.value), pathlib.Path(RESULTS.value)
-    wanted = FORMS.value or list(FORM)
+    wanted = FORMS.value.split(";") if FORMS.value else list(FORM)
     for form in wanted:
         if form not in FORM:
-            sys.exit(f"--forms: must be of {', '.join(FORM)}, but one is {form!r}")
+            sys.exit(f"--forms: must be of {'; '.join(FORM)}, but one is {form!r}")
     corpus = write_corpus(folder)
 
     def show(results):

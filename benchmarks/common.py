@@ -17,7 +17,7 @@ from absl import flags
 from diffeqformer.config import base_config, check_config
 from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS
-from diffeqformer.solvers.walk import REMAT as REMAT_KINDS
+from diffeqformer.solvers.solver import REMAT as REMAT_KINDS
 from diffeqformer.transformer import MODELS
 
 MODEL_NAMES = flags.DEFINE_list(

@@ -17,7 +17,7 @@ from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS
 from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.solvers.walk import REMAT, x_alone
+from diffeqformer.solvers.solver import REMAT, x_alone
 from diffeqformer.transformer import MODELS, vector_field
 
 

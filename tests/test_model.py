@@ -13,7 +13,7 @@ from diffeqformer.fields.layers import Context, dropout, layer_norm, random_word
 from diffeqformer.fields.llama import rotary_table
 from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
-from diffeqformer.solvers.walk import REMAT
+from diffeqformer.solvers.solver import REMAT
 from diffeqformer.training.step import dropout_keys
 from diffeqformer.transformer import abstract_model, new_model, split_model
 from helpers import (

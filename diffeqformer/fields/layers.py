@@ -194,7 +194,7 @@ def layer_norm(
 
 
 def saved_statistics(*statistics: Float[Array, "*B 1"]) -> tuple[Float[Array, "*B 1"], ...]:
-    """A norm's statistics, which aren't computed again in the backward pass (`diffeqformer.solvers.walk.REMAT`)."""
+    """A norm's statistics, which aren't computed again in the backward pass (`diffeqformer.solvers.solver.REMAT`)."""
     return tuple(checkpoint_name(value, "norm") for value in statistics)
 
 

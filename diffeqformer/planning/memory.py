@@ -57,7 +57,7 @@ def memory_cause(module: Module, line: str, body: str) -> str:
 
 def moved_cause(sources: tuple[str, ...]) -> str:
     """What the result of a collective is for, by the functions of ours that it comes from, the innermost first."""
-    if any(source.startswith("walk.py:") for source in sources):
+    if any(source.startswith("solver.py:") for source in sources):
         return "gathered weights"
     if "loss.py:ShardedLoss.device_sum" in sources:
         return "gathered embeddings"

@@ -8,8 +8,8 @@ from diffeqformer.solvers.lie_trotter import LIE_TROTTER
 from diffeqformer.solvers.midpoint import MIDPOINT
 from diffeqformer.solvers.reversible import reversible_form
 from diffeqformer.solvers.rk4 import RK4
+from diffeqformer.solvers.solver import Solver, walk
 from diffeqformer.solvers.strang import STRANG
-from diffeqformer.solvers.walk import Solver, walk
 
 ONE_STEP = {
     "euler": EULER,

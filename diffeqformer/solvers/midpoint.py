@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.solvers.walk import Solver
+from diffeqformer.solvers.solver import Solver
 
 
 def step(

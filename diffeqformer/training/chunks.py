@@ -28,7 +28,7 @@ from diffeqformer.parallel.mesh import AXES
 from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, by_device
 from diffeqformer.solvers.checkpointing import entry, last_state
 from diffeqformer.solvers.reversible import undo
-from diffeqformer.solvers.walk import Steps, by_node, last_of_steps
+from diffeqformer.solvers.solver import Steps, by_node, last_of_steps
 from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, beside_depth, over_devices, scored_positions
 from diffeqformer.training.parts import Part, by_microbatch, computed, shares, summed_states
 from diffeqformer.transformer import Transformer

@@ -26,9 +26,17 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of a splash kernel, by its name
 ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler says nothing
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
-    "generator": ("generated.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py"),
+    "generator": (
+        "generated.py",
+        "interpolated.py",
+        "looped.py",
+        "projection.py",
+        "project.py",
+        "gradients.py",
+        "low_rank.py",
+    ),
     "loss": ("cross_entropy.py",),
-    "update": ("step.py", "optimizer.py", "update.py"),
+    "update": ("step.py", "optimizer.py", "muon.py", "update.py"),
 }
 MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("

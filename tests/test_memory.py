@@ -49,7 +49,7 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
             memory.check_memory(config, program, state, True)
 
-    monkeypatch.setattr(memory.hosts, "least", lambda free: free - 1)  # another host has less
+    monkeypatch.setattr(memory.hosts, "min_over_processes", lambda free: free - 1)  # another host has less
     monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
     with pytest.raises(UserError, match="^config.model: its para"):
         memory.check_memory(config, program, state, True)
@@ -186,10 +186,10 @@ def test_what_would_save_memory(changes, devices, excess, said):
 
 
 def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
-    assert hosts.least(12345) == 12345
+    assert hosts.min_over_processes(12345) == 12345
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda size: np.array([size, 9], np.int32))
-    assert hosts.least(2**50) == 9 * 2**20
+    assert hosts.min_over_processes(2**50) == 9 * 2**20
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)

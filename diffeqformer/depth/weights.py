@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from diffeqformer.fields.layers import Linear, Norm
-from diffeqformer.parallel.sharding import as_it_is
+from diffeqformer.parallel.sharding import identity
 
 
 class DepthWeights(nnx.Module):
@@ -54,7 +54,7 @@ class StackedWeights:
     step_sizes: PyTree  # not `Float[Array, "L"]`: JAX also puts shapes, shardings and None here
     constant: bool = dataclasses.field(default=False, metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype("float32"), metadata={"static": True})
-    gather: Callable[[dict], dict] = dataclasses.field(default=as_it_is, metadata={"static": True})
+    gather: Callable[[dict], dict] = dataclasses.field(default=identity, metadata={"static": True})
 
     def at_step(self, step: int | Int[Array, ""], nodes: int) -> tuple[list[dict], Float[Array, ""]]:
         """The layers at each of `nodes` nodes in one step, not yet merged or gathered, and the size of the step."""

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from diffeqformer.fields import attention
-from diffeqformer.parallel.sharding import as_it_is
+from diffeqformer.parallel.sharding import identity
 
 PRECISIONS = ("default", "highest")
 """The precision of products of fp32 matrices, by JAX's names.
@@ -105,7 +105,7 @@ def parameter(
     return nnx.Param(value, axes=axes, decays=decays, always_trains=always_trains)
 
 
-def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = as_it_is) -> Float[Array, "*B outputs"]:
+def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = identity) -> Float[Array, "*B outputs"]:
     """Apply a linear layer in the type of its kernel, with its adapter if it has one.
 
     `total` sums the products of devices that split the inputs.
@@ -222,7 +222,7 @@ class Context(NamedTuple):
     position: int | Int[Array, "*each"] = 0
     attend: Callable = attention.plain
     make_heads: Callable = heads
-    total: Callable = as_it_is
+    total: Callable = identity
 
     @classmethod
     def attending(cls, attend: Callable, **others) -> "Context":

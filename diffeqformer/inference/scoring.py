@@ -23,7 +23,7 @@ from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.parallel.sharding import by_device, partition, sharding
+from diffeqformer.parallel.sharding import on_each_device, partition, sharding
 from diffeqformer.transformer import Transformer, check_length
 
 SHORTEST = 32  # sequences are padded to this many positions times a power of two, so that few shapes are compiled
@@ -106,7 +106,7 @@ def target_scores(
         return tuple(part.reshape(targets.shape) for part in scores)
 
     by_example, copies = partition(("batch", None)), PartitionSpec()
-    on_devices = by_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
+    on_devices = on_each_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
     return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
 
 

@@ -204,12 +204,12 @@ def all_succeed(what: str) -> Iterator[None]:
         raise error
 
 
-def anywhere(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Whether something holds on one process at least. All must call this together."""
     return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
 
 
-def least(size: int) -> int:
+def min_over_processes(size: int) -> int:
     """The smallest of a number of bytes on all processes, to the MiB. All must call this together."""
     if jax.process_count() == 1:
         return size

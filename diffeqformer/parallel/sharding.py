@@ -1,10 +1,10 @@
 """The one table that maps logical axes to the device mesh (`diffeqformer.parallel.mesh`). Models only name axes.
 
 Outside the depth loop (initial parameters, the generator, the optimizer) the compiler partitions by these shardings.
-The loop itself is written for one device (`by_device`), because communication determines its speed. Before the loop, W
-of all steps (or of a chunk of them) is gathered over `generator`. A step gathers its weights W(t_n) over `fsdp`, and
-never P. Its backward pass scatters their gradient. After all microbatches, dW is scattered over `generator` and summed
-over `data`.
+The loop itself is written for one device (`on_each_device`), because communication determines its speed. Before the
+loop, W of all steps (or of a chunk of them) is gathered over `generator`. A step gathers its weights W(t_n) over
+`fsdp`, and never P. Its backward pass scatters their gradient. After all microbatches, dW is scattered over `generator`
+and summed over `data`.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def on_every_device(tree, mesh: Mesh | None = None):
         return tree
     copies = NamedSharding(mesh, EVERYWHERE)
     if jax.process_count() > 1:
-        return jax.jit(as_it_is, out_shardings=copies)(tree)
+        return jax.jit(identity, out_shardings=copies)(tree)
     return jax.device_put(tree, copies)
 
 
@@ -74,12 +74,12 @@ def shardings(mesh: Mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def as_it_is(x):
+def identity(x):
     """The identity: what a single device does in place of a sum or gather over several."""
     return x
 
 
-def by_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
+def on_each_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
     """`function`, run by every device on its own parts of the arguments.
 
     A device gets other devices' data only through the sums and gathers in the function.
@@ -99,7 +99,7 @@ def _cuts(spec: PartitionSpec) -> list[tuple[int, str]]:
 
 
 def gather(values, specs, over: tuple[str, ...]):
-    """Gather every array over some axes of the mesh; its gradient is summed and scattered. Used within `by_device`.
+    """Gather every array over some axes of the mesh, within `on_each_device`; its gradient is summed and scattered.
 
     Args:
         values: a tree of arrays, each device's parts.
@@ -119,7 +119,7 @@ def gather(values, specs, over: tuple[str, ...]):
 def scatter(values, specs, over: tuple[str, ...]):
     """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part.
 
-    Used within `by_device`, with the arguments of `gather`.
+    Used within `on_each_device`, with the arguments of `gather`.
     """
 
     def part(value, spec):
@@ -132,7 +132,7 @@ def scatter(values, specs, over: tuple[str, ...]):
 
 
 def sum_copies(values, specs):
-    """The sums of arrays over the devices that hold copies of the same part. Used within `by_device`."""
+    """The sums of arrays over the devices that hold copies of the same part. Used within `on_each_device`."""
 
     def add(value, spec):
         others = set(AXES) - set(axes_of(spec))

@@ -18,7 +18,7 @@ from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_tok
 from diffeqformer.inference.scoring import full_batch, target_scores
 from diffeqformer.parallel.memory import bytes_on_device, placed
 from diffeqformer.parallel.mesh import divide_generator, make_mesh
-from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
+from diffeqformer.parallel.sharding import EVERYWHERE, identity, sharding, shardings
 from diffeqformer.planning.chips import Tpu
 from diffeqformer.planning.compiler import Compiled, TooLarge, compile_for_tpu
 from diffeqformer.solvers.checkpointing import schedule
@@ -182,7 +182,7 @@ def compile_scoring(config: ConfigDict, devices: list, windows: int = 16) -> Ite
     reader, others = split_model(without_depth(nnx.merge(graph, params)))
     weights = placed(jax.eval_shape(weights_of, graph, params, None), made.compiled.output_shardings)
     copies = NamedSharding(mesh, EVERYWHERE)
-    copying = jax.jit(as_it_is, out_shardings=copies).lower((others, weights))
+    copying = jax.jit(identity, out_shardings=copies).lower((others, weights))
     yield planned("copies of the weights", copying, size_of(params) + size_of(weights))
     others, weights = jax.tree.map(lambda leaf: leaf.update(sharding=copies), (others, weights))
     rows = full_batch(windows, mesh)

@@ -12,7 +12,7 @@ from diffeqformer.depth.low_rank import of_adapters_type
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context
-from diffeqformer.parallel.sharding import as_it_is
+from diffeqformer.parallel.sharding import identity
 from diffeqformer.solvers.cache import CachedAttention, KeyValueCache
 from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import last_pair
@@ -218,7 +218,7 @@ def last_of_steps(steps: Steps, weights: StackedWeights, state: PyTree, remat: s
         return steps.advance(state, layers, whole, step, dt, keys), None
 
     adapted = any("a" in layer for layer in weights.layers.values())
-    if remat != "none" or adapted or weights.gather is not as_it_is:
+    if remat != "none" or adapted or weights.gather is not identity:
         # In a scan, common expressions of different steps can't be merged anyway.
         body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
     return jax.lax.scan(body, state, (numbers, weights.step_sizes, layers))[0]

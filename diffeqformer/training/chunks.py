@@ -25,11 +25,11 @@ from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.fields.layers import at_its_precision
 from diffeqformer.parallel.mesh import AXES
-from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, by_device
+from diffeqformer.parallel.sharding import BATCH, EVERYWHERE, on_each_device
 from diffeqformer.solvers.checkpointing import entry, last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.solver import Steps, by_node, last_of_steps
-from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, beside_depth, over_devices, scored_positions
+from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, over_devices, scored_positions, without_depth
 from diffeqformer.training.parts import Part, by_microbatch, computed, shares, summed_states
 from diffeqformer.transformer import Transformer
 
@@ -51,7 +51,7 @@ class Chunks:
         self.made_type, self.summed_type = loss.types_of_weights(model, microbatches)
         typed = functools.partial(in_type, dtype=self.made_type)
         self.part = Part(
-            loss.mesh, self.walked, loss.made_specs, microbatches=microbatches, typed=typed, over=("generator",)
+            loss.mesh, self.walked, loss.generator_specs, microbatches=microbatches, typed=typed, over=("generator",)
         )
 
     def layers(self, depth: dict, features: Float[Array, "T features"]) -> dict:
@@ -84,8 +84,8 @@ class Chunks:
             stored, state, _ = by_microbatch(walk, self.part.microbatches, (state, keys), stored)
             return state, stored
 
-        places = self.loss.made_specs, OF_STORED, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-        walk_chunk = by_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, OF_STORED))
+        places = self.loss.generator_specs, OF_STORED, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
+        walk_chunk = on_each_device(self.loss.mesh, on_device, places, (BY_EXAMPLE, OF_STORED))
         return walk_chunk(self.layers(depth, features), stored, state, (step_sizes, number * len(step_sizes)), keys)
 
     def walked_storing(self, layers: dict, fixed: tuple, microbatch, stored: PyTree, examples: tuple) -> tuple:
@@ -124,9 +124,9 @@ class Chunks:
                 found, d_first, d_layers = by_microbatch(back, self.part.microbatches, (d_last, keys), found)
             return found, summed_states(d_first), self.part.summed(d_layers, layers)
 
-        spec, place = self.loss.made_specs, BY_EXAMPLE if reversible else OF_STORED
+        spec, place = self.loss.generator_specs, BY_EXAMPLE if reversible else OF_STORED
         places = spec, place, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-        walk_back = by_device(self.loss.mesh, on_device, places, (place, BY_EXAMPLE, spec))
+        walk_back = on_each_device(self.loss.mesh, on_device, places, (place, BY_EXAMPLE, spec))
         return walk_back(layers, found, d_last, (step_sizes, number * len(step_sizes)), keys)
 
     def pulled(self, layers: dict, fixed: tuple, microbatch, stored: PyTree, examples: tuple) -> tuple:
@@ -260,7 +260,7 @@ class ChunkedLoss(ShardedLoss):
         model = nnx.merge(self.graph, params)
         x = self.last_states(model, params, self.chunked(model, grid or model.grid()), tokens, keys, microbatches)
         scored = Part(self.mesh, self.scored, self.other_specs, EVERYWHERE)
-        return computed(scored, beside_depth(params), x, (), tokens)
+        return computed(scored, without_depth(params), x, (), tokens)
 
     def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
@@ -273,7 +273,7 @@ class ChunkedLoss(ShardedLoss):
     ) -> Float[Array, "B S D"]:
         """x(1)."""
         embedding = Part(self.mesh, self.embedded, self.other_specs, microbatches=microbatches)
-        x = computed(embedding, beside_depth(params), (), (), (tokens, keys))
+        x = computed(embedding, without_depth(params), (), (), (tokens, keys))
         state, chunks = model.solver.begin(x, steps.step_sizes[0, 0]), Chunks(self, model, microbatches)
         inputs = state, steps.features, params["depth"], steps.step_sizes, keys
         if model.remat == "binomial":
@@ -297,7 +297,7 @@ class ChunkedLoss(ShardedLoss):
 
         x = self.last_states(nnx.merge(self.graph, params), params, weights, tokens, None, microbatches)
         specs = (self.other_specs, BY_EXAMPLE, BY_EXAMPLE, BY_EXAMPLE)
-        return by_device(self.mesh, on_device, specs, EVERYWHERE)(beside_depth(params), x, tokens, valid)
+        return on_each_device(self.mesh, on_device, specs, EVERYWHERE)(without_depth(params), x, tokens, valid)
 
     def embedded(self, others: dict, states: tuple, fixed: tuple, inputs: tuple) -> Float[Array, "B S D"]:
         """x(0), on a device."""

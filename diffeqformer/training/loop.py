@@ -124,7 +124,7 @@ def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transf
         if not (isinstance(error, NoRoom) or out_of_memory(error)):
             raise
         why = error
-    if not hosts.anywhere(why is not None):  # all processes write it together
+    if not hosts.any_process(why is not None):  # all processes write it together
         try:
             text = sample(program.config, model, tokenizer)
         except Exception as error:

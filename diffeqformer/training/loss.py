@@ -34,9 +34,9 @@ from diffeqformer.parallel.sharding import (
     EVERYWHERE,
     GENERATOR_ROWS,
     ROWS,
-    as_it_is,
-    by_device,
     gather,
+    identity,
+    on_each_device,
     scatter,
     sum_copies,
 )
@@ -67,14 +67,14 @@ class ShardedLoss:
         self.trains, self.precision = model.trains, model.precision
         self.param_specs = partition_specs(model)
         self.other_specs = {name: specs for name, specs in self.param_specs.items() if name != "depth"}
-        self.made_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
-        self.gathered_specs = self.step_specs = layer_specs(model, ROWS)
+        self.generator_specs = layer_specs(model, GENERATOR_ROWS if model.depth.generated else ROWS)
+        self.layer_specs = self.step_specs = layer_specs(model, ROWS)
         if not model.depth.constant:  # a step has no axis of time
-            self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.gathered_specs)
+            self.step_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), self.layer_specs)
         self.projections = None
         if kernels and model.depth.generates_kernels:
             specs = self.param_specs["depth"]["layers"]
-            self.projections = Projections(model, specs, self.made_specs, mesh, kernels)
+            self.projections = Projections(model, specs, self.generator_specs, mesh, kernels)
 
     def trained_and_frozen(self, tree: dict) -> tuple[dict, dict]:
         """The trained and the frozen part of a tree that is shaped like the parameters."""
@@ -116,7 +116,7 @@ class ShardedLoss:
         generate = functools.partial(self.generated_layers, params, grid, made_type, summed_type)
         layers, pull_back, frozen_layers = jax.vjp(generate, depth, factors, has_aux=True)
         layers["depth"]["layers"] = in_type(layers["depth"]["layers"], made_type)
-        specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.made_specs}})
+        specs, frozen_specs = self.trained_and_frozen(self.other_specs | {"depth": {"layers": self.generator_specs}})
         count = tokens.shape[0] * (tokens.shape[1] - 1)
 
         def on_device(trained, frozen, step_sizes, tokens, keys):
@@ -127,7 +127,7 @@ class ShardedLoss:
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
 
         in_specs = (specs, frozen_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE)
-        on_devices = by_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
+        on_devices = on_each_device(self.mesh, on_device, in_specs, (EVERYWHERE, specs))
         loss, gradient = on_devices(trained | layers, frozen | frozen_layers, grid.step_sizes, tokens, keys)
         with multiplying(model.depth.precision):
             d_depth, d_factors = pull_back({"depth": gradient["depth"]})
@@ -189,7 +189,7 @@ class ShardedLoss:
 
     def context_on_device(self, model: Transformer, keys: Key[Array, "B"] | None) -> Context:
         """What the vector field needs on a device, which may share the work of every token with others."""
-        total = functools.partial(jax.lax.psum, axis_name="tensor") if self.mesh.shape["tensor"] > 1 else as_it_is
+        total = functools.partial(jax.lax.psum, axis_name="tensor") if self.mesh.shape["tensor"] > 1 else identity
         return Context.attending(self.attend, keys=keys, dropout=model.dropout, total=total)
 
     def gathering(self, weights: StackedWeights) -> StackedWeights:
@@ -227,12 +227,12 @@ class ShardedLoss:
             batch = tokens, scored_positions(tokens, valid)
             return over_devices(summed(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
 
-        specs = (self.other_specs, self.gathered_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
-        on_devices = by_device(self.mesh, on_device, specs, EVERYWHERE)
-        return on_devices(beside_depth(params), weights.layers, weights.step_sizes, tokens, valid)
+        specs = (self.other_specs, self.layer_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
+        on_devices = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
+        return on_devices(without_depth(params), weights.layers, weights.step_sizes, tokens, valid)
 
 
-def beside_depth(params: dict) -> dict:
+def without_depth(params: dict) -> dict:
     """The parameters that aren't depth weights."""
     return {name: value for name, value in params.items() if name != "depth"}
 

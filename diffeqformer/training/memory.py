@@ -37,7 +37,7 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     free = free_bytes(program.batch_sharding.mesh.local_devices)
     if free is None:
         return
-    free = hosts.least(free)  # on all hosts or on none: the others would wait for one that has given up
+    free = hosts.min_over_processes(free)  # on all hosts or on none: the others would wait for one that has given up
     needed = sum(map(bytes_on_device, jax.tree.leaves(state)))
     if needed > free:
         raise UserError(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from diffeqformer.parallel.mesh import AXES
-from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, axes_of, by_device, gather, scatter, sum_copies
+from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, gather, identity, on_each_device, scatter, sum_copies
 from diffeqformer.training.loss import BY_EXAMPLE, split_batch
 
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     spec: PyTree
     result: PartitionSpec = BY_EXAMPLE
     microbatches: int = 1
-    typed: Callable[[PyTree], PyTree] = as_it_is
+    typed: Callable[[PyTree], PyTree] = identity
     over: tuple[str, ...] = ()
 
     def gathered(self, shared: PyTree) -> PyTree:
@@ -61,7 +61,7 @@ def computed(part: Part, shared: PyTree, states: PyTree, fixed: PyTree, inputs: 
         return by_microbatch(one, part.microbatches, (states, inputs))[1]
 
     places = part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-    return by_device(part.mesh, on_device, places, part.result)(shared, states, fixed, inputs)
+    return on_each_device(part.mesh, on_device, places, part.result)(shared, states, fixed, inputs)
 
 
 def _computed_forward(part, *arguments):
@@ -82,7 +82,7 @@ def _computed_backward(part, arguments, d_result):
         return part.summed(d_shared, shared), summed_states(d_states)
 
     places = part.result, part.spec, BY_EXAMPLE, EVERYWHERE, BY_EXAMPLE
-    return *by_device(part.mesh, on_device, places, (part.spec, BY_EXAMPLE))(d_result, *arguments), None, None
+    return *on_each_device(part.mesh, on_device, places, (part.spec, BY_EXAMPLE))(d_result, *arguments), None, None
 
 
 computed.defvjp(_computed_forward, _computed_backward)

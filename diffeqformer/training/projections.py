@@ -22,7 +22,7 @@ from diffeqformer.depth.projection import (
     sum_of_squares,
 )
 from diffeqformer.errors import UserError
-from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, by_device
+from diffeqformer.parallel.sharding import EVERYWHERE, axes_of, on_each_device
 from diffeqformer.transformer import Transformer
 
 
@@ -37,7 +37,7 @@ class Projections:
     Args:
         model: a model with a generator; its parameters can be shapes.
         specs: the partition specs of the generator's layers, {layer: {projection | constant | ...: spec}}.
-        made_specs: those of the weights that it makes, {layer: {kernel | bias: spec}}.
+        generator_specs: those of the weights that it makes, {layer: {kernel | bias: spec}}.
         mesh: the devices.
         wanted: one of `depth.projection.KERNELS`.
 
@@ -45,10 +45,15 @@ class Projections:
         UserError: if the kernels are wanted in a layer that can't use them.
     """
 
-    def __init__(self, model: Transformer, specs: dict, made_specs: dict, mesh: Mesh, wanted: str):
+    def __init__(self, model: Transformer, specs: dict, generator_specs: dict, mesh: Mesh, wanted: str):
         layers = nnx.to_pure_dict(nnx.state(model.depth))["layers"]
         self.shapes = {name: layer["projection"].shape for name, layer in layers.items() if "projection" in layer}
-        self.specs, self.made_specs, self.mesh, self.precision = specs, made_specs, mesh, model.depth.precision
+        self.specs, self.generator_specs, self.mesh, self.precision = (
+            specs,
+            generator_specs,
+            mesh,
+            model.depth.precision,
+        )
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.said = [], {}, "XLA"
@@ -99,7 +104,7 @@ class Projections:
         from diffeqformer.kernels.gradients import gradients
         from diffeqformer.kernels.project import project as project_by_kernel
 
-        specs, made = self.specs[name], self.made_specs[name]["kernel"]
+        specs, made = self.specs[name], self.generator_specs[name]["kernel"]
         cut = axes_of(specs["projection"])
 
         def summed_gradients(h, projection, d_kernel):
@@ -109,8 +114,10 @@ class Projections:
         project_here = functools.partial(project_by_kernel, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
         return Products(
-            by_device(self.mesh, project_here, places, made),
-            by_device(self.mesh, summed_gradients, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)),
+            on_each_device(self.mesh, project_here, places, made),
+            on_each_device(
+                self.mesh, summed_gradients, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)
+            ),
         )
 
     def _xla_gradients(self, h, projection, d_kernel):
@@ -132,8 +139,8 @@ class Projections:
         from diffeqformer.kernels.update import update
 
         update_here = functools.partial(update, **self.how, **adamw)
-        place, made = self.specs[name]["projection"], self.made_specs[name]["kernel"]
-        on_devices = by_device(
+        place, made = self.specs[name]["projection"], self.generator_specs[name]["kernel"]
+        on_devices = on_each_device(
             self.mesh, update_here, (EVERYWHERE, made, place, place, place, EVERYWHERE), (place, place, place)
         )
         return on_devices(factors.h, factors.d_kernel, projection, mean, variance, scalars)

@@ -279,7 +279,7 @@ def at_newest(run: Run) -> Run:
             saved = checkpoint.read_about(run.checkpoints.directory, step)
         except Damaged as raised:
             error = raised
-        if hosts.anywhere(error is not None):
+        if hosts.any_process(error is not None):
             go_back(run, step, error)
             continue
         about = dataclasses.replace(
@@ -309,7 +309,7 @@ def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
                 # The others wait in the middle of reading.
                 raise set_aside_alone(run, step, raised) from raised.__cause__
             error = raised
-        if not hosts.anywhere(error is not None):
+        if not hosts.any_process(error is not None):
             return run, state
         go_back(run, step, error)
         run = at_newest(run)
@@ -328,7 +328,7 @@ def go_back(run: Run, step: int, error: Damaged | None) -> None:
     """
     directory = run.checkpoints.directory
     error = error or Damaged(f"{directory / str(step)}: another process found this checkpoint damaged", directory, step)
-    if hosts.anywhere(not goes_back(run, step, error)):
+    if hosts.any_process(not goes_back(run, step, error)):
         raise error
     if hosts.is_first():
         moved = set_aside(run.checkpoints.directory, step)

@@ -20,7 +20,7 @@ from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.memory import placed
 from diffeqformer.parallel.mesh import divide_generator
-from diffeqformer.parallel.sharding import EVERYWHERE, as_it_is, sharding, shardings
+from diffeqformer.parallel.sharding import EVERYWHERE, identity, sharding, shardings
 from diffeqformer.training.chunks import ChunkedLoss
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.optimizer import Optimizer, decay_mask, like_parameters
@@ -109,7 +109,7 @@ class Program:
             static_argnames="num_steps",
         )
         self.weights_shardings = StackedWeights(
-            shardings(self.mesh, self.loss.gathered_specs), self.everywhere, model.depth.constant, model.dtype
+            shardings(self.mesh, self.loss.layer_specs), self.everywhere, model.depth.constant, model.dtype
         )
         self.weights = jax.jit(
             self._weights, in_shardings=(of_params,), out_shardings=self.weights_shardings, static_argnames="num_steps"
@@ -151,7 +151,7 @@ class Program:
         if self.mesh.shape["generator"] == 1:
             return params
         mesh = divide_generator(self.mesh, 1)
-        return jax.jit(as_it_is, out_shardings=shardings(mesh, self.loss.param_specs))(params)
+        return jax.jit(identity, out_shardings=shardings(mesh, self.loss.param_specs))(params)
 
     def _state_shapes(self, params: dict) -> dict:
         moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))

@@ -130,12 +130,11 @@ def test_a_run_of_drawn_depths_is_planned_whole(drawn):
 def test_twice_the_batch_takes_twice_as_long_but_for_the_parameters(drawn, tmp_path):
     once = milliseconds(drawn, 8)
     twice = milliseconds(planned(tmp_path, *SHORT, "--config.batch_size=64"), 8)
-    of_parameters, of_parameters_twice = (
-        sum(times[what] for what in ("generator", "update")) for times in (once, twice)
-    )
     for what in ("attention", "loss", "depth forward, products", "depth backward, products"):
         assert twice[what] == pytest.approx(2 * once[what], rel=0.1)
-    assert of_parameters_twice == pytest.approx(of_parameters, rel=0.05)
+    assert twice["update"] == pytest.approx(once["update"], rel=0.01)
+    # More than half of the generator's 0.06 ms are small instructions, which are fused differently with another batch.
+    assert twice["generator"] == pytest.approx(once["generator"], rel=0.1)
 
 
 def test_a_large_product_takes_little_longer_than_at_peak():

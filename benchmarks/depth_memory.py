@@ -157,8 +157,9 @@ def draw(rows: dict) -> None:
     from diffeqformer.console.figures import COLOURS, new_figure
 
     places = sorted({row["where"] for row in rows.values()}, key=lambda where: (not where.startswith("small"), where))
-    lines = -(-(len(places) + 1) // 3)  # with a panel's place for the legend
-    figure, axes = new_figure(lines, 3, (13, 3.6 * lines))
+    columns = min(3, len(places) + 1)  # with a panel's place for the legend
+    lines = -(-(len(places) + 1) // columns)
+    figure, axes = new_figure(lines, columns, (4.5 * columns, 3.6 * lines))
     for axis in axes.flat[len(places) :]:
         axis.axis("off")
     for axis, where in zip(axes.flat, places):

@@ -12,11 +12,8 @@ the study can be run in pieces, and on several machines. Interrupted runs go on 
 A specialist, like a GPT, is trained at one depth, with the published time frequency. The others walk one of the depths
 `TRAINED` in each training step, and have a low frequency. The one called drawn is the plain one: weights W(t), fixed
 grids, and Euler's steps like a specialist. `tiny.py:elastic` has W(t), mixed grids and Lie-Trotter steps, and the one
-called fixed grids the same without moving them. The one called step features has weights W(t, dt) instead, and its
-grids in 8 steps are shifted. The one called looped is trained like it, but has shared kernels and gates, after
-LoopFormer. Their first budget is the number of training steps of one specialist, their second one the steps of depth of
-all specialists together; the deepest specialist and GPT are given these as well. The one called step features has the
-first budget alone, to save time.
+called fixed grids the same without moving them. Their first budget is the number of training steps of one specialist,
+their second one the steps of depth of all specialists together; the deepest specialist and GPT get these as well.
 
 Rates are chosen with the seed 0, which the final rows don't use: at depth 4 for specialists and GPTs, on average over
 its depths for an elastic model. Longer runs take the same rates. Elastic ones read the text more than twice then,
@@ -68,21 +65,12 @@ class Kind(NamedTuple):
 
 
 MEAN = statistics.mean(TRAINED)
-DRAWN = (  # what tiny.py:elastic has, for a model of another kind
-    f"--config.model.training_depths={','.join(map(str, TRAINED))}",
-    "--config.model.num_steps=8",
-    "--config.model.time_frequency=10",
-    "--config.model.solver=lie_trotter",
-)
-STEP_FEATURES = ("--config.model.step_features=8", "--config.model.training_times=shifted")
 KINDS = {
     "specialist": Kind("diffeqformer"),
     "gpt": Kind("gpt"),
     "drawn": Kind("elastic", ("--config.model.solver=euler", "--config.model.training_times=fixed"), MEAN),
     "fixed grids": Kind("elastic", ("--config.model.training_times=fixed",), MEAN),
     "elastic": Kind("elastic", walked=MEAN + sum(depth > 2 for depth in TRAINED) / len(TRAINED)),
-    "step features": Kind("elastic", STEP_FEATURES, MEAN + 1 / len(TRAINED)),
-    "looped": Kind("looped", (*DRAWN, *STEP_FEATURES), MEAN + 1 / len(TRAINED)),
 }
 ELASTIC = tuple(name for name, kind in KINDS.items() if kind.walked)
 
@@ -140,8 +128,7 @@ def final_rows(rates: dict[str, float]) -> list[Row]:
         rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
         rows += [Row(model, depth, steps, rates[model], seed) for depth in DEPTHS for model in ("specialist", "gpt")]
     for seed in seeds:
-        twice = [model for model in ELASTIC if model != "step features"]
-        rows += [Row(model, 0, round(total / KINDS[model].walked), rates[model], seed) for model in twice]
+        rows += [Row(model, 0, round(total / KINDS[model].walked), rates[model], seed) for model in ELASTIC]
         rows += [Row(model, DEPTHS[-1], total // DEPTHS[-1], rates[model], seed) for model in ("specialist", "gpt")]
     return rows
 

@@ -33,8 +33,6 @@ BEST = {
     "drawn": 3e-3,
     "elastic": 3e-3,
     "fixed_grids": 6e-3,
-    "step_features": 6e-3,
-    "looped": 3e-3,
 }
 
 

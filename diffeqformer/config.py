@@ -67,8 +67,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.training_times = "fixed"
     # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""
-    # The weights depend on the length of their step, too, down to 1 / step_features; 0: on the time alone.
-    config.model.step_features = 0
     # Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated).
     config.model.generator_start = "published"
     # The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by 1.
@@ -152,7 +150,12 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     return config.lock()
 
 
-REMOVED = {"model.state_dtype": "float32", "model.weights_dtype": "float32", "optimizer.moment_dtype": "float32"}
+REMOVED = {
+    "model.state_dtype": "float32",
+    "model.weights_dtype": "float32",
+    "model.step_features": 0,  # once a boolean; False is equal to 0
+    "optimizer.moment_dtype": "float32",
+}
 """Fields that configs once had, and the only value that a saved one may have there."""
 
 
@@ -181,9 +184,6 @@ def saved_config(fields: dict) -> ConfigDict:
         remat = "step" if fields["model"]["remat"] else "none"
         fields = {**fields, "model": {**fields["model"], "remat": remat}}
     fields = without_removed(fields)
-    if isinstance(fields["model"].get("step_features"), bool):  # its first type, without a shortest length
-        step_features = 2**16 if fields["model"]["step_features"] else 0
-        fields = {**fields, "model": {**fields["model"], "step_features": step_features}}
     with config.unlocked():
         config.update(fields)
     try:

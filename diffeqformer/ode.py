@@ -40,11 +40,6 @@ def examine(options) -> dict:
             "--workdir: must hold a model whose kernels are generated for at least 2 times, but it is a model of the "
             f"kind {config.kind} with {counted(model.num_steps, 'step')}"
         )
-    if config.step_features > model.num_steps:
-        raise UserError(
-            f"--workdir: must hold a model with steps of at most 1 / {config.step_features} (model.step_features), as "
-            f"longer ones belong to no differential equation, but its model.num_steps is {model.num_steps}"
-        )
     most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
     if options.refinements > most:
         raise UserError(

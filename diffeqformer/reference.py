@@ -24,12 +24,6 @@ def time_features(t, num_frequencies, time_frequency):
     return np.concatenate([[t], np.sin(time_frequency * t * omega), np.cos(time_frequency * t * omega)])
 
 
-def step_features(size):
-    """z = log2(1 / size) / 4 and its waves, which weights that know the length of their step read beside e(t): [5]."""
-    z = np.log2(1 / size) / 4
-    return np.array([z, np.sin(np.pi * z), np.cos(np.pi * z), np.sin(2 * np.pi * z), np.cos(2 * np.pi * z)])
-
-
 def time_mlp(p, e):
     """h(t) = lin2(silu(lin1(e(t)))): [E]."""
     return silu(e @ p["lin1"] + p["lin1_bias"]) @ p["lin2"] + p["lin2_bias"]
@@ -154,14 +148,10 @@ def lie_trotter(blocks, x, heads):
     return jnp.stack(states)
 
 
-def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0, longest=None):
-    """The block's weights at t_n = (n + 1) / L, computed for one time after the other.
-
-    With `longest`, they depend on the step's length as well, down to 1 / `longest`.
-    """
+def generated_blocks(params, num_steps, num_frequencies, time_frequency=1000.0):
+    """The block's weights at t_n = (n + 1) / L, computed for one time after the other."""
     times = np.arange(1, num_steps + 1) / num_steps
-    of_step = step_features(1 / min(num_steps, longest)) if longest else []
-    features = [np.concatenate([time_features(t, num_frequencies, time_frequency), of_step]) for t in times]
+    features = [time_features(t, num_frequencies, time_frequency) for t in times]
     return [generated_block(params["depth"], e) for e in features]
 
 

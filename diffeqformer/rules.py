@@ -168,11 +168,6 @@ RULES = [
         "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
     _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
-    Rule(
-        "model.step_features",
-        lambda v, c: not v or MODELS[c.model.kind].weights.sinusoidal,
-        "must be left out for model.kind {c.model.kind}, whose weights no MLP of the time generates",
-    ),
     _one_of("model.training_times", TRAINING_TIMES),
     *_every(
         "model.training_depths",
@@ -183,11 +178,6 @@ RULES = [
         "model.training_depths",
         lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
         "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
-    ),
-    Rule(
-        "model.training_times",
-        lambda v, c: v == "fixed" or c.model.step_features <= max(trained_depths(c.model)),
-        "must be fixed, since all trained steps are longer than 1 / {c.model.step_features} (model.step_features)",
     ),
     Rule(
         "model.training_times",
@@ -213,7 +203,6 @@ RULES = [
         lambda v, c: not v or 1 <= traced_steps(v).start < traced_steps(v).stop <= c.steps + 1,
         "must be steps of the run, which has {c.steps}, the first one first",
     ),
-    *_every("model.step_features", lambda v: v == 0 or v > 1, "must be 0, or at least 2"),
     Rule(
         "model.lora_rank",
         lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,

@@ -25,7 +25,6 @@ MESHES = {"1": ONE_DEVICE, "2x2x2": make_mesh((2, 2, 2)), "1x2x1": make_mesh((1,
 COMMON = {"model__dropout": 0.1, "model__vocab_multiple": 16, "steps": 100}
 ADAPTERS = {"base": "base", "model__lora_rank": 2}
 WHOLE_TILES = {"model__width": 256, "model__mlp": 256, "model__time_embed_dim": 8}  # for the kernels, also on a part
-STEP_FEATURES = {"model__step_features": 4, "model__training_depths": "4,6", "model__training_times": "mixed"}
 VARIANTS = [
     ("discretized", "gpt", ADAPTERS),
     ("discretized", "llama", {**ADAPTERS, "model__lora_layers": "mlp.*", "model__dtype": "bfloat16"}),
@@ -36,7 +35,7 @@ VARIANTS = [
     ("diffeqformer", "llama", {"model__norm_of_norm": False, "model__solver": "midpoint"}),
     ("shared", "llama", {"model__solver": "strang"}),
     ("diffeqformer", "gpt", {"kernels": "pallas", **WHOLE_TILES}),
-    ("diffeqformer", "llama", STEP_FEATURES),
+    ("diffeqformer", "llama", {"model__training_depths": "4,6", "model__training_times": "mixed"}),
     ("diffeqformer", "gpt", {"model__dtype": "bfloat16", "model__generator_precision": "highest"}),
 ]
 CASES = [(kind, field, {}) for kind, field in FAMILY] + VARIANTS

@@ -283,7 +283,7 @@ def test_spectra_are_of_the_times_at_which_the_steps_take_weights():
 
 @pytest.mark.parametrize("section", [spectra.section, induction.section])
 def test_an_analysis_at_another_depth_has_the_weights_of_its_steps(section):
-    opened = opened_model("diffeqformer", num_steps=4, step_features=4)
+    opened = opened_model("diffeqformer", num_steps=4)
     model = opened.model
     with mock.patch(f"{section.__module__}.spectra", wraps=spectra.spectra) as measured:
         section(opened, num_steps=2)

@@ -27,7 +27,7 @@ def test_chunks_divide_the_steps():
     "mesh, remat, changes",
     [
         ((1, 1, 1), "step", {"solver": "heun", "training_times": "shifted", "num_steps": 7, "dropout": 0.3}),
-        ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama", "step_features": 4}),
+        ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama"}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
         ((1, 1, 1), "step", {"solver": "reversible_heun", "dropout": 0.3, "microbatches": 2}),
         ((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}),

@@ -4,8 +4,10 @@ import pathlib
 
 import jax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffeqformer.config import (
+    REMOVED,
     base_config,
     check_config,
     check_tokenizer,
@@ -84,7 +86,6 @@ WRONG = {
     "model.generator_precision": "float16",
     "model.training_times": "random",
     "model.training_depths": "2,2",
-    "model.step_features": 1,
     "model.solver": "rk3",
     "model.unit_steps": True,
     "model.span": 0.0,
@@ -167,11 +168,6 @@ def test_a_wrong_value_is_refused_by_name(field):
             "model.training_depths: must be left out for model.kind gpt, .* but it is '2,4'",
         ),
         (
-            ("shared", "gpt"),
-            {"model__step_features": 4},
-            "model.step_features: must be left out for model.kind shared, .* it is 4",
-        ),
-        (
             ("looped", "gpt"),
             {"kernels": "pallas"},
             "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",
@@ -185,11 +181,6 @@ def test_a_wrong_value_is_refused_by_name(field):
             ("diffeqformer", "gpt"),
             {"model__generator_precision": "highest"},
             "model.generator_precision: must be default for model.dtype float32, .*, but it is 'highest'",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__training_times": "mixed", "model__step_features": 8},
-            "model.training_times: must be fixed, since all trained steps are longer than 1 / 8 .*, but it is 'mixed'",
         ),
         (
             ("diffeqformer", "gpt"),
@@ -288,10 +279,15 @@ def test_a_config_saved_before_a_field_existed_has_its_default():
     config = saved_config(fields)
     check_config(config, num_devices=8)
     assert config.to_dict() == toy_config("gpt").to_dict()
-    fields = toy_config().to_dict()
-    for then, now in ((False, 0), (True, 2**16)):  # before there was a shortest length
-        fields["model"]["step_features"] = then
-        assert saved_config(fields).model.step_features == now
+
+
+def test_a_saved_config_may_have_a_removed_field_at_its_default_alone():
+    for values in (REMOVED, {**REMOVED, "model.step_features": False}):  # its first type
+        fields = flatten_dict(toy_config().to_dict(), sep=".") | values
+        assert saved_config(unflatten_dict(fields, sep=".")).to_dict() == toy_config().to_dict()
+    for name, wrong in (("model.step_features", True), ("model.step_features", 8), ("optimizer.moment_dtype", "bf16")):
+        with pytest.raises(ValueError, match=rf"^config\.{name} is {wrong!r}, but this version only knows "):
+            saved_config(unflatten_dict({**fields, name: wrong}, sep="."))
 
 
 @pytest.mark.parametrize(

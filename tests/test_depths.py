@@ -1,9 +1,5 @@
 """Training at many depths: which one each step draws, and that it is then a step of that depth."""
 
-import functools
-import types
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +8,9 @@ from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from diffeqformer import checkpoint, inspect, ode
-from diffeqformer.analysis import spectra
+from diffeqformer import inspect
 from diffeqformer.config import check_config
 from diffeqformer.depth.depths import are_depths, drawn_depth, shares_of_depths
-from diffeqformer.depth.generated import step_features
-from diffeqformer.depth.grid import Grid, random_grid
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, memory
@@ -70,65 +63,18 @@ def test_random_times_and_dropout_depend_on_the_seed():
     assert of_dropout == [[3347091520, 884871849], [2703998176, 3462813572]]
 
 
-def test_features_of_a_step_are_waves_of_its_logarithm():
-    sizes = np.array([1.0, 1 / 4, 1 / 16])
-    expected = [[0, 0, 1, 0, 1], [0.5, 1, 0, 0, -1], [1, 0, -1, 0, 1]]
-    np.testing.assert_allclose(step_features(sizes), expected, atol=1e-6)
-    np.testing.assert_allclose(step_features(jnp.asarray(sizes, jnp.float32)), expected, atol=1e-6)
-    assert step_features(sizes).dtype == np.float32
-    depth = lively_model("diffeqformer", step_features=4).depth
-    features = depth.features(Grid.of(np.array([0.25, 0.375, 0.375, 1.0])))
-    np.testing.assert_array_equal(features[:, -5:], step_features(np.array([0.25, 0.25, 0.25, 0.625])))
-    assert features[:, 0].tolist() == [0.25, 0.375, 0.375, 1.0] and features.shape == (4, 2 * depth.sinusoidal_dim + 6)
-
-
-@pytest.mark.parametrize("solver", ["euler", "midpoint"])
-def test_weights_know_their_step_if_they_should(solver):
-    """Both grids take weights at the end of depth (Euler) or at 3/4 of it (midpoint)."""
-    for knows in (0, 4):
-        model = lively_model("diffeqformer", solver=solver, step_features=knows)
-        two = model.grid(2)
-        other = model.grid(4 if solver == "euler" else (0.6, 0.9, 1.0))
-        assert two.times[-1] == pytest.approx(other.times[3])
-        coarse, fine = model.depth(two)["qkv"]["kernel"][-1], model.depth(other)["qkv"]["kernel"][3]
-        assert (np.abs(coarse - fine).max() < 1e-5) == (not knows)
-        drawn = random_grid(model.grid(4), model.solver.nodes, "shifted", jax.random.key(0))
-        on_host = Grid.of(np.float64(drawn.ends), model.solver.nodes)
-        np.testing.assert_allclose(drawn.step_sizes_at_times(), on_host.step_sizes_at_times(), atol=1e-6)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-3), model.depth(drawn), model.depth(on_host))
-
-
 def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
-    config = toy_config(model__training_depths="2,3", model__step_features=4)
+    config = toy_config(model__training_depths="2,3")
     model, tokens = new_model(config), jnp.asarray(tokens_of(0, config)[:2])
     stored = discretize(model, config, 3, "float32")
     np.testing.assert_allclose(stored(tokens, stored.weights()), model(tokens, model.weights(model.grid(3))), atol=1e-5)
     check_config(discretized_config(config, 3, "float32"), num_devices=None)
 
 
-def test_spectra_are_those_of_the_trained_steps():
-    """Also at single times, which have no steps of their own."""
-    model = lively_model("diffeqformer", num_steps=4, step_features=4)
-    found = list(spectra.pairs_over_time(model, model.grid().times, False))
-    trained = spectra.matrix_pairs(model.field, model.depth(model.grid()), False)
-    for name, pair in trained.items():
-        np.testing.assert_allclose(np.concatenate([part[name][0] for part in found]), pair[0], atol=1e-5)
-
-
-def test_weights_that_know_their_step_are_no_differential_equation(monkeypatch):
-    config = toy_config(model__step_features=8)
-    opened = mock.Mock(checkpoint.Checkpoint, config=config, model=lively_model("diffeqformer"))
-    monkeypatch.setattr(ode.checkpoint, "load_on_all", lambda *_: opened)
-    with pytest.raises(UserError, match=r"^--workdir: must hold a model with steps of at most 1 / 8 .*num_steps is 6"):
-        ode.examine(types.SimpleNamespace(workdir="runs/toy", step=None))
-
-
-def test_only_steps_of_the_differential_equation_are_moved_in_training():
-    model = lively_model("diffeqformer", step_features=4)
-    for depth, steps in ((2, 2), (3, 3), (4, 5), (6, 7)):
-        assert len(training_grid(model, "shifted", 0, jnp.int32(0), depth).ends) == steps
+def test_grids_that_are_moved_have_a_step_more():
     for how, depth, steps in (("shifted", 2, 3), ("mixed", 2, 2), ("mixed", 3, 4), ("jittered", 3, 3), ("fixed", 3, 3)):
-        assert len(training_grid(lively_model("diffeqformer"), how, 0, jnp.int32(0), depth).ends) == steps
+        for kind in ("diffeqformer", "interpolated"):
+            assert len(training_grid(lively_model(kind), how, 0, jnp.int32(0), depth).ends) == steps
 
 
 @pytest.mark.long

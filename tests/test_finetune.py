@@ -165,7 +165,7 @@ def test_a_store_is_prepared_for_a_base_that_is_elsewhere(short_stores, capsys):
         prepare.run(change(config, data__processes=-1))
 
 
-ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted", "model__step_features": 2}
+ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted"}
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_another_depth_has_two_ways(tmp_path):
 
 
 def test_the_file_that_trained_a_base_can_fine_tune_its_layers(tmp_path):
-    """With a solver, times and features of the step that only generated weights have."""
-    model = {"model__solver": "rk4", "model__step_features": 8, "model__training_depths": "2,4", "model__lora_rank": 2}
+    """With a solver and times that only generated weights have."""
+    model = {"model__solver": "rk4", "model__training_depths": "2,4", "model__lora_rank": 2}
     save_base(tmp_path / "base", toy_config(**{**model, "model__lora_rank": 0}, model__training_times="shifted"))
     config = finetune.inherit(new_config(tmp_path / "base", **model, model__training_times="shifted"), tmp_path / "new")
     check_config(config, 1)
-    assert (config.model.kind, config.model.solver, config.model.step_features) == ("discretized", "euler", 0)
+    assert (config.model.kind, config.model.solver) == ("discretized", "euler")
     with pytest.raises(UserError, match="^config.model.solver: must be the base's, 'euler', but it is 'rk4'"):
         finetune.inherit(new_config(tmp_path / "base", **model), tmp_path / "new", given={"model.solver"})
 

@@ -23,7 +23,7 @@ def test_the_authors_pairing_gives_the_authors_numbers(name, last, monkeypatch):
     """Given their time features, whose rounding moves a number by 3e-5. Exponents of tokens after the output are 0."""
     arrays, (reference, params, _) = np.load(authors.DATA / "authors_lyapunov.npz"), authors.load("diffeqformer", "gpt")
     model = authors.build(authors.model_config("diffeqformer", "gpt"), params)
-    rows = np.concatenate([model.depth.features_at(np.zeros(1), 0.0), reference["out.time_embed"]])  # at 0, 1/6, ..., 1
+    rows = np.concatenate([model.depth.features(np.zeros(1)), reference["out.time_embed"]])  # at 0, 1/6, ..., 1
     monkeypatch.setattr(generated, "time_features", lambda times, *_: rows[np.rint(6 * times).astype(int)])
     tokens = jnp.asarray(arrays["tokens"][: last + 1])
     found = lyapunov.exponents(model, tokens, published=True)

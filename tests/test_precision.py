@@ -164,7 +164,7 @@ def test_sums_are_in_float32():
     _, gradient = jax.eval_shape(lambda params: loss.mean_and_gradient(params, tokens, None, 2), params)
     assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
     chunks = Chunks(ChunkedLoss(graph, params, ONE_DEVICE, plain, 2), model, 2)
-    features = jnp.asarray(model.depth.features(model.grid()))[:2]
+    features = jnp.asarray(model.depth.features(model.grid().times))[:2]
     assert chunks.layers(params["depth"], features)["qkv"]["kernel"].dtype == jnp.float32
 
 

@@ -88,7 +88,7 @@ def section(opened: Checkpoint, *, num_steps: int | None = None) -> Section:
     times, ids = first_nodes(model, num_steps), readable_ids(opened.tokenizer)
     length = min(64, model.max_length // 2, len(ids))
     scores = induction_scores(model, ids, length, num_steps=num_steps)
-    found = spectra(model, times, feed_forward=False, num_steps=num_steps)
+    found = spectra(model, times, feed_forward=False)
     even = float(np.mean(1 / np.arange(length + 1, 2 * length + 1)))
     order = np.argsort(-scores, axis=None)[:5]
     best = [(int(step), int(head)) for step, head in zip(*np.unravel_index(order, scores.shape), strict=True)]

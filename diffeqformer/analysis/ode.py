@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
-from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context, Linear
@@ -55,7 +54,7 @@ def smoothness(model: Transformer) -> dict[str, dict[str, float]]:
 @functools.partial(jax.jit, static_argnames=("graph", "times", "between"))
 def _norms(graph, params, times, between):
     model = nnx.merge(graph, params)
-    features = (model.depth.features_at(np.array(at), 1 / model.num_steps) for at in (times, between))
+    features = (model.depth.features(np.array(at)) for at in (times, between))
     trained, middle = map(model.depth.from_features, features)
     rows = {}
     for name, layer in trained.items():
@@ -86,7 +85,7 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
     )
 
     def entries_at(times):
-        features = model.depth.features(Grid.of(times))
+        features = model.depth.features(times)
         return np.asarray(on_every_device(_entries(*split_model(model), features, name, rows, columns)))
 
     times, trained = np.linspace(0, 1, points + 1)[1:], entries_at(trained_times(model))
@@ -163,7 +162,7 @@ def last_state(model: Transformer, num_steps: int, x: jax.Array) -> np.ndarray:
     Only the weights of that many steps are in memory at a time, at each node of the solver, in fp32.
     """
     grid, (graph, params) = model.grid(num_steps), split_model(model)
-    features, chunks = model.depth.features(grid), num_steps // model.num_steps
+    features, chunks = model.depth.features(grid.times), num_steps // model.num_steps
     for here, step_sizes in zip(np.split(features, chunks), np.split(grid.step_sizes, chunks)):
         x = _advance(graph, params, here, step_sizes, x)
     return np.asarray(on_every_device(x), np.float64)

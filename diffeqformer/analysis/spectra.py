@@ -124,12 +124,9 @@ def _stored_pairs(field, layers, start, count, feed_forward):
 
 
 def pairs_over_time(
-    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool, num_steps: int | None = None
+    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool
 ) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
     """`matrix_pairs` in fp32, for a few of the times after another.
-
-    Args:
-        num_steps: decides the length of steps, for weights that depend on it; by default as trained.
 
     Raises:
         UserError: if the model has weights per layer and the number of times differs from the number of layers.
@@ -138,7 +135,7 @@ def pairs_over_time(
     if depth.generated:
         graph, params = split_model(model)
         for start in range(0, len(times), CHUNK):
-            features = depth.features_at(times[start : start + CHUNK], 1 / (num_steps or model.num_steps))
+            features = depth.features(times[start : start + CHUNK])
             yield jax.tree.map(np.asarray, _generated_pairs(graph, params, jnp.asarray(features), feed_forward))
         return
     layers = depth(Grid.of(times))
@@ -150,14 +147,11 @@ def pairs_over_time(
         yield jax.tree.map(np.asarray, _stored_pairs(model.field, layers, start, count, feed_forward))
 
 
-def spectra(
-    model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True, num_steps: int | None = None
-) -> dict[str, Spectrum]:
+def spectra(model: Transformer, times: Float[np.ndarray, "T"], feed_forward: bool = True) -> dict[str, Spectrum]:
     """The spectra of a model's products at some times. Weights shared by all times count as one time.
 
     Args:
         feed_forward: whether to include the feed-forward, whose matrices are the largest.
-        num_steps: see `pairs_over_time`.
 
     Raises:
         UserError: if the model has no weights at these times.
@@ -165,7 +159,7 @@ def spectra(
     with jax.default_matmul_precision("highest"):
         parts = [
             {name: spectrum(*pair) for name, pair in pairs.items()}
-            for pairs in pairs_over_time(model, times, feed_forward, num_steps)
+            for pairs in pairs_over_time(model, times, feed_forward)
         ]
     return {
         name: Spectrum(*(np.concatenate(arrays) for arrays in zip(*(part[name] for part in parts))))
@@ -249,7 +243,7 @@ def section(
     check_heads(model, heads)
     at = np.unique(model.grid(num_steps).times) if times is None else model.grid(times).ends
     start = time.monotonic()
-    found = spectra(model, at, feed_forward, num_steps)
+    found = spectra(model, at, feed_forward)
     seconds = time.monotonic() - start
     at = at[-len(found["QK"].eigenvalues) :]  # shared weights have only the last time
     shown = [

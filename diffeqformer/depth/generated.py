@@ -16,9 +16,6 @@ times as large. So Adam's rate need not change with the width D. These are the r
   journal={arXiv:2505.01618},
   year={2025}}
 
-With `model.step_features` = N, e has features of max(d, 1 / N) as well, where d is the step's length. Then the weights
-of longer steps belong to a map over the step. Those of steps up to 1 / N are a differential equation's.
-
 `diffeqformer.depth.projection` computes kernel(t). e(t) and h(t) are always fp32, regardless of the compute type.
 
 All layers share e(t). Each layer has its own MLP h; in the paper's alternative design (section D.2, Fig. 17) all
@@ -55,25 +52,6 @@ def time_features(
     frequencies = 10000.0 ** (-np.arange(sinusoidal_dim) / sinusoidal_dim)
     angles = times * (time_frequency * frequencies).astype(times.dtype)
     return of.concatenate([times, of.sin(angles), of.cos(angles)], axis=1).astype(np.float32)
-
-
-STEP_FEATURES = 5
-
-
-def step_features(step_sizes: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T features"]:
-    """Features of the lengths d > 0 of steps, z = log2(1 / d) / 4 and its first waves: [T, 5] fp32.
-
-    Lengths count by their logarithm, as in shortcut models:
-
-    @inproceedings{frans2025shortcut,
-      title={One Step Diffusion via Shortcut Models},
-      author={Frans, Kevin and Hafner, Danijar and Levine, Sergey and Abbeel, Pieter},
-      booktitle={International Conference on Learning Representations}, year={2025}}
-    """
-    of = jnp if isinstance(step_sizes, Array) else np
-    z = -of.log2(step_sizes) / 4
-    waves = [wave(harmonic * math.pi * z) for harmonic in (1, 2) for wave in (of.sin, of.cos)]
-    return of.stack([z, *waves], axis=1).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +155,7 @@ class GeneratedWeights(DepthWeights):
 
     Args:
         config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c),
-            `step_features`, `generator_start`, a key of `GENERATOR_STARTS`, `base_width`, `dtype` and
-            `generator_precision`.
+            `generator_start`, a key of `GENERATOR_STARTS`, `base_width`, `dtype` and `generator_precision`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
@@ -193,9 +170,8 @@ class GeneratedWeights(DepthWeights):
         # `generator_start` is of generated kernels; without them a command line may not set it (`rules.IGNORED`)
         start = GENERATOR_STARTS[config.generator_start if self.generates_kernels else "published"]
         start = dataclasses.replace(start, gain=gain_of(config))
-        self.step_features = config.step_features
         self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
-        number = 2 * config.sinusoidal_dim + 1 + (STEP_FEATURES if config.step_features else 0)
+        number = 2 * config.sinusoidal_dim + 1
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start, rngs)
         kinds, self.layers = {Linear: self.linear, Norm: GeneratedNorm}, nnx.Dict()
@@ -211,22 +187,11 @@ class GeneratedWeights(DepthWeights):
         Args:
             projects: functions that take the place of `project` in the linear layers with these names.
         """
-        return self.from_features(self.features(grid), projects)
+        return self.from_features(self.features(grid.times), projects)
 
-    def features(self, grid: Grid) -> Float[np.ndarray | Array, "T features"]:
-        """e at `grid.times`, for `from_features`. Computed on the host if the grid is there."""
-        return self.features_at(grid.times, grid.step_sizes_at_times())
-
-    def features_at(
-        self, times: Float[np.ndarray | Array, "T"], step_sizes: Float[np.ndarray | Array, "T"] | float
-    ) -> Float[np.ndarray | Array, "T features"]:
-        """e at some times, each in a step of some length: [T, 2 n + 1] fp32, or [T, 2 n + 6] with `step_features`."""
-        of_times = time_features(times, self.sinusoidal_dim, self.time_frequency)
-        if not self.step_features:
-            return of_times
-        of = jnp if isinstance(of_times, Array) else np
-        sizes = of.maximum(of.broadcast_to(step_sizes, times.shape), 1 / self.step_features)
-        return of.concatenate([of_times, step_features(sizes)], axis=1)
+    def features(self, times: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T features"]:
+        """e at some times, for `from_features`: [T, 2 n + 1] fp32. Computed on the host if the times are there."""
+        return time_features(times, self.sinusoidal_dim, self.time_frequency)
 
     @at_its_precision
     def from_features(

@@ -46,16 +46,8 @@ class Grid:
     @property
     def step_sizes(self) -> Float[Array, "L"]:
         """`span` times each step's part of the depth, in fp32, from float64 unless the ends are on the device."""
-        return jnp.asarray(self.span * self._differences(), jnp.float32)
-
-    def step_sizes_at_times(self) -> Float[np.ndarray | Array, "T"]:
-        """For each of `times`, the part of the depth that its step takes."""
-        xp, _ = _library(self.ends)
-        return xp.repeat(self._differences(), len(self.times) // len(self.ends))
-
-    def _differences(self):
         xp, ends = _library(self.ends)
-        return xp.diff(ends, prepend=0.0)
+        return jnp.asarray(self.span * xp.diff(ends, prepend=0.0), jnp.float32)
 
 
 def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, ""]) -> Grid:

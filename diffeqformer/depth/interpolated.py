@@ -31,14 +31,10 @@ class InterpolatedWeights(DepthWeights):
 
     def __call__(self, grid: Grid) -> dict:
         """The weights at `grid.times`, in fp32."""
-        return self.from_features(self.features(grid))
+        return self.from_features(self.features(grid.times))
 
-    def features(self, grid: Grid) -> Float[np.ndarray | Array, "T 1"]:
-        """The places of `grid.times` among the knots, for `from_features`."""
-        return self.features_at(grid.times)
-
-    def features_at(self, times: Float[np.ndarray | Array, "T"], step_sizes=None) -> Float[np.ndarray | Array, "T 1"]:
-        """The places of some times among the knots, counted from 0: [T, 1] fp32. The lengths of steps don't matter."""
+    def features(self, times: Float[np.ndarray | Array, "T"]) -> Float[np.ndarray | Array, "T 1"]:
+        """The places of some times among the knots, counted from 0, for `from_features`: [T, 1] fp32."""
         return (times * self.knots - 1).clip(0, self.knots - 1)[:, None].astype(np.float32)
 
     def from_features(self, features: Float[np.ndarray | Array, "T 1"]) -> dict:

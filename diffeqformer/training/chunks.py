@@ -264,7 +264,7 @@ class ChunkedLoss(ShardedLoss):
 
     def chunked(self, model: Transformer, grid: Grid) -> ChunkedSteps:
         """The steps of a grid in chunks of equal length."""
-        length, features = chunk_length(len(grid.ends), self.chunk), jnp.asarray(model.depth.features(grid))
+        length, features = chunk_length(len(grid.ends), self.chunk), jnp.asarray(model.depth.features(grid.times))
         features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
         return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
 

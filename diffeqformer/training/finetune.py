@@ -28,7 +28,7 @@ OWN = tuple("dropout dtype generator_precision remat snapshots generate_chunk".s
 OF_TRAINING = ("training_times", "training_depths")
 """Fields that it inherits unless it sets them."""
 
-OF_GENERATED = ("solver", "step_features", "generator_precision", *OF_TRAINING)
+OF_GENERATED = ("solver", "generator_precision", *OF_TRAINING)
 """Fields that `discretized_config` resets, since only generated weights can have some of their values."""
 
 

@@ -42,14 +42,9 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
 
 
 def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None) -> Grid:
-    """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`).
-
-    Steps longer than 1 / `model.step_features` have weights of their own, which belong to no differential equation and
-    are trained at their own times alone.
-    """
+    """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
     grid = model.grid(num_steps)
-    steps = len(grid.ends)
-    if how == "fixed" or (how == "mixed" and steps <= 2) or steps < model.depth.step_features:
+    if how == "fixed" or (how == "mixed" and len(grid.ends) <= 2):
         return grid
     return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
 

@@ -63,7 +63,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.model.time_embed_dim = 20
     config.model.sinusoidal_dim = 128  # number of frequencies of the time features
     config.model.time_frequency = 1000.0  # c: radians of the fastest feature over the whole depth
-    # Times at which weights are trained: fixed, jittered, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).
+    # Times at which weights are trained: fixed, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).
     config.model.training_times = "fixed"
     # Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: num_steps.
     config.model.training_depths = ""

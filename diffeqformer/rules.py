@@ -182,13 +182,13 @@ RULES = [
     Rule(
         "model.training_times",
         lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
-        "must be fixed, jittered or shifted, since mixed moves grids of more than two steps only",
+        "must be fixed or shifted, since mixed moves grids of more than two steps only",
     ),
     Rule(
         "model.training_times",
-        lambda v, c: v in ("fixed", "jittered") or not remembers(c),
-        "must be fixed or jittered for model.solver {c.model.solver}, which extrapolates from the step before, as the "
-        "first step of a moved grid can be much shorter than the second",
+        lambda v, c: v == "fixed" or not remembers(c),
+        "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "
+        "of a moved grid can be much shorter than the second",
     ),
     *_every(
         "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank mesh.generator data.processes "

@@ -1,7 +1,7 @@
 """The pictures of docs/pictures, drawn anew from runs: `make docs-figures`.
 
-    python experiments/docs_figures.py                    # all of them, in about an hour on two cores
-    python experiments/docs_figures.py --only=ode_jitter  # one of them
+    python experiments/docs_figures.py                       # all of them, in about an hour on two cores
+    python experiments/docs_figures.py --only=ode_published  # one of them
 
 Those of studies are drawn from the rows in this repository, in seconds. Those of single runs take a training each,
 in --folder, unless that has finished there. Three need WikiText-103's wiki.valid.tokens, given by --wikitext, and are
@@ -28,7 +28,6 @@ FOLDER = flags.DEFINE_string("folder", "runs/docs", "Folder of the runs.")
 PICTURES = pathlib.Path("docs/pictures")
 RUNS = {
     "published": [],
-    "jitter": ["--config.model.training_times=jittered"],
     "wikitext": ["--config.steps=2000"],
     "deep": ["--config.model.num_steps=18", "--config.steps=3000"],
 }
@@ -57,7 +56,6 @@ OF_RUNS = {
         "published", "analyze", ("--parts=simulation",), "report.html", "simulated particles", 2
     ),
     "ode_published": Drawn("published", "ode", (), "ode.png"),
-    "ode_jitter": Drawn("jitter", "ode", (), "ode.png"),
     "depth": Drawn("wikitext", "evaluate", ("--num_steps=4,6,9,12,18,24", "--batch_size=32"), "perplexity.png"),
 }
 

@@ -1,6 +1,6 @@
 """Ways to train a DiffEqFormer, and what each is between its trained times, on two CPU cores.
 
-    python experiments/training_times.py --depths=one     # five ways at 4 steps of depth (docs/ode.md)
+    python experiments/training_times.py --depths=one     # three ways at 4 steps of depth (docs/ode.md)
     python experiments/training_times.py --depths=many    # seven ways at 2, 3, 4, 6 and 8 steps (docs/elastic.md)
 
 The models are those of configs/tiny.py. Each is trained by diffeqformer.main with three seeds, all with the learning
@@ -28,15 +28,13 @@ AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its par
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each model.", lower_bound=1)
 
 LOW, PUBLISHED = (f"--config.model.time_frequency={frequency}" for frequency in (10, 1000))
-FIXED, JITTERED, SHIFTED = (f"--config.model.training_times={times}" for times in ("fixed", "jittered", "shifted"))
+FIXED, SHIFTED = (f"--config.model.training_times={times}" for times in ("fixed", "shifted"))
 EULER = "--config.model.solver=euler"
 ONE, MANY = "--config=configs/tiny.py", "--config=configs/tiny.py:elastic"
 KINDS = {
     "one": {
         "published": (ONE,),
         "frequency 10": (ONE, LOW),
-        "jittered": (ONE, JITTERED),
-        "frequency 10, jittered": (ONE, LOW, JITTERED),
         "frequency 10, shifted": (ONE, LOW, SHIFTED),
     },
     "many": {

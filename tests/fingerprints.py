@@ -29,7 +29,6 @@ VARIANTS = [
     ("discretized", "gpt", ADAPTERS),
     ("discretized", "llama", {**ADAPTERS, "model__lora_layers": "mlp.*", "model__dtype": "bfloat16"}),
     ("diffeqformer", "gpt", {"microbatches": 2, "model__remat": "step"}),
-    ("diffeqformer", "gpt", {"model__training_times": "jittered", "model__solver": "heun"}),
     ("diffeqformer", "gpt", {"model__training_times": "shifted", "model__solver": "rk4"}),
     ("diffeqformer", "llama", {"model__dtype": "bfloat16", "model__remat": "products"}),
     ("diffeqformer", "llama", {"model__norm_of_norm": False, "model__solver": "midpoint"}),

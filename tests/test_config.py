@@ -185,7 +185,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("diffeqformer", "gpt"),
             {"model__training_times": "mixed", "model__training_depths": "1,2"},
-            "model.training_times: must be fixed, jittered or shifted, since mixed moves grids of more than two .*",
+            "model.training_times: must be fixed or shifted, since mixed moves grids of more than two .*",
         ),
         (
             ("gpt", "gpt"),
@@ -220,7 +220,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("diffeqformer", "gpt"),
             {"model__training_times": "shifted", "model__solver": "adams_bashforth"},
-            "model.training_times: must be fixed or jittered for model.solver adams_bashforth, .*, but it is 'shifted'",
+            "model.training_times: must be fixed for model.solver adams_bashforth, .*, but it is 'shifted'",
         ),
         (
             ("diffeqformer", "gpt"),
@@ -281,13 +281,16 @@ def test_a_config_saved_before_a_field_existed_has_its_default():
     assert config.to_dict() == toy_config("gpt").to_dict()
 
 
-def test_a_saved_config_may_have_a_removed_field_at_its_default_alone():
+def test_a_saved_config_may_have_removed_fields_at_their_defaults_alone():
     for values in (REMOVED, {**REMOVED, "model.step_features": False}):  # its first type
         fields = flatten_dict(toy_config().to_dict(), sep=".") | values
         assert saved_config(unflatten_dict(fields, sep=".")).to_dict() == toy_config().to_dict()
     for name, wrong in (("model.step_features", True), ("model.step_features", 8), ("optimizer.moment_dtype", "bf16")):
         with pytest.raises(ValueError, match=rf"^config\.{name} is {wrong!r}, but this version only knows "):
             saved_config(unflatten_dict({**fields, name: wrong}, sep="."))
+    fields["model.training_times"] = "jittered"
+    with pytest.raises(ValueError, match="^config.model.training_times: must be one of .*, but it is 'jittered'"):
+        saved_config(unflatten_dict(fields, sep="."))
 
 
 @pytest.mark.parametrize(

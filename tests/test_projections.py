@@ -62,7 +62,7 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
             (2, 2, 1),
             {
                 "microbatches": 2,
-                "model__training_times": "jittered",
+                "model__training_times": "shifted",
                 "optimizer__clip_norm": 1e-2,
                 "optimizer__decay": "everything",
             },

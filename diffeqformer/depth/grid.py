@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-TRAINING_TIMES = ("fixed", "jittered", "shifted", "mixed")
+TRAINING_TIMES = ("fixed", "shifted", "mixed")
 """The times at which the weights of a hypernetwork are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
-jittered: each time is drawn at random from its step. The steps don't change.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
 mixed: shifted if there are more than two steps, fixed otherwise. A shifted grid has one more step, so shifted grids of
@@ -50,21 +49,16 @@ class Grid:
         return jnp.asarray(self.span * xp.diff(ends, prepend=0.0), jnp.float32)
 
 
-def random_grid(grid: Grid, nodes: tuple[float, ...], how: str, key: Key[Array, ""]) -> Grid:
-    """The grid of one training step: `grid` with its times moved at random.
+def shifted_grid(grid: Grid, nodes: tuple[float, ...], key: Key[Array, ""]) -> Grid:
+    """The grid of one training step: `grid` moved back by a random part of a step (`TRAINING_TIMES`).
 
     Args:
         grid: uniform, on the host.
         nodes: the solver's nodes.
-        how: jittered, shifted, or mixed for more than two steps, see `TRAINING_TIMES`.
         key: random key of this training step.
     """
-    if how in ("shifted", "mixed"):
-        ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
-        return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)
-    ends, sizes = (np.repeat(each, len(nodes)) for each in (grid.ends, np.diff(grid.ends, prepend=0.0)))
-    times = jnp.maximum(ends - sizes * jax.random.uniform(key, grid.times.shape, jnp.float32), 0.0)
-    return Grid(jnp.asarray(grid.ends, jnp.float32), times.astype(jnp.float32), grid.span)
+    ends = jnp.asarray(grid.ends, jnp.float32) - float(grid.ends[0]) * jax.random.uniform(key, (), jnp.float32)
+    return Grid.of(jnp.append(ends, jnp.float32(grid.ends[-1])), nodes, grid.span)
 
 
 def _library(times):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Key
 
 from diffeqformer.depth.depths import chunk_lengths, trained_depths
-from diffeqformer.depth.grid import Grid, random_grid
+from diffeqformer.depth.grid import Grid, shifted_grid
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.fields.attention import fastest
 from diffeqformer.parallel.memory import placed
@@ -46,7 +46,7 @@ def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""],
     grid = model.grid(num_steps)
     if how == "fixed" or (how == "mixed" and len(grid.ends) <= 2):
         return grid
-    return random_grid(grid, model.solver.nodes, how, jax.random.fold_in(random_key(seed, "times"), step))
+    return shifted_grid(grid, model.solver.nodes, jax.random.fold_in(random_key(seed, "times"), step))
 
 
 class Program:

@@ -120,7 +120,6 @@ PREPARED = {
     "runs/tiny": "python -m diffeqformer.main --config=tiny",
     "runs/large": "python -m diffeqformer.main --config=large",
     "runs/large-gpt": "python -m diffeqformer.main --config=large:gpt",
-    "runs/rounded": "diffeqformer main --config=large --workdir=runs/rounded/large-bfloat16-2000_steps-seed_0",
     "bucket/runs/large": "python -m diffeqformer.main --config=large --workdir=bucket/runs/large",
 }
 """Runs that a page takes for granted, which are made when a command names one."""

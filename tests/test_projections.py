@@ -37,8 +37,6 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step, depth)
         _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
-        means = optax.tree.cast(optax.tree_utils.tree_get(moments, "mu"), jnp.float32)  # else beta1 is rounded
-        moments = optax.tree_utils.tree_set(moments, mu=means)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
         params = merge_trees(params, optax.apply_updates(program.trained(params), updates))
         return params, moments, optax.tree.norm(gradient)

@@ -102,6 +102,7 @@ ROWS = [
     Row(r"\bplan .*--topology=h100", add=joined(SMALL_MODEL)),
     Row(r"\bplan .*--topology=v", add=joined([*SMALL_MODEL, "--config.sequence_length=128"])),
     Row(r"--topology=v(?!.*--programs)", add="--programs=train"),
+    Row(r"(benchmarks/depth_memory\.py .*)--num_steps=\S+", r"\1--num_steps=2 --only=step"),
     Row(r"benchmarks/spectra\.py", add=joined([*SMALL_MODEL, "--dense=2"])),
     Row(r"draws=400", "draws=4"),
     Row(r"experiments/ablations\.py "),

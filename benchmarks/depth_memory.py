@@ -130,6 +130,7 @@ def measure(rows: dict) -> None:
     """Make the rows that are missing."""
     of_config = pathlib.Path(CONFIG.value).stem if CONFIG.value else "small"  # the shape of `SMALL`
     where = f"{of_config} on {TOPOLOGY.value}" if TOPOLOGY.value else f"{CONFIG.value or 'small'} on this CPU"
+    pathlib.Path(RESULTS.value).parent.mkdir(parents=True, exist_ok=True)
     for num_steps in map(int, NUM_STEPS.value):
         for way in ONLY.value or WAYS:
             name = f"{where}, {way}, {num_steps} steps"

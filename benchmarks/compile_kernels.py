@@ -39,17 +39,16 @@ flags.DEFINE_string("dump", None, "Folder for what the compiler writes.")
 
 WHOLE = [(1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280)]  # inputs and outputs of GPT-large's layers
 CUT = [(160, 3840), (80, 3840), (40, 3840), (40, 1280), (640, 1280)]
-LAYERS = [  # T, E, inputs, outputs, the types of the weights, of their gradient dW and of the first moment
-    *[(36, 96, *layer, "bfloat16", "bfloat16", "float32") for layer in WHOLE],
-    *[(36, 96, *layer, "bfloat16", "float32", "float32") for layer in CUT],
-    (36, 96, 1280, 5120, "bfloat16", "float32", "bfloat16"),
-    (108, 96, 1280, 5120, "bfloat16", "bfloat16", "float32"),
-    (108, 144, 1280, 5120, "float32", "float32", "float32"),
-    (36, 144, 40, 1280, "bfloat16", "bfloat16", "bfloat16"),
-    (256, 144, 640, 1280, "float32", "float32", "float32"),  # large strips and stacks
-    (256, 16, 640, 768, "bfloat16", "bfloat16", "float32"),
-    (200, 48, 640, 768, "bfloat16", "bfloat16", "float32"),
-    (7, 8, 24, 640, "bfloat16", "bfloat16", "float32"),  # an odd number of strips
+LAYERS = [  # T, E, inputs, outputs, the types of the weights and of their gradient dW
+    *[(36, 96, *layer, "bfloat16", "bfloat16") for layer in WHOLE],
+    *[(36, 96, *layer, "bfloat16", "float32") for layer in CUT],
+    (108, 96, 1280, 5120, "bfloat16", "bfloat16"),
+    (108, 144, 1280, 5120, "float32", "float32"),
+    (36, 144, 40, 1280, "bfloat16", "bfloat16"),
+    (256, 144, 640, 1280, "float32", "float32"),  # large strips and stacks
+    (256, 16, 640, 768, "bfloat16", "bfloat16"),
+    (200, 48, 640, 768, "bfloat16", "bfloat16"),
+    (7, 8, 24, 640, "bfloat16", "bfloat16"),  # an odd number of strips
 ]
 ADAMW = functools.partial(update, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -63,20 +62,20 @@ def main(_) -> None:
     widest = next(
         width for width in range(2048, 0, -8) if not blocks.reason_against(blocks.MOST_TIMES, width, 16, 256, chip)
     )
-    largest = (blocks.MOST_TIMES, widest, 16, 256, "float32", "float32", "float32")
-    for *layer, weights, gradient, moment in [*LAYERS, largest]:
+    largest = (blocks.MOST_TIMES, widest, 16, 256, "float32", "float32")
+    for *layer, weights, gradient in [*LAYERS, largest]:
         times, width, inputs, outputs = layer
         if reason := blocks.reason_against(*layer, chip):
             raise ValueError(reason)
         shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         h, constant = shape((times, width), jnp.float32), shape((inputs, outputs), jnp.float32)
-        projection, mean = (shape((inputs, width, outputs), dtype) for dtype in (jnp.float32, moment))
+        projection = shape((inputs, width, outputs), jnp.float32)
         d_weights, scalars = shape((times, inputs, outputs), gradient), shape((4,), jnp.float32)
         project_in_type = jax.jit(functools.partial(project, dtype=weights, chip=chip))
         report("project", layer, project_in_type.lower(h, projection, constant))
         report("gradients", layer, jax.jit(functools.partial(gradients, chip=chip)).lower(h, projection, d_weights))
         in_place = jax.jit(functools.partial(ADAMW, chip=chip), donate_argnums=(2, 3, 4))
-        report("update", layer, in_place.lower(h, d_weights, projection, mean, projection, scalars))
+        report("update", layer, in_place.lower(h, d_weights, projection, projection, projection, scalars))
 
 
 def report(name: str, layer: list[int], lowered: jax.stages.Lowered) -> None:

@@ -13,7 +13,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 
 from diffeqformer.config import base_config, check_config
@@ -65,6 +65,7 @@ def changed(changes: dict) -> np.ndarray:
 
 
 def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)  # optax says that a rate is constant
     from diffeqformer.console.figures import new_figure
 
     figure, panels = new_figure(2 * len(MEASURED), len(SWEEPS), (4 * len(SWEEPS), 5 * len(MEASURED)))

@@ -129,6 +129,7 @@ def test_the_unit_start_and_a_base_width_only_scale_what_parameters_make(field):
     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.long
 def test_with_a_base_width_a_rate_moves_models_of_any_width_alike():
     def moved(width, base_width):
         config = toy_config(steps=1000, model__width=width, model__mlp=4 * width, model__heads=width // 8)

@@ -77,6 +77,8 @@ def main(_) -> None:
                 for step in (0, 1, 3, STEPS.value - 1):
                     panel.plot(values, found[:, step, index], "o-", label=f"step {step + 1}")
                 panel.set(xscale="log", yscale="log", xlabel=name, ylabel=f"change of {measured}")
+                panel.set_xticks(values, labels=list(map(str, values)))
+                panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
                 panel.legend(fontsize=7)
                 print(row, name, measured, np.round(found[:, -1, index], 4), flush=True)
     path = pathlib.Path(OUTPUT.value)

@@ -9,6 +9,7 @@ recipe's generator (generator_start=unit, base_width=96), the lower three the pu
 """
 
 import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +17,27 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from diffeqformer.config import base_config, check_config
+from diffeqformer.config import check_config
 from diffeqformer.training.run import make_program
 from diffeqformer.transformer import weights_at
 
 BLOCK = flags.DEFINE_enum("block", "llama", ["gpt", "llama"], "The block.")
 RATE = flags.DEFINE_float("rate", 8e-3, "Learning rate.")
-STEPS = flags.DEFINE_integer("steps", 10, "Steps of training.")
+STEPS = flags.DEFINE_integer("steps", 10, "Steps of training.", lower_bound=1)
 OUTPUT = flags.DEFINE_string("output", "runs/coordinates.png", "The picture.")
+CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "tiny.py"
 SWEEPS = {"width": (48, 96, 192, 384), "num_steps": (2, 4, 8, 16, 32), "time_embed_dim": (4, 12, 24, 48, 96)}
 MEASURED = ("kernel", "state", "logits")
 RECIPE = {"solver": "lie_trotter", "generator_start": "unit", "base_width": 96}
 
 
 def config_of(changes: dict):
-    """A config of tiny.py's shape with changes of its model, and a constant rate."""
-    config = base_config("coordinates", "diffeqformer", BLOCK.value)
-    config.update(steps=10**6, batch_size=8, sequence_length=64)
-    config.model.update(num_steps=4, vocab_size=257, max_length=64, time_embed_dim=24, sinusoidal_dim=32)
-    config.model.update({"dropout": 0.0, "dtype": "float32", "width": 96, "norm_of_norm": False} | changes)
+    """The config of tiny.py with changes of its model, and a constant rate."""
+    config = runpy.run_path(str(CONFIG))["get_config"]()
+    config.update(steps=10**6, sequence_length=64)
+    config.model.update({"field": BLOCK.value, "norm_of_norm": False, "generator_start": "published"} | changes)
     config.model.update(heads=config.model.width // 24, mlp=4 * config.model.width)
-    config.optimizer.update(learning_rate=RATE.value, warmup_fraction=0.0, beta2=0.95, epsilon=1e-12)
-    config.sample.length = 64
+    config.optimizer.update(learning_rate=RATE.value, warmup_fraction=0.0, epsilon=1e-12)
     check_config(config, 1)
     return config
 
@@ -74,7 +74,7 @@ def main(_) -> None:
             found = np.array([changed(form | {name: value}) for value in values])  # [values, steps, measured]
             for index, measured in enumerate(MEASURED):
                 panel = panels[len(MEASURED) * row + index][column]
-                for step in (0, 1, 3, STEPS.value - 1):
+                for step in sorted({0, 1, 3, STEPS.value - 1} & set(range(STEPS.value))):
                     panel.plot(values, found[:, step, index], "o-", label=f"step {step + 1}")
                 panel.set(xscale="log", yscale="log", xlabel=name, ylabel=f"change of {measured}")
                 panel.set_xticks(values, labels=list(map(str, values)))

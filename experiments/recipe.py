@@ -4,9 +4,9 @@
 
 Every form has the same budget. Each of --rates is tried with the seed 0 on the text of python_packages.py, and the best
 is used with --seeds others on the config's own text, which the choice hasn't seen. A form "at equal time" takes as many
-steps as fit into the time of its baseline's. Step times are measured once, in alternating rounds.
+steps as fit into the time of its baseline's. Step times are measured once, in alternating rounds, on the CPU.
 
-Runs that --results holds aren't run again, and interrupted ones go on where they were. Two tables and a picture,
+Runs that --results holds aren't run again, and interrupted ones go on where they were. A table and a picture,
 <config>-recipe.md and .png in --folder, show the forms that have finished runs.
 """
 

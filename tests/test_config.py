@@ -168,6 +168,16 @@ def test_a_wrong_value_is_refused_by_name(field):
             "model.training_depths: must be left out for model.kind gpt, .* but it is '2,4'",
         ),
         (
+            ("interpolated", "gpt"),
+            {"model__base_width": 16},
+            "model.base_width: must be 0 for model.kind interpolated, whose kernels no hypernetwork .*, but it is 16",
+        ),
+        (
+            ("gpt", "gpt"),
+            {"model__span": 2.0},
+            r"model.span: must be 1 where every step has the length 1 \(model.unit_steps\), but it is 2.0",
+        ),
+        (
             ("looped", "gpt"),
             {"kernels": "pallas"},
             "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",

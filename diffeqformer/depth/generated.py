@@ -85,7 +85,8 @@ GENERATOR_STARTS = {
 published: as in the authors' code. Kernels start at an rms of 1e-3 to 6e-3, so blocks are almost the identity.
 constant: as published, but B has a vanilla transformer's 0.02.
 varying: B has 0.02, and the hypernetwork's output varies with t from the first step (P has 0.003 for E = 24).
-unit: the same, but Adam moves h(t) P by a quarter of what it moves B, whatever E is: by the rate times the sum of |h|.
+unit: the same, but h is scaled so that Adam, which moves h(t) P by the rate times the sum of |h|, moves it less than B,
+and by a part of it that doesn't depend on E.
 """
 
 

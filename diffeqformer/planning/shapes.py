@@ -159,11 +159,11 @@ def read_in_place(config: ConfigDict, program: Program, loops: Loops) -> int:
 
 
 def largest_gradient(program: Program) -> int:
-    """The bytes of the largest gradient of a P that XLA stores on a device; kernels form theirs tile by tile."""
+    """The bytes of the largest gradient of a P that XLA stores on a device; AdamW's kernels form theirs by tiles."""
     if not program.loss.projections:
         return 0
     layers = program.state_shapes["params"]["depth"]["layers"]
-    names = [name for name in program.loss.projections.shapes if name not in program.loss.projections.fused]
+    names = program.loss.projections.shapes.keys() - program.optimizer.fused.values()
     return max((size_of(layers[name]["projection"]) for name in names), default=0)
 
 

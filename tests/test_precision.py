@@ -1,5 +1,6 @@
 """Products of fp32 matrices are traced at the precision that a config asks for, in every program of a model."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,10 +18,10 @@ from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_tok
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
+from diffeqformer.parallel.sharding import on_each_device
 from diffeqformer.training.chunks import ChunkedLoss, Chunks
 from diffeqformer.training.dynamics import measured
 from diffeqformer.training.loss import ShardedLoss
-from diffeqformer.training.parts import by_microbatch
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import abstract_model, split_model, weights_of
 from helpers import ONE_DEVICE, lively_model, toy_config
@@ -153,19 +154,18 @@ def test_adapters_are_merged_in_full_precision():
 
 
 def test_sums_are_in_float32():
-    """Of losses over microbatches, and of gradients over these and chunks, in a model that computes in bfloat16."""
-    ones = jnp.ones((512, 1), jnp.bfloat16)
-    _, _, total = by_microbatch(lambda number, kept, x: (kept, x, x.sum()), 512, ones)
-    assert total.dtype == jnp.float32 and total == 512
+    """Of gradients over microbatches and chunks, in a model that computes in bfloat16."""
     model = lively_model("diffeqformer", dtype="bfloat16")
     graph, params = split_model(model)
     loss = ShardedLoss(graph, params, ONE_DEVICE, kernels="xla")
     tokens = jnp.zeros((16, 16), jnp.int32)
     _, gradient = jax.eval_shape(lambda params: loss.mean_and_gradient(params, tokens, None, 2), params)
     assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
-    chunks = Chunks(ChunkedLoss(graph, params, ONE_DEVICE, plain, 2), model, 2)
-    features = jnp.asarray(model.depth.features(model.grid().times))[:2]
-    assert chunks.layers(params["depth"], features)["qkv"]["kernel"].dtype == jnp.float32
+    loss = ChunkedLoss(graph, params, ONE_DEVICE, plain, 2)
+    layers = functools.partial(Chunks(loss, model, 2).layers, loss.chunked(model, model.grid()).features[0])
+    specs = (loss.param_specs["depth"],), loss.generator_specs
+    made = jax.eval_shape(on_each_device(ONE_DEVICE, layers, *specs), params["depth"])
+    assert made["qkv"]["kernel"].dtype == jnp.float32  # so is its cotangent
 
 
 def test_surrounding_code_can_ask_for_more():

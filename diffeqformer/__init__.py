@@ -58,3 +58,18 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 # while `python -m` looks for the module of a command, its argument is "-m"
 if sys.argv[:1] == ["-m"] and "diffeqformer" in (name.partition(".")[0] for name in sys.orig_argv):
     end_imports_on_interrupt()
+
+
+def open(workdir, step: int | str | None = None):
+    """Open a run of `main`, or a materialized model, to use it in Python: a `diffeqformer.opened.OpenedRun`.
+
+    Args:
+        workdir: its folder, on this machine or on gs://.
+        step: training step of the checkpoint, or "best"; None: the newest.
+
+    Raises:
+        UserError: if there is no such checkpoint, or it can't be read.
+    """
+    from diffeqformer.opened import OpenedRun  # JAX and Flax take seconds
+
+    return OpenedRun.of(workdir, step)

@@ -29,7 +29,14 @@ from diffeqformer.parallel.sharding import EVERYWHERE, gather, on_each_device, s
 from diffeqformer.solvers.checkpointing import last_state
 from diffeqformer.solvers.reversible import undo
 from diffeqformer.solvers.solver import Steps, by_node
-from diffeqformer.training.loss import BY_EXAMPLE, ShardedLoss, over_devices, scored_positions, split_batch, without_depth
+from diffeqformer.training.loss import (
+    BY_EXAMPLE,
+    ShardedLoss,
+    over_devices,
+    scored_positions,
+    split_batch,
+    without_depth,
+)
 from diffeqformer.transformer import Transformer
 
 STATES = jax.checkpoint_policies.save_only_these_names("state")

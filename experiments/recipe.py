@@ -30,7 +30,7 @@ from diffeqformer.console.results import spread, write_text
 
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 FORMS = flags.DEFINE_string("forms", None, "The forms to run, with semicolons between them; by default all.")
-RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
+RATES = flags.DEFINE_list("rates", ["2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
 FOLDER = flags.DEFINE_string("folder", "runs/recipe", "Folder of the runs, the corpus and the tables.")
@@ -55,22 +55,25 @@ UNIT = {"model.solver": "lie_trotter", "model.generator_start": "unit"}
 LLAMA = {"model.field": "llama"}
 PLAIN = LLAMA | {"model.norm_of_norm": False}
 AS_LARGE = {"model.time_embed_dim": 3}  # B and E matrices P: as many as tiny.py's GPT and Llama have layers
+KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # those layers, as functions of time
+ELASTIC = {"model.training_depths": "2,3,4", "model.training_times": "mixed"}
 
 FORM = {
     "gpt": Form("gpt", "gpt"),
     "gpt's block, published": Form("diffeqformer", "gpt"),
-    "gpt's block, sequential": Form("diffeqformer", "gpt", {"model.solver": "lie_trotter"}),
     "gpt's block, unit": Form("diffeqformer", "gpt", UNIT, equal_time=True),
     "gpt's block, unit, equal size": Form("diffeqformer", "gpt", UNIT | AS_LARGE),
     "gpt, muon": Form("gpt", "gpt, muon", MUON),
     "gpt's block, unit, muon": Form("diffeqformer", "gpt, muon", UNIT | MUON),
+    "gpt's block, interpolated, muon": Form("interpolated", "gpt, muon", KNOTS),
     "llama": Form("llama", "llama"),
     "llama's block, published": Form("diffeqformer", "llama", LLAMA),
-    "llama's block, sequential": Form("diffeqformer", "llama", PLAIN | {"model.solver": "lie_trotter"}),
     "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT, equal_time=True),
     "llama's block, unit, equal size": Form("diffeqformer", "llama", PLAIN | UNIT | AS_LARGE),
     "llama, muon": Form("llama", "llama, muon", MUON),
     "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
+    "llama's block, interpolated, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS),
+    "llama's block, elastic, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS | ELASTIC),
 }
 """What is compared. The published form starts as tiny.py does, with B at a transformer's scale."""
 

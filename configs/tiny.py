@@ -7,7 +7,7 @@ The text is Python's own standard library. Shape, schedule and rates were chosen
 experiments/ablations.py tunes rates.
 
 What to expect, with the first command on two cores of an AMD EPYC, Python 3.11.7: about 2.0 bits/byte on the validation
-split after 5,000 steps, in 4.2 minutes. docs/models.md compares :gpt and :shared with it over three seeds.
+split after 5,000 steps, in 4.2 minutes. docs/results.md compares :gpt and :shared with it over three seeds.
 """
 
 from diffeqformer.config import base_config

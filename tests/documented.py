@@ -73,7 +73,6 @@ ROWS = [
     Row(r"--tasks arc_easy", r"\g<0>,lambada_openai,logiqa,piqa"),  # those that docs/downstream.md has files for
     # training that is pretended; other studies of a clone have all their rows
     Row(r"experiments/(paper)\.py", r"tests/pretended_\1.py"),
-    Row(r"experiments/ablations\.py(.*medium\.py)", r"tests/pretended_study.py\1", add="--steps=3 --seeds=1"),
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
     # what is small
@@ -109,7 +108,6 @@ ROWS = [
     Row(r"experiments/elastic\.py "),
     Row(r"experiments/training_times\.py "),
     Row(r"experiments/finetune_depths\.py "),
-    Row(r"experiments/full_scale\.py"),
 ]
 
 FORKED = (

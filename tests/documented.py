@@ -16,7 +16,6 @@ ELSEWHERE = {"docs/extending": "tests/test_extending.py follows these pages in a
 
 OUTPUT = (
     "step 5,000/5,000 ", "Preparing python_stdlib ", "  train step, 16 steps ", "word perplexity =",
-    "@inproceedings{",
     "configs/            one file ", "__main__\n", "wikitext103/detokenized/",
 )  # fmt: skip
 """How blocks begin that hold no commands."""

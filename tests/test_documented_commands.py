@@ -143,10 +143,7 @@ class Newcomer:
         if same in self.typed:
             return ""
         self.typed.add(same)
-        for name, needed in PREPARED.items():
-            named = re.search(rf"(?<![\w/]){name}(?![\w/-])", command)
-            if named and not (self.clone / name).exists() and command != changed(needed)[0]:
-                assert self.type(needed) == ""
+        self.prepare(command)
         start, words = time.monotonic(), shlex.split(command)
         if re.match(FORKED, command) and "<" not in words:
             done = run_in_fork(words[2].partition(".")[2], *words[3:], environment=self.environment, folder=self.clone)
@@ -159,9 +156,17 @@ class Newcomer:
         print(f"{time.monotonic() - start:5.1f} s  {command}", said[-1500:] if failed else "", flush=True)
         return f"$ {command}\n{said}\nstatus {done.returncode}\n" if failed else ""
 
+    def prepare(self, text: str) -> None:
+        """Make the runs that a command or a snippet takes for granted."""
+        for name, needed in PREPARED.items():
+            named = re.search(rf"(?<![\w/]){name}(?![\w/-])", text)
+            if named and not (self.clone / name).exists() and text != changed(needed)[0]:
+                assert self.type(needed) == ""
+
     def follow(self, block: Block) -> list[str]:
         """Do what a block says. Returns what commands printed that didn't end well."""
         if block.language == "python":
+            self.prepare(block.text)
             self.write("snippet.py", block.text.encode())
             self.typed.discard("python snippet.py")
             return [self.type("python snippet.py")]

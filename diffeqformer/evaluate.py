@@ -22,15 +22,14 @@ from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.finite import logits_of
-from diffeqformer.inference.plain_text import accounts_of
+from diffeqformer.inference.perplexity_report import heading, plot, table, write, write_curves
 from diffeqformer.inference.reader import with_solver, without_depth
-from diffeqformer.inference.report import heading, plot, table, write, write_curves
 from diffeqformer.inference.scoring import Scorer, Stretch, lead
 from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
 
-PERPLEXITIES = {"paper": ("disjoint windows", "windows"), "full": ("every token", "documents")}
-"""The two perplexities, by the names of the methods that compute them: what is scored, and where it is read."""
+PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
+"""What the two perplexities score, by the methods of `Evaluation` that compute them."""
 
 
 def define_flags() -> None:
@@ -47,11 +46,7 @@ def define_flags() -> None:
 
 
 def make_scorers(opened: checkpoint.Checkpoint, options) -> list[tuple[dict, Scorer]]:
-    """The description and the scorer of each row of the table.
-
-    Raises:
-        UserError: if a solver or a number of steps is unknown, or doesn't fit the model.
-    """
+    """The description and the scorer of each row of the table."""
     config, steps = opened.config.model, whole_numbers("--num_steps", options.num_steps, 1)
     models = {name: with_solver(opened.model, name, config) for name in options.solver}
     models = models or {config.solver: opened.model}
@@ -110,20 +105,16 @@ def score_text(
     Args:
         task, files, stored: from `text_of`.
         results: those known so far.
-
-    Raises:
-        UserError: if there is no such text, or not enough of it, or the results can't be written.
     """
     evaluation = open_text(options, opened, task, files, stored, results["window"], results["stride"])
     text = name_of_text(options, task, files)
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
-    for _, read in chosen.values():
-        getattr(evaluation, read)  # now: errors come before anything is compiled
+    if "paper" in chosen:
+        _ = evaluation.windows  # an error comes before anything is compiled
     folder = results_folder(options.output, options.workdir, "evaluation", text)
     results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
-    stored = evaluation.stored
     counted = options.per_document or opened.tokenizer.unknown is not None
-    accounts, lines = accounts_of(evaluation.read(), opened.tokenizer) if counted else [], []
+    accounts, lines = evaluation.accounts(opened.tokenizer) if counted else [], []
     results["unknown_tokens"] = sum(account["unknown_tokens"] for account in accounts)
     results["altered_documents"] = sum(account["altered"] for account in accounts)
     if stored and opened.tokenizer.unknown is not None and stored.altered != 0:  # its texts are what ids decode to
@@ -133,7 +124,7 @@ def score_text(
     times = time_windows([scorer for _, scorer in scorers], results["window"])
     for (how, scorer), milliseconds in zip(scorers, times):
         row = {**how, "milliseconds_per_window": milliseconds}
-        for name, (what, _) in chosen.items():
+        for name, what in chosen.items():
             show = show_progress(f"{row['solver']}, {row['num_steps']} steps, {what}")
             row |= getattr(evaluation, name)(scorer, show)
         row |= WITHHELD if results["unknown_tokens"] and "full" in chosen else {}

@@ -16,7 +16,7 @@ from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.report import depths_of
+from diffeqformer.inference.perplexity_report import depths_of
 from diffeqformer.inference.scoring import Stretch
 from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
 from diffeqformer.parallel import hosts
@@ -53,9 +53,9 @@ def examine(options) -> dict:
         if hosts.is_first():
             check_output(options.output, options.workdir)
             task, files, stored = text_of(options, opened)
-            windows = open_text(options, opened, task, files, stored, window, window).first_windows(options.windows)
+            windows = open_text(options, opened, task, files, stored, window, window).windows[: options.windows]
             folder = results_folder(options.output, options.workdir, "ode")
-            ids[: len(windows)] = [window.ids for window in windows]
+            ids[: len(windows)] = windows
             number = len(windows)
     ids = hosts.from_first(ids)[: hosts.from_first(np.array(number))]
     results = {

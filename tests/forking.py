@@ -78,7 +78,7 @@ def main() -> None:
         from diffeqformer.data.quiet import import_tensorflow
 
         import_tensorflow()
-        importlib.import_module("diffeqformer.inference.perplexity")
+        importlib.import_module("diffeqformer.data.tasks")
         importlib.import_module("diffeqformer.data.worker")
     importlib.import_module("pictures")  # checks what is drawn
     for name in COMMANDS:

@@ -1,13 +1,10 @@
 """Perplexities equal plain sums and training's own; the command reports what is wrong."""
 
-import dataclasses
 import itertools
 import json
 import math
-import subprocess
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,15 +18,15 @@ from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import report, text_options
+from diffeqformer.inference import perplexity_report, text_options
 from diffeqformer.inference.harness import HarnessModel
-from diffeqformer.inference.plain_text import PlainEvaluation
+from diffeqformer.inference.perplexity import Evaluation
 from diffeqformer.inference.scoring import Scorer
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import loop
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import Transformer, split_model
-from helpers import ONE_DEVICE, drawn, lively_model, logits_of, make_store, save_params, toy_config
+from helpers import ONE_DEVICE, lively_model, logits_of, make_store, save_params, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -37,13 +34,17 @@ DOCUMENTS = [
     "A first document, of our own.", "", " \u3000\n\x0b", "Another one: naïve 🙂, and a bit longer than the first.",
     "x", "two  spaces\nand lines",
 ]  # fmt: skip
+NOT_BLANK = [text for text in DOCUMENTS if text.strip()]
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    return path
+    return write_lines(tmp_path_factory.mktemp("text") / "documents.jsonl", DOCUMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +55,29 @@ def workdir(tmp_path_factory):
     return workdir
 
 
-def evaluate(workdir, text, *more) -> subprocess.CompletedProcess:
-    return command("evaluate", f"--workdir={workdir}", f"--files={text}", *more)
-
-
 @pytest.fixture(scope="module")
 def results(workdir, text):
-    done = evaluate(
-        workdir, text, "--solver=euler,rk4", "--num_steps=6,3", "--window=8", "--stride=3", "--batch_size=8"
-    )
+    done = command(
+        "evaluate", f"--workdir={workdir}", f"--files={text}", "--solver=euler,rk4", "--num_steps=6,3", "--window=8",
+        "--stride=3", "--batch_size=8",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [folder] = (workdir / "evaluation" / "documents").iterdir()  # not beside the corpus's
     return done.stdout, json.loads((folder / "results.json").read_text()), folder
+
+
+def options(workdir, **changes) -> types.SimpleNamespace:
+    given = dict.fromkeys("step task files remote module tfds_dir window stride output text_field separator".split())
+    given |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
+    return types.SimpleNamespace(**given | {"perplexity": "both", "per_document": False} | changes)
+
+
+def score(workdir, **changes) -> dict:
+    return evaluation_command.score_checkpoint(options(workdir, **changes))
+
+
+def show(*_) -> None:
+    """Nothing."""
 
 
 def losses_of(model: Transformer, solver: str, num_steps: int):
@@ -85,25 +97,24 @@ def losses_of(model: Transformer, solver: str, num_steps: int):
 @pytest.mark.long
 def test_perplexities_are_those_of_plain_sums(workdir, text, results):
     model, end = checkpoint.load(workdir).model, TOKENIZER.end_of_text
-    texts = [text for text in DOCUMENTS if text.strip()]
     for row, how in zip(results[1]["rows"], itertools.product(("euler", "rk4"), (6, 3)), strict=True):
         assert (row["solver"], row["num_steps"]) == how
         losses_of_ids = losses_of(model, *how)
-        stream = [i for text in texts for i in [*TOKENIZER.encode(text), end]]
+        stream = [i for text in NOT_BLANK for i in [*TOKENIZER.encode(text), end]]
         windows = [stream[start : start + 8] for start in range(0, len(stream) - 7, 8)]
         losses = np.concatenate([losses_of_ids(window) for window in windows])
         assert row["paper_perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-4)
         assert row["paper_tokens"] == len(losses) == 7 * (len(stream) // 8)
 
         total = 0.0
-        for text in texts:
+        for text in NOT_BLANK:
             ids = [end, *TOKENIZER.encode(text)]
             done = 0
             while done < len(ids) - 1:
                 stop = min(len(ids) - 1, done + (3 if done else 8))
                 total += losses_of_ids(ids[max(0, stop - 8) : stop + 1])[-(stop - done) :].sum()
                 done = stop
-        size, words = len("".join(texts).encode()), sum(len(text.split()) for text in texts)
+        size, words = len("".join(NOT_BLANK).encode()), sum(len(text.split()) for text in NOT_BLANK)
         assert (row["tokens"], row["bytes"], row["words"], row["documents"]) == (size, size, words, 4)
         assert row["perplexity"] == pytest.approx(math.exp(total / size), rel=1e-4)
         assert row["word_perplexity"] == pytest.approx(math.exp(total / words), rel=1e-3)
@@ -111,16 +122,15 @@ def test_perplexities_are_those_of_plain_sums(workdir, text, results):
 
 
 @pytest.mark.long
-def test_the_papers_perplexity_alone_is_that_of_both(workdir, text, results, tmp_path):
-    more = ["--window=8", "--batch_size=8", "--num_steps=6,3", f"--output={tmp_path / 'out'}"]
-    done = evaluate(workdir, text, *more, "--perplexity=paper")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    for row, both in zip(rows, results[1]["rows"]):
+def test_the_papers_perplexity_alone_is_that_of_both(workdir, text, results, tmp_path, capsys):
+    found = score(
+        workdir, files=str(text), window=8, num_steps=["6", "3"], output=str(tmp_path / "out"), perplexity="paper"
+    )
+    for row, both in zip(found["rows"], results[1]["rows"]):
         names = ["paper_loss", "paper_perplexity", "paper_tokens"]
         assert sorted(row.keys() - {"solver", "num_steps", "milliseconds_per_window"}) == names
         assert [row[name] for name in names] == pytest.approx([both[name] for name in names], rel=1e-6)
-    assert "| solver | steps | paper's perplexity | ms/window |\n" in done.stdout
+    assert "| solver | steps | paper's perplexity | ms/window |\n" in capsys.readouterr().out
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000
 
 
@@ -142,29 +152,9 @@ def test_results_are_shown_and_kept(workdir, results):
 
 
 @pytest.mark.long
-def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
-    """With rows that pad the vocabulary, and more windows than are scored at once."""
-    config = toy_config("gpt", model__vocab_multiple=128)
-    graph, params = drawn(config.model)
-    model = transformer.nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
-    save_params(tmp_path / "zero", config, {3: split_model(model)[1]})
-    (tmp_path / "long.txt").write_text("long " * 60)
-    done = evaluate(
-        tmp_path / "zero", tmp_path / "long.txt", "--window=2", "--batch_size=100", f"--output={tmp_path / 'out'}"
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    [row] = results["rows"]
-    assert row["perplexity"] == pytest.approx(257, rel=1e-5) and row["paper_perplexity"] == pytest.approx(257, rel=1e-5)
-    assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6) and row["tokens"] == 300
-    assert results["stride"] == 1  # half a window
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        (["--window=17"], "--window: must be from 2 to the 16 positions of the model, but it is 17"),
         (
             ["--files=", "--task=pile"],
             "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is",
@@ -176,9 +166,10 @@ def test_a_model_that_knows_nothing_has_as_many_choices_as_ids(tmp_path):
         (["--files={broken}"], "broken.txt: byte 8 isn't UTF-8; convert the file to UTF-8"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
+def test_what_is_wrong_is_one_sentence(workdir, more, sentence, tmp_path):
     (tmp_path / "broken.txt").write_bytes(b"long caf\xe9 " * 1000)
-    done = evaluate(workdir, text, *(option.format(broken=tmp_path / "broken.txt") for option in more))
+    more = (option.format(broken=tmp_path / "broken.txt") for option in more)
+    done = command("evaluate", f"--workdir={workdir}", *more)
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -196,16 +187,14 @@ def test_what_is_wrong_is_one_sentence(workdir, text, more, sentence, tmp_path):
             "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",
         ),
         ({"files": "absent.txt"}, "--files: no file matches 'absent.txt'"),
+        ({"perplexity": "paper", "per_document": True}, "--per_document: is for the full perplexity"),
         ({"output": "gs://bucket/scores"}, "--output: must be a folder of this machine"),
     ],
 )
 def test_what_is_wrong_is_said_before_any_text_is_read(workdir, changes, sentence, monkeypatch):
-    options = dict.fromkeys(("step", "task", "files", "remote", "module", "tfds_dir", "window", "stride", "output"))
-    options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
-    options |= {"perplexity": "both", "per_document": False}
     monkeypatch.setattr(evaluation_command, "open_text", lambda *_: pytest.fail("it read the text"))
     with pytest.raises(UserError, match=f"^{sentence}"):
-        evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
+        score(workdir, **changes)
 
 
 @pytest.mark.long
@@ -225,8 +214,7 @@ def test_results_are_never_overwritten_and_stay_on_this_machine(results, tmp_pat
 @pytest.mark.long
 def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_path):
     """The same text in a token store, as a run sees it."""
-    documents = [text for text in DOCUMENTS if text.strip()]
-    make_store(tmp_path / "store", {"train": [documents], "validation": [documents[:1], documents[1:]]})
+    make_store(tmp_path / "store", {"train": [NOT_BLANK], "validation": [NOT_BLANK[:1], NOT_BLANK[1:]]})
     config = checkpoint.load(workdir).config
     config.update(sequence_length=8, batch_size=8)
     program = Program(config, ONE_DEVICE)
@@ -238,24 +226,19 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
 
 
 @pytest.mark.long
-def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
+def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path, capsys):
     """Here at a URL: with the numbers of the same text in a file, with nothing downloaded, and nothing written."""
-    documents = [text for text in DOCUMENTS if text.strip()]
     store = tmp_path / "there" / "python_stdlib-bytes"
-    about = make_store(store, {"train": [["other text"]], "validation": [documents[:1], documents[1:]]})
+    about = make_store(store, {"train": [["other text"]], "validation": [NOT_BLANK[:1], NOT_BLANK[1:]]})
     about["splits"]["validation"]["bytes"] *= 2  # as of a text that the tokenizer has normalized
     (store / "store.json").write_text(json.dumps(about))
     config = toy_config("diffeqformer", data__dir=f"{tmp_path}/absent")
     sha256 = about["splits"]["train"]["sha256"]
     params = split_model(lively_model("diffeqformer", vocab_size=257))[1]
     save_params(tmp_path / "run", config, {3: params}, data_sha256=sha256)
-    done = command(
-        "evaluate", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--window=8", "--stride=3",
-        "--batch_size=8", f"--remote=file://{store.parent}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"that of the token store file://{store.parent}/python_stdlib-bytes;" in done.stdout
-    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    remote = f"file://{store.parent}"
+    [row] = score(tmp_path / "run", output=str(tmp_path / "out"), window=8, stride=3, remote=remote)["rows"]
+    assert f"that of the token store {remote}/python_stdlib-bytes;" in capsys.readouterr().out
     expected = dict(results[1]["rows"][0])
     numbers = [name for name, value in expected.items() if name != "milliseconds_per_window" and value != "euler"]
     assert len(numbers) == 12 and row.keys() == expected.keys()
@@ -265,86 +248,52 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path):
 
 
 @pytest.mark.long
-def test_without_seqio_the_perplexities_are_the_same(workdir, text, results, monkeypatch, tmp_path):
-    """In the light installation. The same for a token store, and a split of a corpus of the hub can be scored, too.
-
-    A corpus of the user's own needs SeqIO, and says so.
-    """
+def test_a_corpus_is_read_with_seqio_and_without(workdir, monkeypatch, tmp_path):
+    """In the light installation, where a corpus of the user's own says what it needs."""
+    opened, given = checkpoint.load(workdir), options(workdir, tfds_dir=str(tmp_path))
+    whole = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
-    opened = checkpoint.load(workdir)
-    store = make_store(tmp_path / "store", {"train": [["other"]], "validation": [[d for d in DOCUMENTS if d.strip()]]})
-    assert store["splits"]["validation"]["documents"] == results[1]["rows"][0]["documents"]
-    stored = open_store(tmp_path / "store", "bytes", 1)["validation"]
-    options = types.SimpleNamespace(
-        module=None, split="validation", files=str(text), remote=None, tfds_dir=None, text_field=None, separator=None
-    )
-    plain = text_options.open_text(options, opened, "python_stdlib", [str(text)], None, 8, 3)
-    for evaluation in (plain, PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=stored)):
-        scorer = Scorer(opened.model, None, 8)
-        found = evaluation.paper(scorer, lambda *_: None) | evaluation.full(scorer, lambda *_: None)
-        expected = results[1]["rows"][0]
-        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-6) and len(found) == 11
-    normalized = dataclasses.replace(stored, text_bytes=2 * stored.text_bytes)  # than what its ids decode to
-    evaluation = PlainEvaluation("x", "validation", TOKENIZER, 8, 3, stored=normalized)
-    assert evaluation.full(scorer, lambda *_: None)["bits_per_byte"] == pytest.approx(expected["bits_per_byte"] / 2)
-    assert len(plain.first_windows(3)) == 3
+    light = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
+    assert whole.documents == light.documents and len(light.documents) > 5
     manual = tmp_path / "downloads" / "manual" / "wikitext103" / "raw"
     manual.mkdir(parents=True)
     for split in ("train", "validation", "test"):
         (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
-    options = types.SimpleNamespace(
-        module=None, split="test", files=None, remote=None, tfds_dir=str(tmp_path), text_field=None, separator=None
-    )
-    evaluation = text_options.open_text(options, opened, "wikitext103_raw", None, None, 8, 3)
+    given.split = "test"
+    evaluation = text_options.open_text(given, opened, "wikitext103_raw", None, None, 8, 3)
     assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
-    options.split = "tests"
+    given.split = "tests"
     with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
-        text_options.open_text(options, opened, "wikitext103_raw", None, None, 8, 3)
+        text_options.open_text(given, opened, "wikitext103_raw", None, None, 8, 3)
     opened.config.data.module = "my_corpora"
     with pytest.raises(UserError, match="^the corpus mine needs seqio, which the light installation leaves"):
-        text_options.open_text(options, opened, "mine", None, None, 8, 3)
+        text_options.open_text(given, opened, "mine", None, None, 8, 3)
 
 
 @pytest.mark.long
-def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir, tmp_path):
-    """lm-evaluation-harness and SeqIO, with the same windows."""
-    text = "One document of our own, longer than two windows: naïve 🙂."
-    (tmp_path / "one.txt").write_text(text)
-    done = evaluate(
-        workdir, tmp_path / "one.txt", "--window=16", "--stride=16", "--perplexity=full", f"--output={tmp_path / 'out'}"
-    )
-    assert done.returncode == 0, done.stderr
-    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir):
+    """lm-evaluation-harness with the same windows."""
+    text, opened = "One document of our own, longer than two windows: naïve 🙂.", checkpoint.load(workdir)
+    evaluation = Evaluation([(text, [*TOKENIZER.encode(text), TOKENIZER.end_of_text])], "a text", 16, 16)
+    row = evaluation.full(Scorer(opened.model), show)
     request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
-    [rolling] = HarnessModel(checkpoint.load(workdir)).loglikelihood_rolling([request], disable_tqdm=True)
+    [rolling] = HarnessModel(opened).loglikelihood_rolling([request], disable_tqdm=True)
     assert -rolling / row["tokens"] == pytest.approx(row["loss"], rel=1e-6) and row["tokens"] == len(text.encode())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("light", [False, True])
-def test_a_short_text_has_the_full_perplexity_alone(light, workdir, tmp_path, monkeypatch):
-    """With SeqIO and without; each document's score, and what the text lacks is said of its file."""
-    rows = [{"text": text} for text in ("x", "short")]
-    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_short_text_has_the_full_perplexity_alone(workdir, tmp_path):
+    """Each document's score, and what the text lacks is said of its file."""
+    short = str(write_lines(tmp_path / "short.jsonl", ["x", "short"]))
     (tmp_path / "blank.txt").write_text(" \n")
-    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
-
-    def score(name, perplexity, **changes):
-        options = dict.fromkeys("step task remote module tfds_dir window stride text_field separator".split())
-        options |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": ["6", "3"]}
-        options |= {"batch_size": 8, "files": f"{tmp_path}/{name}", "perplexity": perplexity}
-        options |= {"output": f"{tmp_path}/{perplexity}", "per_document": False}
-        return evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
-
     for perplexity in ("paper", "both"):
         sentence = f"^{tmp_path}/short.jsonl has 8 tokens, fewer than one window of 16; choose a smaller --window"
         with pytest.raises(UserError, match=sentence):
-            score("short.jsonl", perplexity)
-    with pytest.raises(UserError, match="there is nothing in it but white space"):
-        score("blank.txt", "full", output=f"{tmp_path}/blank")
-    with pytest.raises(UserError, match="^--per_document: "):
-        score("short.jsonl", "paper", per_document=True)
-    results = score("short.jsonl", "full", per_document=True)
+            score(workdir, files=short, perplexity=perplexity)
+    with pytest.raises(UserError, match="blank.txt: there is nothing in it but white space"):
+        score(workdir, files=f"{tmp_path}/blank.txt", perplexity="full")
+    how = {"files": short, "perplexity": "full", "num_steps": ["6", "3"], "output": str(tmp_path / "full")}
+    results = score(workdir, **how, per_document=True)
     lines = [json.loads(line) for line in (tmp_path / "full" / "documents.jsonl").read_text().splitlines()]
     assert [(line["num_steps"], line["document"], line["bytes"]) for line in lines] == [
         (6, 0, 1), (6, 1, 5), (3, 0, 1), (3, 1, 5)
@@ -355,27 +304,22 @@ def test_a_short_text_has_the_full_perplexity_alone(light, workdir, tmp_path, mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("light", [False, True])
-def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_path, monkeypatch):
+def test_what_the_tokenizer_loses_is_counted_and_shown(lossy_file, tmp_path):
     """From files and from a store, whose description has the documents. Figures that it would flatter are withheld."""
     tokenizer = SentencePieceTokenizer.open(str(lossy_file))
     texts = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "A cat"]
     about = make_store(tmp_path / f"python_stdlib-{tokenizer.name}", dict.fromkeys(SPLITS, [texts]), tokenizer)
     about["splits"]["validation"] |= {"unknown": 1, "altered": 2}
     (tmp_path / f"python_stdlib-{tokenizer.name}" / "store.json").write_text(json.dumps(about))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_lines(tmp_path / "a.jsonl", texts)
     config = toy_config(model__vocab_size=tokenizer.vocab_size, data__dir=str(tmp_path))
     params = split_model(lively_model("diffeqformer", vocab_size=tokenizer.vocab_size))[1]
     named = {"tokenizer": tokenizer.name, "tokenizer_data": tokenizer.save()}
     save_params(tmp_path / "run", config, {3: params}, **named, data_sha256=about["splits"]["train"]["sha256"])
-    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"] if light else [])
-    options = dict.fromkeys("step task remote module tfds_dir stride files output text_field separator".split())
-    options |= {"workdir": str(tmp_path / "run"), "split": "validation", "solver": [], "num_steps": [], "window": 8}
-    options |= {"batch_size": 8, "perplexity": "both", "per_document": False}
     for changes in ({"files": f"{tmp_path}/a.jsonl"}, {}, {"perplexity": "paper"}):
-        results = evaluation_command.score_checkpoint(types.SimpleNamespace(**options | changes))
+        results = score(tmp_path / "run", window=8, **changes)
         assert (results["unknown_tokens"], results["altered_documents"]) == (1, 2)
-        shown = report.table(results)
+        shown = perplexity_report.table(results)
         assert "loses text: 1 unknown id and 2 documents whose ids decode to another text, so what is " in shown
         [row] = results["rows"]
         assert ("bits_per_byte" in row) == ("word_perplexity" in row) == ("perplexity" not in changes)
@@ -385,8 +329,8 @@ def test_what_the_tokenizer_loses_is_counted_and_shown(light, lossy_file, tmp_pa
 
 def test_models_of_many_depths_are_called_by_all_of_them():
     header = {"training_depths": "2:1,4:3", "trained_num_steps": 3, "trained_solver": "euler"}
-    assert report.as_trained(header) == "trained in 2, 4 steps of euler"
-    assert report.as_trained({**header, "training_depths": ""}) == "trained in 3 steps of euler"
+    assert perplexity_report.as_trained(header) == "trained in 2, 4 steps of euler"
+    assert perplexity_report.as_trained({**header, "training_depths": ""}) == "trained in 3 steps of euler"
 
 
 def test_repeated_numbers_count_once():

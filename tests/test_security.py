@@ -45,11 +45,13 @@ from runs import command
 
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     """A module runs code, so only the user's own option can name one."""
-    imported, fake = [], types.SimpleNamespace(CORPORA={"python_stdlib": ...}, Evaluation=lambda *arguments: arguments)
+    imported, task = [], types.SimpleNamespace(splits=["validation"])
+    fake = types.SimpleNamespace(CORPORA={"python_stdlib": ...}, fetch=lambda task: None)
     fake.configure = lambda module, *_: imported.append(module)
-    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)
-    for name in ("diffeqformer.data.tasks", "diffeqformer.inference.perplexity"):  # which import TensorFlow
-        monkeypatch.setitem(sys.modules, name, fake)
+    fake.add_task, fake.examples = (lambda *_, **__: task), (lambda *_: [(b"a", np.array([97, 256]))])
+    tensorflow = types.SimpleNamespace(errors=types.SimpleNamespace(OpError=OSError))
+    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: tensorflow)
+    monkeypatch.setitem(sys.modules, "diffeqformer.data.tasks", fake)
     monkeypatch.setattr(data, "tasks", fake, raising=False)
     config = toy_config(data__task="mine", data__module="planted")
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), checkpoint.About({}, "bytes"))

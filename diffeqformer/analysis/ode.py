@@ -20,7 +20,7 @@ from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
 from diffeqformer.depth.weights import StackedWeights, in_type
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context, Linear
-from diffeqformer.inference.report import as_trained
+from diffeqformer.inference.perplexity_report import as_trained
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.sharding import on_every_device

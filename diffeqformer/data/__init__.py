@@ -1,8 +1,8 @@
 """Data: SeqIO task -> token store -> `batch(step)`.
 
-`corpora`, `tasks`, `language_model` and `builders` import TensorFlow; so do the processes of `worker`, and
-`diffeqformer.inference.perplexity`. Training doesn't: it leaves preparation to those processes. Where SeqIO isn't
-installed, they make the same store from `sources` and `texts`.
+`corpora`, `tasks`, `language_model` and `builders` import TensorFlow; so do the processes of `worker`, and commands
+that score a corpus. Training doesn't: it leaves preparation to those processes. Where SeqIO isn't installed, they make
+the same store from `sources` and `texts`.
 """
 
 CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")

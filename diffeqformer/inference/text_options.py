@@ -2,19 +2,21 @@
 
 import os
 import pathlib
+from collections.abc import Collection, Iterator
 
 from absl import flags
 
 from diffeqformer.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data import CORPUS_NAMES, quiet
-from diffeqformer.data.files import OPENERS
+from diffeqformer.data.files import OPENERS, Layout
 from diffeqformer.data.local_files import layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
+from diffeqformer.data.texts import open_texts, stored_documents
 from diffeqformer.errors import UserError, printable
-from diffeqformer.inference.plain_text import PlainEvaluation
+from diffeqformer.inference.perplexity import Evaluation
 from diffeqformer.inference.scoring import window_size
 
 
@@ -95,37 +97,70 @@ def window_of(options, opened: Checkpoint) -> int:
 
 def open_text(
     options, opened: Checkpoint, task: str, files: list[str] | None, stored: Split | None, window: int, stride: int
-):
-    """The text of `text_of`, a `diffeqformer.inference.perplexity.Evaluation`, for which TensorFlow is imported.
-
-    Where it isn't installed, a `diffeqformer.inference.plain_text.PlainEvaluation`.
+) -> Evaluation:
+    """The text of `text_of`. Corpora are read by SeqIO where it is installed, and TensorFlow is imported for them.
 
     Raises:
-        UserError: if there is no such text, less than one window, or a user's corpus and SeqIO isn't installed.
+        UserError: if there is no such text, or a user's corpus and SeqIO isn't installed.
     """
-    data = opened.config.data
-    tfds_dir = data.tfds_dir if options.tfds_dir is None else options.tfds_dir
-    layout, own = layout_of(data), {"field": options.text_field, "separator": options.separator}
+    name = ", ".join(files) if files else f"{task}: the {options.split} split"
+    if stored:
+        documents = stored_documents(stored, opened.tokenizer)
+        return Evaluation(documents, name, window, stride, stored.text_bytes)
+    layout, own = layout_of(opened.config.data), {"field": options.text_field, "separator": options.separator}
     layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
-    chosen = task, options.split, opened.tokenizer, window, stride, files, stored, layout
-    if quiet.not_installed():
-        if options.module:
-            quiet.check_installed(f"--module: {options.module}")
-        if data.module and not (files or stored or task in CORPUS_NAMES):
-            quiet.check_installed(f"the corpus {task}")
-        return PlainEvaluation(*chosen, tfds_dir)
-    quiet.import_tensorflow()
-    from diffeqformer.data import tasks
-    from diffeqformer.inference.perplexity import Evaluation
+    given = {options.split: files} if files else None
+    by_task = options.module or not (files or quiet.not_installed())
+    documents = (_task_documents if by_task else _plain_documents)(options, opened, task, given, layout)
+    return Evaluation(documents, name, window, stride)
 
-    if data.module and options.module is None and not (files or stored or task in tasks.CORPORA):
+
+def _tfds_dir(options, opened: Checkpoint) -> str:
+    return opened.config.data.tfds_dir if options.tfds_dir is None else options.tfds_dir
+
+
+def _check_split(options, task: str, splits: Collection[str]) -> None:
+    if options.split not in splits:
+        raise UserError(f"--split: {task} has {', '.join(splits)}, but it is '{options.split}'")
+
+
+def _task_documents(
+    options, opened: Checkpoint, task: str, files: dict[str, list[str]] | None, layout: Layout
+) -> list[tuple[str, list[int]]]:
+    """The documents of a SeqIO task, tokenized by it."""
+    module = opened.config.data.module
+    if options.module:
+        quiet.check_installed(f"--module: {options.module}")
+    tensorflow = quiet.import_tensorflow()
+    from diffeqformer.data import tasks
+
+    if module and options.module is None and task not in tasks.CORPORA:
         raise UserError(  # importing what a checkpoint names would run its code
-            f"--module: in training, the corpus {task!r} came from the module {data.module!r}; to import it, give "
+            f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
             "--module=NAME"
         )
-    if not stored:
-        tasks.configure(options.module or "", tfds_dir, "--module")
-    return Evaluation(*chosen)
+    tasks.configure(options.module or "", _tfds_dir(options, opened), "--module")
+    of_seqio = tasks.add_task(task, opened.tokenizer, files, layout=layout)
+    tasks.fetch(of_seqio)
+    _check_split(options, task, of_seqio.splits)
+    try:
+        with quiet.quiet():  # otherwise a broken document is reported twice, with a full traceback
+            return [(text.decode(), ids.tolist()) for text, ids in tasks.examples(of_seqio, options.split, 0, 1)]
+    except tensorflow.errors.OpError as error:
+        raise UserError(tasks.one_sentence(error)) from None
+
+
+def _plain_documents(
+    options, opened: Checkpoint, task: str, files: dict[str, list[str]] | None, layout: Layout
+) -> Iterator[tuple[str, list[int]]]:
+    """The same without SeqIO."""
+    if opened.config.data.module and not (files or task in CORPUS_NAMES):
+        quiet.check_installed(f"the corpus {task}")
+    texts, tokenizer = open_texts(task, files, _tfds_dir(options, opened), layout), opened.tokenizer
+    _check_split(options, task, texts.splits)
+    texts.fetch()
+    every = (text for text in texts.documents(options.split) if text.strip())
+    return ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
 
 
 def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | None:

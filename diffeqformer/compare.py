@@ -19,12 +19,12 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.checkpoint_folder import REPLACED
+from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import results_folder, spread, title, write_json, write_text
 from diffeqformer.errors import UserError, printable
-from diffeqformer.inference.seeds import setting
 
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
@@ -49,8 +49,12 @@ class Validated(NamedTuple):
     earlier_rates: dict | None
 
     def setting(self) -> dict:
-        """What decides its result but for the seed."""
-        return setting(self.config, self.data_sha256, self.validation_sha256, self.earlier_rates)
+        """What decides its result but for the seed: fields of the config, and the text by the hashes of its splits."""
+        names = [name for name in field_names(self.config) if name != "seed" and not name.startswith(CHANGEABLE)]
+        fields = {name: get_field(self.config, name) for name in names}
+        fields |= {"data": self.data_sha256[:8], "validation data": self.validation_sha256[:8]}
+        rates = ", ".join(f"{rate:g} until step {step}" for step, rate in (self.earlier_rates or {}).items())
+        return fields | ({"before": rates} if rates else {})
 
     def end(self) -> float:
         """The last validation."""

@@ -1,19 +1,18 @@
 """Downstream tasks with lm-evaluation-harness: `python -m diffeqformer.downstream --workdir=runs/a,runs/b --shots=0,5`.
 
-By default: the eleven tasks of the paper's Tables 4 and 5, printed in the same layout beside the published figures, and
-drawn like Figures 9 to 12. Further models are compared with the first one, document by document.
+By default: the eleven tasks of the paper's Tables 4 and 5, printed in the same layout.
 """
 
 import contextlib
 import functools
 import importlib.metadata
 import io
-import json
 import logging
 import os
 import pathlib
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -26,12 +25,9 @@ from diffeqformer.console.results import check_output, header, results_folder, w
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
 from diffeqformer.finite import logits_of
-from diffeqformer.inference.bars import plot
-from diffeqformer.inference.paired import describe_differences, leaves, scores_of_documents
-from diffeqformer.inference.published import PERCENT, describe
 from diffeqformer.inference.scoring import lead, window_size
-from diffeqformer.inference.seeds import describe_means, setting
-from diffeqformer.inference.tasks import SEED, load_tasks
+from diffeqformer.inference.task_table import PERCENT, describe, scores_of_documents, summary
+from diffeqformer.inference.tasks import SEED, Tasks, load_tasks
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
 
@@ -46,11 +42,9 @@ def define_flags() -> None:
     flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
-    flags.DEFINE_integer(
-        "batch_size", 32, "Sequences scored at once over all devices, or texts written by each.", 1, 2**16
-    )
+    help_text = "Sequences scored at once over all devices, or texts written by each."
+    flags.DEFINE_integer("batch_size", 32, help_text, 1, 2**16)
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
-    flags.DEFINE_bool("log_samples", False, "Also write each document's requests and answers, as lm-eval does.")
     flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
     flags.DEFINE_string(
         "output",
@@ -65,9 +59,6 @@ def check_model(workdir: str, step: Step, num_steps: list[int | None], window: i
 
     Returns:
         its window.
-
-    Raises:
-        UserError: if it doesn't.
     """
     config = checkpoint.load_config(workdir, step)
     model = abstract_model(config)
@@ -91,87 +82,63 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
         )
 
 
-def summary(results: dict, names: list[str], model) -> dict[str, dict]:
-    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of each requested task.
+class Study(NamedTuple):
+    """The tasks, the folder of results, and what models have scored so far, of process 0 alone."""
 
-    A group without a value of its own is replaced by its tasks.
-    """
-    rows, names = {}, list(names)
-    while names:
-        name = names.pop(0)
-        values, parts = results["results"].get(name, {}), results["group_subtasks"].get(name, [])
-        if "sample_len" not in values:
-            names = [*parts, *names]
-            continue
-        tasks = leaves(name, results["group_subtasks"])
-        rows[name] = {
-            "examples": values["sample_len"],
-            "contexts": sum(model.contexts[leaf] for leaf in tasks),
-            "contexts_cut": sum(model.cut[leaf] for leaf in tasks),
-            "unknown_tokens": sum(model.unknown[leaf] for leaf in tasks),
-            "altered_texts": sum(model.altered[leaf] for leaf in tasks),
-            "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
-            "version": results["versions"].get(name),
-            **{key: value for key, value in values.items() if "," in key},
-        }
-    return rows
+    tasks: Tasks
+    folder: pathlib.Path
+    report: dict
+
+
+def open_study(options, shots: list[int], window: int) -> Study:
+    """Load the tasks, for models of at least this window, and make the folder."""
+    check_output(options.output, options.workdir[0])
+    tasks = load_tasks(options.tasks, options.include, shots, window)
+    for row in tasks.rows.values():
+        for name, task in row["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                hosts.check_one(f"--tasks: {name} is a task of generation, which")
+    report = {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "seed": SEED,
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+        "include": options.include,
+        "failed": tasks.failed,
+        "runs": [],
+    }
+    return Study(tasks, results_folder(options.output, options.workdir[0], "downstream"), report)
+
+
+def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
+    """Run all tasks with one model, a `HarnessModel`, and write each one's results when it is done."""
+    label, start, (tasks, folder, report) = f"{workdir}, {model.num_steps} steps", time.monotonic(), study
+    said = f"{counted(len(tasks.rows), 'task')}, {counted(shots, 'shot')}"
+    print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
+    about = {"num_steps": model.num_steps, "window": model.max_length, "shots": shots}
+    about |= {"seed": model.opened.config.seed, "tasks": {}, "documents": {}}
+    run = {"label": label, **header(workdir, model.opened), **about}
+    report["runs"].append(run)
+    for row, loaded in tasks.rows.items():
+        for counts in (model.contexts, model.cut, model.unknown, model.altered):
+            counts.clear()
+        tasks.set_shots(row, shots)
+        results = run_harness(model, loaded, report["limit"])
+        found = summary(results, [row], model)
+        run["tasks"] |= found
+        run["documents"] |= scores_of_documents(results, found)
+        run["seconds"] = round(time.monotonic() - start, 1)
+        write(folder, report)
+    print(f"done in {duration(run['seconds'])}", flush=True)
 
 
 def write(folder: pathlib.Path, report: dict) -> None:
-    """Write all results. This is done after each task, so that an interruption or error loses little.
-
-    results.json has the metrics, documents.json the scores of each document; results.md and downstream.png show them.
-    """
+    """Write all results so far, so that an interruption or an error in a later task loses little."""
     runs = [{name: value for name, value in run.items() if name != "documents"} for run in report["runs"]]
     write_json(folder / "results.json", {**report, "runs": runs}, default=str)
     documents = [{name: run[name] for name in ("label", "shots", "documents")} for run in report["runs"]]
     write_json(folder / "documents.json", documents, indent=None)
-    write_text(folder / "results.md", "\n".join(filter(None, tables(report))))
-    plot(report["runs"], folder / "downstream.png")
-
-
-def tables(report: dict) -> tuple[str, str, str]:
-    """The scores, their means over seeds, and the differences of models, as Markdown. The last two can be empty."""
-    runs = report["runs"]
-    return describe(runs, report["failed"]), describe_means(runs), describe_differences(runs)
-
-
-def write_samples(folder: pathlib.Path, run: dict, samples: dict[str, list[dict]]) -> None:
-    """Write each document's requests and answers in lm-eval's own form: for each task, a file of JSON lines.
-
-    Args:
-        samples: from lm-eval's results.
-    """
-    from lm_eval.utils import handle_non_serializable, sanitize_list
-
-    where = folder / "samples" / run["label"].replace("/", "_")
-    where.mkdir(parents=True, exist_ok=True)
-    for task, documents in samples.items():
-        lines = []
-        for document in documents:
-            arguments = {
-                f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(values)}
-                for number, values in enumerate(document["arguments"])
-            }
-            line = {**document, "arguments": arguments, "target": str(document["target"])}
-            line |= {name: sanitize_list(document[name]) for name in ("resps", "filtered_resps")}
-            lines.append(json.dumps(line, default=handle_non_serializable, ensure_ascii=False) + "\n")
-        write_text(where / f"{task}_{run['shots']}_shots.jsonl", "".join(lines))
-
-
-def write_curves(folder: pathlib.Path, run: dict) -> None:
-    """Write the metrics of one run for TensorBoard, at the step of its checkpoint."""
-    import tensorboardX
-
-    where = folder / "tensorboard" / run["label"].replace("/", "_")
-    suffix = f".{run['shots']}"  # without it, files written within one second share a name
-    with tensorboardX.SummaryWriter(str(where), filename_suffix=suffix) as writer:
-        for task, results in run["tasks"].items():
-            for key, value in results.items():
-                if "," in key and isinstance(value, float):
-                    writer.add_scalar(
-                        f"{task}_{run['shots']}_shots/{key.replace(',', '_')}", value, run["checkpoint_step"]
-                    )
+    write_text(folder / "results.md", describe(report["runs"], report["failed"]))
 
 
 def run_all(options) -> None:
@@ -185,9 +152,9 @@ def run_all(options) -> None:
     study = None
     with hosts.all_succeed("the tasks"):
         if hosts.is_first():
-            study = Study(options, shots, window)
+            study = open_study(options, shots, window)
 
-    from diffeqformer.inference.harness import HarnessModel
+    from diffeqformer.inference.lm_eval_model import HarnessModel
 
     for workdir in options.workdir:
         opened = checkpoint.load_on_all(workdir, options.step)
@@ -196,100 +163,26 @@ def run_all(options) -> None:
             if num_steps == steps[-1]:
                 del opened  # frees the memory of a hypernetwork
             naming = logits_of(f"{workdir}, checkpoint {model.opened.step}")
-            lead([model.scorer], naming(lambda: study.run(workdir, model)))
-            del model
+            work = naming(functools.partial(run_tasks, study, workdir, model))
+            lead([model.scorer], lambda: [work(number) for number in shots])
+            del model, work
     with hosts.all_succeed("the results"):
         if study:
-            study.say()
-            study.check_all_ran()
+            say(study)
 
 
-class Study:
-    """The tasks, and what models score on them, as process 0 runs them.
-
-    Args:
-        window: the shortest of the models.
+def say(study: Study) -> None:
+    """Print the table.
 
     Raises:
-        UserError: if none of the tasks can be run, or the folder of the results can't be made.
+        UserError: if a task was left out.
     """
-
-    def __init__(self, options, shots: list[int], window: int):
-        check_output(options.output, options.workdir[0])
-        self.shots, self.log_samples = shots, options.log_samples
-        self.tasks = load_tasks(options.tasks, options.include, shots, window)
-        for name, task in self.tasks.loaded["tasks"].items():
-            if task.OUTPUT_TYPE == "generate_until":
-                hosts.check_one(f"--tasks: {name} is a task of generation, which")
-        self.folder = results_folder(options.output, options.workdir[0], "downstream")
-        self.report = {
-            "lm_eval": importlib.metadata.version("lm_eval"),
-            "seed": SEED,
-            "limit": options.limit,
-            "batch_size": options.batch_size,
-            "include": options.include,
-            "failed": self.tasks.failed,
-            "runs": [],
-        }
-
-    def run(self, workdir: str, model) -> None:
-        """Run all tasks with one model, a `HarnessModel`, with each number of shots, and write each one's results."""
-        label = f"{workdir}, {model.num_steps} steps"
-        config, about = model.opened.config, model.opened.about
-        texts = about.data_sha256, about.validation_sha256
-        for number in self.shots:
-            said = f"{counted(len(self.tasks.rows), 'task')}, {counted(number, 'shot')}"
-            print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
-            self.tasks.set_shots(number)
-            start = time.monotonic()
-            for counts in (model.contexts, model.cut, model.unknown, model.altered):
-                counts.clear()
-            run = {
-                "label": label,
-                **header(workdir, model.opened),
-                "num_steps": model.num_steps,
-                "window": model.max_length,
-                "shots": number,
-                "seed": config.seed,
-                "setting": setting(config, *texts, about.earlier_rates),
-                "tasks": {},
-                "documents": {},
-            }
-            self.report["runs"].append(run)
-            for row, tasks in self.tasks.rows.items():
-                results = run_harness(model, tasks, self.report["limit"])
-                found = summary(results, [row], model)
-                run["tasks"] |= found
-                run["documents"] |= scores_of_documents(results, found)
-                run["seconds"] = round(time.monotonic() - start, 1)
-                write(self.folder, self.report)
-                if self.log_samples:
-                    write_samples(self.folder, run, results["samples"])
-            write_curves(self.folder, run)
-            print(f"done in {duration(run['seconds'])}", flush=True)
-
-    def say(self) -> None:
-        """Print the tables."""
-        scores, means, differences = tables(self.report)
-        print(f"\n{scores}\n{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
-        if means:
-            print(f"\n{means}Means over seeds (standard deviation).")
-        if differences:
-            print(
-                f"\n{differences}\nDifferences on the same documents, with their standard error. p is two-sided, by "
-                "McNemar's exact test or a paired t-test, and not corrected for the number of tasks."
-            )
-        picture = " and downstream.png" if (self.folder / "downstream.png").exists() else ""
-        print(f"\nThese tables, all metrics, the scores of each document{picture} are in {self.folder}")
-
-    def check_all_ran(self) -> None:
-        """Check that no task was left out.
-
-        Raises:
-            UserError: if one was.
-        """
-        if failed := self.tasks.failed:
-            raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {self.folder}/results.md")
+    tasks, folder, report = study
+    print(f"\n{describe(report['runs'], tasks.failed)}")
+    print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
+    print(f"This table, all metrics and the scores of each document are in {folder}")
+    if failed := tasks.failed:
+        raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {folder}/results.md")
 
 
 def prepare_lm_eval() -> None:

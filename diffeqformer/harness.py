@@ -22,7 +22,7 @@ if __name__ == "__main__":
     try:
         from lm_eval.__main__ import cli_evaluate
 
-        from diffeqformer.inference.harness import HarnessModel  # noqa: F401 (registers the model)
+        from diffeqformer.inference.lm_eval_model import HarnessModel  # noqa: F401 (registers the model)
     except ImportError:
         sys.exit("diffeqformer: harness needs lm-evaluation-harness; pip install 'lm-eval>=0.4.13,<0.5'")
     try:

@@ -100,13 +100,11 @@ def compare(output: str, *names: str) -> Command:
     return Command(f"-m diffeqformer.compare {runs} --output={{folder}}/{output}", output)
 
 
-def downstream(output: str, runs: Iterable[str], options: str = "") -> Command:
-    """The downstream tasks of runs of the folder, or of those that match patterns, the baseline first."""
+def downstream(output: str, runs: Iterable[str], options: str = "") -> tuple[Command, Command]:
+    """The downstream tasks of runs of the folder, or of those that match patterns, the baseline first, and tables."""
     folders = ",".join(f"{{folder}}/{run}" for run in runs)
-    return Command(
-        f"-m diffeqformer.downstream --workdir={folders} --output={{folder}}/{output} {options}".strip(),
-        output,
-    )
+    line = f"-m diffeqformer.downstream --workdir={folders} --output={{folder}}/{output} {options}".strip()
+    return Command(line, output), Command(f"experiments/downstream.py --results={{folder}}/{output}")
 
 
 def seeds(model: str, changes: str = "", which: str = "[123]") -> str:
@@ -135,17 +133,17 @@ def analyze_seeds(figure: str, parts: str, *models: str) -> tuple[Command, ...]:
 LLAMA_FILE = "--config.data.tokenizer_file={tokenizer}"
 DOWNSTREAM = Exhibit(
     "accuracies of eleven tasks without and with five examples, with standard errors, bars, and paired tests",
-    "the tables stand beside the results (docs/downstream.md), which toy tasks can't be compared with",
+    "its tables stand beside the results (docs/downstream.md), which toy tasks can't be compared with",
     (
         study("perplexity"),
-        downstream("downstream", (seeds("gpt"), seeds("diffeqformer")), "--include={tasks} --shots=0,1"),
+        *downstream("downstream", (seeds("gpt"), seeds("diffeqformer")), "--include={tasks} --shots=0,1"),
     ),
-    (train("large:gpt"), train("large"), downstream("downstream", LARGE, "{include}")),
+    (train("large:gpt"), train("large"), *downstream("downstream", LARGE, "{include}")),
 )
 DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     tiny=(
         study("llama"),
-        downstream(
+        *downstream(
             "downstream-llama",
             (seeds("llama"), seeds("diffeqformer", "model.field-llama-")),
             "--include={tasks} --shots=0,1",
@@ -154,7 +152,7 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     at_scale=(
         train("llama_1b:llama", LLAMA_FILE),
         train("llama_1b", LLAMA_FILE),
-        downstream("downstream-llama", LLAMA, "{include}"),
+        *downstream("downstream-llama", LLAMA, "{include}"),
     ),
 )
 EMBEDDING = (study("embedding"),)

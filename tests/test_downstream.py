@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import types
 
 import lm_eval
@@ -15,8 +13,8 @@ from lm_eval.tasks import TaskManager
 
 from diffeqformer import checkpoint, downstream
 from diffeqformer.errors import UserError
-from diffeqformer.inference import published, tasks
-from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.inference import task_table, tasks
+from diffeqformer.inference.lm_eval_model import HarnessModel
 from helpers import ROOT, drawn, save_params, toy_config
 from runs import command
 
@@ -34,73 +32,39 @@ def runs(tmp_path_factory):
 def test_the_command_prints_the_table_of_two_checkpoints(runs, tmp_path):
     done = command(
         "downstream", f"--workdir={runs[0]},{runs[1]}", "--shots=0,2", "--include=tests/data/tasks",
-        "--log_samples", "--output", tmp_path / "out",
+        "--output", tmp_path / "out",
         environment={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
-    assert [name for name in lines[0] if name] == ["Zero-shot", "2-shot"]
-    lines, differences = lines[:7], lines[7:]
-    assert lines[2] == [
-        "**Benchmark**", "**examples**", f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
-        "**GPT-large (published)**", "**DiffEqFormer-large (published)**",
-        f"**{runs[0]}, 2 steps**", f"**{runs[1]}, 2 steps**",
-    ]  # fmt: skip
+    assert lines[0] == ["", "", "Zero-shot", "", "2-shot", ""]
+    assert lines[2] == ["**Benchmark**", "**examples**", *2 * [f"**{run}, 2 steps**" for run in runs]]
     rows = {line[0]: line[1:] for line in lines[3:]}
     assert list(rows) == ["PIQA", "last_word", "pages [bits_per_byte]", "sums [exact_match]"]
-    assert rows["PIQA"][0] == "5" and rows["PIQA"][3:5] == ["56.26 (1.16)", "56.96 (1.16)"]
-    assert rows["pages [bits_per_byte]"][-1].endswith(" [0 shots]") and rows["last_word"][3] == "–"
+    assert rows["PIQA"][0] == "5" and rows["pages [bits_per_byte]"][-1].endswith(" [0 shots]")
 
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert all(part in done.stdout for part in (tmp_path / "out" / "results.md").read_text().split("\n\n"))
+    assert (tmp_path / "out" / "results.md").read_text() in done.stdout and report["seed"] == 1234
     assert [(run["kind"], run["checkpoint_step"], run["num_steps"], run["shots"]) for run in report["runs"]] == [
         (kind, 12, 2, shots) for kind in ("diffeqformer", "gpt") for shots in (0, 2)
     ]
-    assert list((tmp_path / "out" / "tensorboard").iterdir()) and report["seed"] == 1234
     piqa = report["runs"][0]["tasks"]["piqa"]
     cut = f" [{piqa['contexts_cut']} of {piqa['contexts']} cut]" if piqa["contexts_cut"] else ""
     assert rows["PIQA"][1] == f"{100 * piqa['acc,none']:.2f} ({100 * piqa['acc_stderr,none']:.2f})" + cut
     assert "\n[n of m cut]: n of m contexts" in done.stdout
     assert piqa["version"] == 1.0 and piqa["examples"] == 5
-    assert rows["pages [bits_per_byte]"][1] == f"{report['runs'][0]['tasks']['pages']['bits_per_byte,none']:.2f}"
-
-    cut = 0
-    for run in report["runs"]:
-        where = tmp_path / "out" / "samples" / run["label"].replace("/", "_")
-        for task, results in run["tasks"].items():
-            lines = (where / f"{task}_{run['shots']}_shots.jsonl").read_text().splitlines()
-            samples = [json.loads(line) for line in lines]
-            asked = [list(each.values()) for sample in samples for each in sample["arguments"].values()]
-            assert len(samples) == results["examples"] and all(len(sample["resps"]) for sample in samples)
-            if task == "pages":  # whole texts, without contexts
-                assert results["contexts"] == results["contexts_cut"] == 0
-                continue
-            lengths = [  # what may follow a context of the window's 64 bytes, and how long the context is
-                (64 - second["max_gen_toks"] if task == "sums" else 65 - len(second.encode()), len(first.encode()))
-                for first, second in asked
-            ]
-            assert results["contexts"] == len(asked)
-            assert results["contexts_cut"] == sum(length > max(1, room) for room, length in lengths)
-            cut += results["contexts_cut"]
-    assert 0 < cut < sum(results["contexts"] for run in report["runs"] for results in run["tasks"].values())
+    every = [results for run in report["runs"] for results in run["tasks"].values()]
+    assert 0 < sum(results["contexts_cut"] for results in every) < sum(results["contexts"] for results in every)
 
     documents = json.loads((tmp_path / "out" / "documents.json").read_text())
-    assert [(run["label"], run["shots"]) for run in documents] == [
-        (run["label"], run["shots"]) for run in report["runs"]
-    ]
-    for scored, run in zip(documents, report["runs"]):
+    for scored, run in zip(documents, report["runs"], strict=True):
+        assert (scored["label"], scored["shots"]) == (run["label"], run["shots"])
         assert scored["documents"].keys() == {"piqa", "last_word", "sums"}  # a page has no score that is a number
         for task, values in scored["documents"].items():
             results = run["tasks"][task]
             assert len(values) == results["examples"] and sum(values) / len(values) == pytest.approx(
-                results[published.shown_metric(results)]
+                results[task_table.shown_metric(results)]
             )
-    labels = [f"{run}, 2 steps" for run in runs]
-    assert differences[0] == ["", *(f"**{labels[1]}, less {labels[0]}, {n} shots**" for n in (0, 2))]
-    assert [line[0] for line in differences[2:]] == ["PIQA", "last_word", "sums"]
-    first, second = (100 * report["runs"][number]["tasks"]["piqa"]["acc,none"] for number in (0, 2))
-    assert differences[2][1].startswith(f"{second - first:+.2f} ± ") and ", p = " in differences[2][1]
-    assert (tmp_path / "out" / "downstream.png").stat().st_size > 10_000
 
 
 @pytest.fixture
@@ -114,7 +78,7 @@ def local_tasks(tmp_path, monkeypatch):
 def options(runs, **changes):
     values = dict(
         workdir=[str(runs[0])], shots=["0"], tasks=[], include="tests/data/tasks", num_steps=[], batch_size=4,
-        window=None, limit=None, output=None, step=None, log_samples=False,
+        window=None, limit=None, output=None, step=None,
     )  # fmt: skip
     return types.SimpleNamespace(**{**values, **changes})
 
@@ -131,18 +95,6 @@ def test_several_depths_have_a_column_each_and_lm_eval_gets_every_score(runs, tm
         bits = -sum(model.loglikelihood_rolling(requests)) / math.log(2) / sum(len(text.encode()) for text in texts)
         assert run["tasks"]["pages"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
         assert run["tasks"]["pages"]["examples"] == 3
-
-
-def test_seeds_of_runs_are_averaged_at_each_depth(tmp_path, local_tasks):
-    folders = [tmp_path / name for name in ("one", "two")]
-    for seed, folder in enumerate(folders, 1):
-        config = toy_config(model__max_length=64, sequence_length=64, model__num_steps=2, seed=seed)
-        save_params(folder, config, {12: drawn(config.model)[1]})
-    changes = {"workdir": list(map(str, folders)), "num_steps": ["2", "3"], "output": str(tmp_path / "out")}
-    downstream.run_all(options(folders, tasks=["last_word"], limit=3, **changes))
-    text = (tmp_path / "out" / "results.md").read_text()
-    assert all(f"| **toy: diffeqformer, {steps} steps, seeds 1, 2** |" in text for steps in (2, 3))
-    assert f"| **{folders[1]}, 3 steps, less {folders[1]}, 2 steps, 0 shots** |" in text
 
 
 def test_groups_have_a_row_if_they_have_a_value_and_else_one_for_each_task(runs, tmp_path, local_tasks):
@@ -179,7 +131,6 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
         ({"num_steps": ["0"]}, "--num_steps: must be comma-separated whole numbers of at least 1"),
         ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
         ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
-        ({"window": 0}, "--window: must be from 2 to the 64 positions of .*, but it is 0"),
         (
             {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
             "--output: .*: Not a directory; choose a folder that can be written",
@@ -227,41 +178,36 @@ def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path):
         "few": "an example of few with 2 shots can't be made, ValueError: Sample larger than population or is negative",
         "logiqa": "logiqa can't be loaded, RuntimeError: Dataset scripts are no longer supported, but found script.py",
     }
-    assert said[said.index("loading few") + 1 : said.index("loading logiqa")] == [
-        f"diffeqformer: --tasks: {reasons['few']}; change its task file or --shots; few is left out"
-    ]
-    [sentence] = said[said.index("loading logiqa") + 1 : said.index("loading piqa")]
-    assert sentence.startswith(f"diffeqformer: --tasks: {reasons['logiqa']}; ")
-    assert f"take --include with a task file for local data, such as {tasks.OURS}/logiqa.yaml; logiqa is" in sentence
+    remedies = {
+        "few": "change its task file or --shots",
+        "logiqa": f"see .* --include with a task file for local data, such as {tasks.OURS}/logiqa.yaml",
+    }
+    for name, reason in reasons.items():
+        sentence = f"{re.escape(reason)}; {remedies[name]}"
+        [line] = [line for line in said if line.endswith(f"; {name} is left out")]
+        assert re.fullmatch(f"diffeqformer: --tasks: {sentence}; {name} is left out", line)
     closing = f"diffeqformer: --tasks: few, logiqa didn't run; the reasons are in {tmp_path}/out/results.md"
     assert done.returncode == 1 and said[-1] == closing, done.stderr
 
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert report["failed"] == reasons
+    assert list(report["failed"]) == ["few", "logiqa"]
     assert [list(run["tasks"]) for run in report["runs"]] == 4 * [["piqa", "last_word"]]
     text = (tmp_path / "out" / "results.md").read_text()
-    assert all(part in done.stdout for part in text.split("\n\n"))
-    assert f"\nLogiQA wasn't run: {reasons['logiqa']}\n" in text and f"\nfew wasn't run: {reasons['few']}\n" in text
+    assert text in done.stdout and f"\nLogiQA wasn't run: {report['failed']['logiqa']}\n" in text
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
-    scores, differences = lines[3:7], lines[9:]
-    assert [line[0] for line in scores] == ["LogiQA", "PIQA", "last_word", "few"]
-    assert scores[0][1:] == ["not run", "–", "–", "21.35 (1.61)", "21.35 (1.61)", "–", "–"]
-    assert scores[3][1:] == ["not run", *6 * ["–"]] and scores[1][1] == "5"
-    assert [line[0] for line in differences] == ["PIQA", "last_word"]
-    assert (tmp_path / "out" / "downstream.png").exists()
+    assert [line[:2] for line in lines[3:]] == [
+        ["LogiQA", "not run"], ["PIQA", "5"], ["last_word", "6"], ["few", "not run"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "asked, sentence",
     [
         ({"max_gen_toks": 64}, "max_gen_toks: must be at least 1 and below the window of 64 tokens, but it is 64"),
-        ({"max_gen_toks": "many"}, "max_gen_toks: must be a whole number of at least 0, but it is 'many'"),
         ({"until": 3}, "until: must be text, or a list of texts, but it is 3"),
         ({"num_beams": 4}, "num_beams: isn't supported; take do_sample, "),
         ({"top_k": 2.5}, "top_k: must be a whole number of at least 0, but it is 2.5"),
         ({"temperature": float("nan")}, "temperature: must be a number of at least 0, but it is nan"),
-        ({"stop": "x"}, "stop: isn't supported; take do_sample, "),
-        ({"do_sample": True, "top_p": "half"}, "top_p: must be a number of at least 0, but it is 'half'"),
     ],
 )
 def test_impossible_generation_is_found_before_any_work(asked, sentence, runs, tmp_path, local_tasks, monkeypatch):
@@ -299,15 +245,6 @@ def test_if_all_tasks_fail_nothing_is_scored(runs, tmp_path, local_tasks, monkey
         downstream.run_all(options(runs, include=str(folder), output=str(output)))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("diffeqformer: ")]
     assert len(said) == 2 and all("nowhere.jsonl" in line for line in said) and not list(output.iterdir())
-
-
-@pytest.mark.long
-def test_without_lm_eval_there_is_one_sentence(tmp_path):
-    (tmp_path / "lm_eval").mkdir()
-    (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('not installed')")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diffeqformer.downstream as d; d.main()"
-    done = subprocess.run([sys.executable, "-c", script, "--workdir=a"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "lm-eval>=0.4.13" in done.stderr, done.stderr
 
 
 def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):

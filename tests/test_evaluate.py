@@ -19,7 +19,7 @@ from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import perplexity_report, text_options
-from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.inference.lm_eval_model import HarnessModel
 from diffeqformer.inference.perplexity import Evaluation
 from diffeqformer.inference.scoring import Scorer
 from diffeqformer.solvers import SOLVERS

@@ -16,7 +16,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentenceP
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring
 from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.harness import HarnessModel
+from diffeqformer.inference.lm_eval_model import HarnessModel
 from diffeqformer.inference.sampling import generate, write_tokens
 from diffeqformer.parallel import memory
 from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config

@@ -30,7 +30,7 @@ def test_logiqa_from_a_local_file_asks_what_lm_eval_asks(tmp_path, monkeypatch):
     (tmp_path / "logiqa.yaml").write_text(
         f"include: {tasks.OURS}/logiqa.yaml\nfewshot_split: train\ndataset_kwargs: {json.dumps({'data_files': files})}"
     )
-    task = tasks.load_tasks([], str(tmp_path), [0, 3], 64).loaded["tasks"]["logiqa"]
+    task = tasks.load_tasks([], str(tmp_path), [0, 3], 64).rows["logiqa"]["tasks"]["logiqa"]
     assert list(task.test_docs()) == list(task.fewshot_docs()) == rows
     for row in rows:
         number = theirs["doc_to_target"](row)

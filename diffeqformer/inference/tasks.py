@@ -9,8 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from diffeqformer.errors import UserError, did_you_mean, printable
-from diffeqformer.inference.published import TASKS
 
+TASKS = {
+    "arc_challenge": "ARC-Challenge",
+    "arc_easy": "ARC-Easy",
+    "hellaswag": "HellaSwag",
+    "lambada_openai": "Lambada OpenAI",
+    "lambada_standard": "Lambada Standard",
+    "logiqa": "LogiQA",
+    "mmlu": "MMLU",
+    "piqa": "PIQA",
+    "sciq": "SciQ",
+    "winogrande": "Winogrande",
+    "wsc273": "WSC273",
+}
+"""The tasks of the paper's Tables 4 and 5: their names in lm-evaluation-harness and in the paper, in its order."""
 SEED = 1234  # for drawing the few-shot examples, as in lm-eval
 OURS = pathlib.Path(__file__).parent / "task_files"  # tasks whose data lm-eval can't load, from local files
 
@@ -18,20 +31,18 @@ OURS = pathlib.Path(__file__).parent / "task_files"  # tasks whose data lm-eval 
 class Tasks(NamedTuple):
     """The tasks that can be run, and those that can't.
 
-    loaded: all of them, as `lm_eval.evaluator.evaluate` takes them.
-    rows: the same for each row of the tables alone: a group, or a task.
+    rows: for each row of the tables, a group or a task, what `lm_eval.evaluator.evaluate` takes.
     own: by task, the number of examples that its file sets.
     failed: by requested name, why it can't be run.
     """
 
-    loaded: dict
     rows: dict[str, dict]
     own: dict[str, int | None]
     failed: dict[str, str]
 
-    def set_shots(self, shots: int) -> None:
-        """Put `shots` examples before every question."""
-        _set_shots(self.loaded["tasks"], self.own, shots)
+    def set_shots(self, row: str, shots: int) -> None:
+        """Put `shots` examples before every question of a row."""
+        _set_shots(self.rows[row]["tasks"], self.own, shots)
 
 
 def load_tasks(names: list[str], include: str | None, shots: list[int], window: int) -> Tasks:
@@ -41,43 +52,29 @@ def load_tasks(names: list[str], include: str | None, shots: list[int], window: 
     A task that fails is reported at once on the standard error, and left out.
 
     Raises:
-        UserError: for a folder without task files, an unknown or repeated task, or if all of them fail.
+        UserError: for a folder without task files, an unknown task, or if all of them fail.
     """
     manager, names = _find(names, include)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would report each of its attempts, twice
-    built, rows, own, failed = [], [], {}, {}
+    tasks = Tasks({}, {}, {})
     for name in names:
         print(f"loading {name}", file=sys.stderr, flush=True)
         try:
-            tops, found = _load(manager, name)
-            kept = {task: each.get_config("num_fewshot") for task, each in found["tasks"].items()}
-            _try_examples(found["tasks"], kept, shots, window)
-        except _Failure as failure:
-            said = f"--tasks: {failure}; {failure.remedy}"
+            rows = _load(manager, name)
+            every = {task: each for row in rows.values() for task, each in row["tasks"].items()}
+            own = {task: each.get_config("num_fewshot") for task, each in every.items()}
+            _try_examples(every, own, shots, window)
+        except UserError as error:
             if len(names) == 1:
-                raise UserError(said) from failure
-            print(f"diffeqformer: {said}; {name} is left out", file=sys.stderr, flush=True)
-            failed[name] = str(failure)
+                raise UserError(f"--tasks: {error}") from error
+            print(f"diffeqformer: --tasks: {error}; {name} is left out", file=sys.stderr, flush=True)
+            tasks.failed[name] = str(error)
             continue
-        built += tops
-        rows += [name] if name in found["groups"] else found["tasks"]  # the tasks of a tag
-        own |= kept
-    if not built:
+        tasks.rows.update(rows)
+        tasks.own.update(own)
+    if not tasks.rows:
         raise UserError(f"--tasks: none of {', '.join(names)} can be run; see the reasons above")
-    try:
-        return Tasks(manager.load(built), {row: manager.load([top]) for row, top in zip(rows, built)}, own, failed)
-    except ValueError as error:
-        raise UserError(f"--tasks: {error}; name each task once") from None
-
-
-class _Failure(Exception):
-    """Why a task can't be run, and what to do."""
-
-    def __init__(self, what: str, error: Exception, remedy: str):
-        reason = (str(error).strip().splitlines() or [""])[0]
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        super().__init__(printable(f"{what}, {kind}{reason[:300]}"))
-        self.remedy = remedy
+    return tasks
 
 
 def _find(names: list[str], include: str | None):
@@ -101,21 +98,27 @@ def _find(names: list[str], include: str | None):
     return manager, names
 
 
-def _load(manager, name: str) -> tuple[list, dict]:
-    """A task, a group or the tasks of a tag, as `manager.load` takes them, and as it returns them."""
+def _load(manager, name: str) -> dict[str, dict]:
+    """The rows of a task, a group, or a tag, which has one for each of its tasks."""
     random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples, the same whatever else is loaded
     try:
         found = manager.load([name])
+        return (
+            {name: found}
+            if name in found["groups"]
+            else {row: manager.load([task]) for row, task in found["tasks"].items()}
+        )
     except Exception as error:  # a task file, its templates or a download can raise anything
         ours = OURS / f"{name}.yaml"
         such = f", such as {ours}" if ours.exists() else ""
-        remedy = f"see that its data can be reached, or take --include with a task file for local data{such}"
-        raise _Failure(f"{name} can't be loaded", error, remedy) from error
-    return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values()), found
+        raise UserError(
+            f"{name} can't be loaded, {_reason(error)}; see that its data can be reached, or take --include with a "
+            f"task file for local data{such}"
+        ) from error
 
 
 def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], window: int) -> None:
-    from diffeqformer.inference.harness import generation
+    from diffeqformer.inference.lm_eval_model import generation
 
     for number in shots:
         _set_shots(tasks, own, number)
@@ -126,8 +129,16 @@ def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], win
                     if request.request_type == "generate_until":
                         generation(request.args[1], window)
             except Exception as error:  # an error in a template, or too few examples to draw from
-                what = f"an example of {name} with {number} shots can't be made"
-                raise _Failure(what, error, "change its task file or --shots") from error
+                raise UserError(
+                    f"an example of {name} with {number} shots can't be made, {_reason(error)}; change its task file "
+                    "or --shots"
+                ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return printable(first if isinstance(error, UserError) else f"{type(error).__name__}: {first}")
 
 
 def _set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:

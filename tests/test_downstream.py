@@ -265,6 +265,11 @@ def test_lm_eval_makes_the_model_from_its_arguments(runs):
         ({}, "workdir: the folder of a run is needed"),
         ({"workdir": runs[0], "depth": 3}, "depth: there is no such argument"),
         ({"workdir": runs[0], "batch_size": "auto"}, "batch_size: must be a whole number, but it is 'auto'"),
+        (
+            {"workdir": runs[0], "num_steps": 7.9},
+            "num_steps: must be a whole number, but it is 7.9",
+        ),  # so lm-eval gives it
+        ({"workdir": runs[0], "step": "last"}, "step: must be a whole number or best, but it is 'last'"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             HarnessModel.create_from_arg_obj(arguments)

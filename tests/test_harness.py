@@ -1,9 +1,6 @@
 """lm-evaluation-harness: scores equal a plain loop's, batches and devices don't matter, generation, and the command."""
 
-import math
-
 import jax
-import jax.numpy as jnp
 import lm_eval.api.model
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.lm_eval_model import HarnessModel
 from diffeqformer.inference.sampling import generate, write_tokens
 from diffeqformer.parallel import memory
-from helpers import ONE_DEVICE, build_model, lively_model, logits_of, toy_config
+from helpers import ONE_DEVICE, lively_model, logits_of, toy_config
 
 BYTES = ByteTokenizer()
 WINDOW = 40
@@ -103,12 +100,6 @@ def test_contexts_that_are_cut_are_counted(continuation, fits):
     assert model.contexts == {"task": 4} and model.cut["task"] == 1
 
 
-def test_spaces_that_end_a_context_belong_to_the_continuation():
-    model = harness_model()
-    for one, other in ((("a b ", "c"), ("a b", " c")), (("  ", "a"), ("", "  a"))):
-        assert log_likelihoods(model, [one]) == log_likelihoods(model, [other])
-
-
 def test_what_is_written_is_the_likeliest_text_and_known_as_such():
     model, prompt = small_model(), "Once upon"
     options = dict(key=jax.random.key(0), choice=Choice(0.0))
@@ -146,18 +137,6 @@ def test_few_shapes_are_compiled_and_weights_are_made_once(monkeypatch, compilat
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("field", ["gpt", "llama"])
-def test_a_uniform_model_scores_log_v(field):
-    model = build_model("diffeqformer", field, vocab_size=257, max_length=64)
-    head = model.token_embedding if field == "gpt" else model.lm_head
-    head[...] = jnp.zeros_like(head[...])
-    uniform = harness_model(model)
-    for (_, continuation), (total, greedy) in zip(PAIRS[4:], log_likelihoods(uniform)[4:]):
-        assert total == pytest.approx(-len(continuation.encode()) * math.log(257), rel=1e-6) and not greedy
-    for text, total in zip(TEXTS, rolling(uniform)):
-        assert total == pytest.approx(-len(text) * math.log(257), rel=1e-6)
-
-
 def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_eval():
     project, model = small_model(), harness_model()
     for text, total in zip(TEXTS, rolling(model)):
@@ -168,28 +147,14 @@ def test_whole_texts_have_the_score_of_the_project_itself_and_the_windows_of_lm_
         assert [(list(s.ids[: s.first]), list(s.ids[s.first :])) for s in stretches] == list(theirs)
 
 
-@pytest.mark.parametrize("name, value", [("num_steps", 7.9), ("batch_size", True), ("window", 1e2), ("step", "last")])
-def test_arguments_that_are_not_whole_numbers_are_refused(name, value):
-    """lm-eval makes floats and booleans of `7.9`, `1e2` and `true`."""
-    with pytest.raises(UserError, match=f"^{name}: must be a whole number.*, but it is {value!r}$"):
-        HarnessModel.create_from_arg_obj({"workdir": "runs/x", name: value})
-
-
-def test_depth_is_an_argument():
-    model = small_model()
-    [(two, _)], [(three, _)] = (log_likelihoods(harness_model(model, num_steps=n), PAIRS[:1]) for n in (2, 3))
-    assert two == log_likelihoods(harness_model(model), PAIRS[:1])[0][0] != three
-    assert harness_model(model).num_steps == 2 and harness_model(model, window=None).max_length == 16
-
-
 def test_byte_pairs_are_split_where_lm_eval_splits_them():
     pieces = [bytes([b]) for b in range(256)] + [b" t", b"he", b" the"]
     model = harness_model(small_model(vocab_size=260), GPT2Tokenizer(dict(zip(pieces, range(259)))))
     seen = []
     model._score = lambda groups, *_: seen.extend(groups) or [(0.0, False)] * len(groups)
-    log_likelihoods(model, [("see", " the"), ("see ", "the"), ("", "the")])
-    [[first], [second], [third]] = seen
-    assert first == second and first.ids[first.first :] == [258]
+    log_likelihoods(model, [("see", " the"), ("see ", "the"), ("", "the"), ("", "  a"), ("  ", "a")])
+    [[first], [second], [third], [fourth], [fifth]] = seen
+    assert first == second and fourth == fifth and first.ids[first.first :] == [258]
     assert third.ids == [259, ord("t"), 257] and third.first == 1
     with pytest.raises(UserError, match="^continuation: 'e' after 'th' has no tokens of its own"):
         log_likelihoods(model, [("th", "e")])  # "the" is t, he: as many tokens as "th" has
@@ -274,29 +239,10 @@ def test_writing_stops_and_truncates(monkeypatch):
     assert calls[4] == (list(b"x" * 8 + b"yz"), 30, (0.5, 3, 0.9)) and calls[5] == ([256], 20, (1.0, 0, 1.0))
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"window": 65}, "window: must be from 2 to the 64 positions of the model, but it is 65"),
-        ({"window": 1}, "window: must be from 2"),
-        ({"batch_size": 0}, "batch_size: must be at least 1, but it is 0"),
-        ({"num_steps": 0}, "num_steps: must be at least 1, but it is 0"),
-    ],
-)
-def test_impossible_models_are_refused(options, sentence):
-    with pytest.raises(UserError, match=f"^{sentence}"):
-        harness_model(build_model("diffeqformer", vocab_size=257, max_length=64), **options)
-
-
 def test_impossible_requests_are_refused():
     model = harness_model()
-    for options, sentence in (
-        ({"max_gen_toks": 40}, "generation_kwargs.max_gen_toks: must be at least 1 and below the window of 40"),
-        ({"num_beams": 4}, "generation_kwargs.num_beams: isn't supported"),
-        ({"do_sample": True, "top_p": 2.0}, "top_p: must be above 0"),
-    ):
-        with pytest.raises(UserError, match=f"^{sentence}"):
-            write(model, ("a", options))
+    with pytest.raises(UserError, match="^top_p: must be above 0"):
+        write(model, ("a", {"do_sample": True, "top_p": 2.0}))
     with pytest.raises(UserError, match="^continuation: '' after 'abc' has no tokens"):
         log_likelihoods(model, [("abc", "")])
 

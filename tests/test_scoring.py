@@ -10,7 +10,7 @@ from flax import nnx
 from diffeqformer import transformer
 from diffeqformer.errors import UserError
 from diffeqformer.finite import NotFinite
-from diffeqformer.inference import reader, scoring
+from diffeqformer.inference import scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh
 from helpers import ONE_DEVICE, build_model, lively_model
@@ -107,17 +107,6 @@ def test_rows_that_fill_up_the_vocabulary_change_nothing(kind, field):
         inner = large[tuple(slice(n) for n in small.shape)]
         np.testing.assert_allclose(inner, small, atol=1e-6)
         assert np.abs(large).sum() == pytest.approx(np.abs(inner).sum(), rel=1e-6)
-
-
-@pytest.mark.long
-def test_few_shapes_are_compiled_and_weights_made_once(monkeypatch, compilations):
-    made = []
-    monkeypatch.setattr(reader, "weights_at", lambda *of: made.append(of) or transformer.weights_at(*of))
-    model = build_model("diffeqformer", max_length=200)
-    scorer = Scorer(model, batch_size=2, mesh=ONE_DEVICE)
-    for lengths in (range(2, 201, 3), range(200, 1, -3)):
-        scorer([Stretch([1] * n, 1) for n in lengths])
-    assert compilations("target_scores") == 4 and len(made) == 1  # 32, 64, 128 and 200 positions
 
 
 def test_what_cannot_be_scored_is_refused():

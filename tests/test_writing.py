@@ -12,11 +12,12 @@ from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import batches, sampling, speculation
+from diffeqformer.inference import cached, sampling, speculation
 from diffeqformer.inference.batches import write_texts
+from diffeqformer.inference.cached import check_room
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
-from diffeqformer.inference.sampling import check_room, continue_prompts, generate, write_tokens
+from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS
@@ -93,19 +94,6 @@ def test_a_text_is_the_same_as_when_it_is_written_alone(choice):
     assert list(write_texts(model, BYTES, prompts, samples=2, batch_size=4, **options)) == alone
 
 
-def test_a_batch_ends_with_its_last_text(monkeypatch):
-    model, asked = small_model(), []
-
-    def steps(*_, count, **__):
-        for number in range(count):
-            asked.append(number)
-            yield np.array([256 if number == end else 97 for end in (3, 1)])
-
-    monkeypatch.setattr(batches, "continue_prompts", steps)
-    texts = write_texts(model, BYTES, ["a", "b"], tokens=20, key=jax.random.key(0), batch_size=2)
-    assert list(texts) == ["aaa", "a"] and len(asked) <= 5
-
-
 def test_what_has_no_room_is_named_at_once():
     model = small_model()
     for prompts, options, sentence in (
@@ -163,7 +151,7 @@ def test_options_of_prompts_must_agree(tmp_path):
 def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     """One text more than there are is read before it joins the others."""
     counted = []
-    monkeypatch.setattr(sampling, "check_free", lambda what, one, times: counted.append(one.size * times))
+    monkeypatch.setattr(cached, "check_free", lambda what, one, times: counted.append(one.size * times))
     gpt = lively_model("gpt", max_length=LENGTH, num_steps=2)
     for model, depths, texts in ((gpt, [2], 3), (small_model(), [2], 3), (small_model(), [3, 1], 7)):
         check_room(model, depths, texts, "samples")

@@ -8,16 +8,10 @@ from jaxtyping import Array, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.inference.cached import check_room
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import (
-    Samples,
-    check_room,
-    continue_prompts,
-    encode_prompt,
-    sample_keys,
-    tokens_after,
-)
+from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt, sample_keys, tokens_after
 from diffeqformer.transformer import Transformer
 
 

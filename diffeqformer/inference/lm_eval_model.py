@@ -24,9 +24,10 @@ from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
 from diffeqformer.inference.batches import Text, write_batches
+from diffeqformer.inference.cached import check_cache
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import check_cache, encode_prompt, sample_keys
+from diffeqformer.inference.sampling import encode_prompt, sample_keys
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom

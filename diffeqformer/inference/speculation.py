@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from diffeqformer.cross_entropy import of_vocabulary
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, counted
+from diffeqformer.inference.cached import check_room, padded_prompt, read_prompt
 from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
 from diffeqformer.inference.reader import split_reader
-from diffeqformer.inference.sampling import check_room, padded_prompt, read_prompt
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
 

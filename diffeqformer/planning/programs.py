@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.depth.depths import chunk_length, longest_grid
+from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.scoring import full_batch, target_scores
 from diffeqformer.parallel.memory import bytes_on_device, placed
 from diffeqformer.parallel.mesh import divide_generator, make_mesh

@@ -1,0 +1,106 @@
+"""Reading tokens with a key-value cache, whose length is a multiple of `CHUNK`."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from diffeqformer.depth.weights import StackedWeights
+from diffeqformer.errors import counted
+from diffeqformer.parallel.memory import check_free
+from diffeqformer.solvers import KeyValueCache
+from diffeqformer.transformer import Transformer
+
+CHUNK = 64  # positions of the prompt that are processed at once
+
+
+def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
+    """A prompt in an array of at least `room` positions, in whole chunks, for `read_prompt`."""
+    tokens = np.zeros((1, -(-room // CHUNK) * CHUNK), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def read_prompt(
+    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "1 length"], count: Int[Array, ""]
+) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    """The logits after the first `count` tokens, and the cache that holds these tokens; compiled once for all prompts.
+
+    `tokens` fill the cache's whole length. Only the chunks that contain the prompt are computed.
+    """
+    model, length = nnx.merge(graph, params), tokens.shape[1]
+    field = model.field
+    cache = KeyValueCache.empty(
+        len(weights.step_sizes) * model.solver.evaluations,
+        1,
+        length,
+        field.heads,
+        field.width // field.heads,
+        model.dtype,
+    )
+
+    def read_chunk(chunk, carry):
+        position = chunk * CHUNK
+        here = jax.lax.dynamic_slice_in_dim(tokens, position, CHUNK, axis=1)
+        return model.extend(here, weights, carry[1], position)
+
+    states = jnp.zeros((1, CHUNK, field.width), jnp.float32)
+    states, cache = jax.lax.fori_loop(0, (count + CHUNK - 1) // CHUNK, read_chunk, (states, cache))
+    last = jax.lax.dynamic_slice_in_dim(states, (count - 1) % CHUNK, 1, axis=1)  # of the last chunk
+    return model.head(last)[:, 0], cache
+
+
+@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache",))
+def read_token(
+    graph: nnx.GraphDef,
+    params: dict,
+    weights: StackedWeights,
+    cache: KeyValueCache,
+    tokens: Int[Array, "B"],
+    position: Int[Array, "*each"],
+) -> tuple[Float[Array, "B V"], KeyValueCache]:
+    """The logits after one more token at `position`, of each text or of all, and the cache, which is donated."""
+    model = nnx.merge(graph, params)
+    states, cache = model.extend(tokens[:, None], weights, cache, position)
+    return model.head(states)[:, 0], cache
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def replace_text(
+    logits: Float[Array, "B V"],
+    cache: KeyValueCache,
+    text: int | Int[Array, ""],
+    new_logits: Float[Array, "1 V"],
+    new_cache: KeyValueCache,
+) -> tuple[Float[Array, "B V"], KeyValueCache]:
+    """The logits and the cache with those of one text, from `read_prompt`, in the place of text number `text`."""
+    cache = jax.tree.map(lambda old, new: old.at[:, text].set(new[:, 0]), cache, new_cache)
+    return logits.at[text].set(new_logits[0]), cache
+
+
+def check_room(model: Transformer, depths: Sequence[int | None], texts: int, option: str) -> None:
+    """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
+
+    They are divided over devices as a hypernetwork's weights are, at most.
+
+    Args:
+        depths: the numbers of steps in which each text is read (None: as trained).
+
+    Raises:
+        UserError: if they don't; it names the option.
+    """
+    steps = sum(len(model.grid(depth).ends) for depth in depths)
+    parts = jax.device_count() if model.depth.generated else 1
+    check_cache(model, steps, model.max_length, texts, option, parts)
+
+
+def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:
+    """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
+    shape = steps * model.solver.evaluations, 1, length, model.field.width
+    one = jax.ShapeDtypeStruct(shape, model.dtype)
+    check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)

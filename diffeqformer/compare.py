@@ -70,11 +70,7 @@ class Validated(NamedTuple):
 
 
 def read_run(folder: str) -> Validated:
-    """Read a run's config and curves.
-
-    Raises:
-        UserError: if it has no checkpoint or no validation yet, or can't be read.
-    """
+    """Read a run's config and curves."""
     opened = checkpoint.open_to_read(folder)
     shapes = checkpoint.saved_arrays(opened.folder, opened.step, REPLACED)
     curves = read_curves(folder)
@@ -170,9 +166,6 @@ def as_data(groups: dict[str, list[Validated]]) -> dict:
 def compare(folders: Sequence[str], output: str | None) -> None:
     """Compare the runs in some folders, and write and print the results. Folders without a run are named and left out.
     A folder that is given twice counts once.
-
-    Raises:
-        UserError: if there is no run to show, or the results can't be written.
     """
     runs = []
     once = {folder if "://" in folder else os.path.realpath(folder): folder for folder in reversed(folders)}

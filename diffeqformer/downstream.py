@@ -186,11 +186,7 @@ def say(study: Study) -> None:
 
 
 def prepare_lm_eval() -> None:
-    """Import lm-eval with the settings that this command needs.
-
-    Raises:
-        UserError: if it isn't installed.
-    """
+    """Import lm-eval with the settings that this command needs."""
     if not sys.stderr.isatty():  # in a log file: one line every 15 s, and none for shorter work
         os.environ.setdefault("TQDM_DELAY", "15")
         os.environ.setdefault("TQDM_MININTERVAL", "15")

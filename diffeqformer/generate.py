@@ -49,11 +49,7 @@ def define_flags() -> None:
 
 
 def prompt_text(options) -> str:
-    """The prompt from its option, its file or standard input.
-
-    Raises:
-        UserError: if there is none, or the file can't be read.
-    """
+    """The prompt from its option, its file or standard input."""
     if options.prompt is not None:
         return options.prompt
     if options.prompt_file in (None, "-"):
@@ -67,11 +63,7 @@ def prompt_text(options) -> str:
 
 
 def prompts_of(options) -> list[str]:
-    """All prompts: the lines of --prompts_file, of which empty ones are empty prompts, or one from elsewhere.
-
-    Raises:
-        UserError: if there is none, or the options contradict one another, or a file can't be read.
-    """
+    """All prompts: the lines of --prompts_file, of which empty ones are empty prompts, or one from elsewhere."""
     given = [name for name in ("prompt", "prompt_file", "prompts_file") if getattr(options, name) is not None]
     if len(given) > 1:
         raise UserError(f"--{given[1]}: a prompt was given as well; leave one of them out")
@@ -160,11 +152,7 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
 def write_lines(
     model: Transformer, tokenizer: Tokenizer, prompts: list[str], options, started: float, how: dict
 ) -> str:
-    """Write the texts after all prompts as JSON lines, batch by batch; returns how long that took.
-
-    Raises:
-        UserError: if one of the prompts has no room, or the file can't be written.
-    """
+    """Write the texts after all prompts as JSON lines, batch by batch; returns how long that took."""
     how = dict(how, tokens=options.tokens, batch_size=options.batch_size or 8, until=options.stop)
     texts = write_texts(model, tokenizer, prompts, **how)
     try:

@@ -98,9 +98,6 @@ def save_one_by_one(
 
     Args:
         arrays: makes the parameters, with their paths.
-
-    Raises:
-        UserError: if they can't be written.
     """
     made, found = {}, {}
     with checkpoint.open_to_write(workdir, 1) as checkpoints, checkpoint.written(checkpoints):
@@ -120,11 +117,7 @@ def save_one_by_one(
 
 
 def mapped(path: str, array: np.ndarray) -> np.ndarray:
-    """An array as a new file that is mapped into memory.
-
-    Raises:
-        UserError: if the file can't be written.
-    """
+    """An array as a new file that is mapped into memory."""
     try:
         with open(path, "wb") as file:
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
@@ -139,11 +132,7 @@ def mapped(path: str, array: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def new_checkpoints(output: epath.Path) -> Iterator[None]:
-    """The folder of new checkpoints. After an error, what was made is removed.
-
-    Raises:
-        UserError: if there already are checkpoints, or the folder can't be written.
-    """
+    """The folder of new checkpoints. After an error, what was made is removed."""
     folder = output / "checkpoints"
     with checkpoint.reachable("--output", output):
         made = folder if output.exists() else output

@@ -122,19 +122,6 @@ def test_perplexities_are_those_of_plain_sums(workdir, text, results):
 
 
 @pytest.mark.long
-def test_the_papers_perplexity_alone_is_that_of_both(workdir, text, results, tmp_path, capsys):
-    found = score(
-        workdir, files=str(text), window=8, num_steps=["6", "3"], output=str(tmp_path / "out"), perplexity="paper"
-    )
-    for row, both in zip(found["rows"], results[1]["rows"]):
-        names = ["paper_loss", "paper_perplexity", "paper_tokens"]
-        assert sorted(row.keys() - {"solver", "num_steps", "milliseconds_per_window"}) == names
-        assert [row[name] for name in names] == pytest.approx([both[name] for name in names], rel=1e-6)
-    assert "| solver | steps | paper's perplexity | ms/window |\n" in capsys.readouterr().out
-    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
 def test_results_are_shown_and_kept(workdir, results):
     shown, kept, folder = results
     assert (folder / "perplexity.png").stat().st_size > 10_000

@@ -283,12 +283,6 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
                 write(model, *asked)
 
 
-def test_texts_written_by_chance_differ_and_come_again():
-    asked = ("a", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 20})
-    first, second = write(harness_model(), asked, asked)
-    assert first != second and write(harness_model(), asked) == [first]
-
-
 def test_models_that_answer_differently_share_no_cache(tmp_path):
     other = lively_model("diffeqformer", vocab_size=257, max_length=64, num_steps=2, width=64)
     rounded = small_model(dtype="bfloat16")

@@ -180,7 +180,6 @@ def test_a_text_is_decoded_token_by_token_as_at_once(sentencepiece_file):
         ([], {}, "prompt: must have at least 1 token .* but it has 0"),
         (16 * [1], {}, "prompt: must have .* fewer than the model's 16 positions, but it has 16"),
         (12 * [1], {}, "tokens: after a prompt of 12 there is room for 4, but it is 5"),
-        ([1], {"samples": 0}, "samples: must be at least 1, but it is 0"),
         ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
         ([1], {"choice": Choice(1.0, -2)}, "top_k: must be at least 0, but it is -2"),

@@ -9,9 +9,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference import speculation
 from diffeqformer.inference.cached import CHUNK
 from diffeqformer.inference.choice import Choice, chances
-from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.sampling import write_tokens
-from diffeqformer.inference.speculation import DRAFTED, continue_by_drafts, keep
+from diffeqformer.inference.speculation import DRAFTED, keep
 from helpers import lively_model
 
 VOCABULARY = 64
@@ -104,19 +103,6 @@ def test_sampled_texts_have_the_distribution_of_plain_ones():
     assert (found[expected == 0] == 0).all()
     distance, noise = np.abs(found - expected).sum() / 2, np.sqrt(expected / count).sum() / 2
     assert distance < noise  # of texts that follow `expected`, the mean is 0.8 of it
-
-
-def test_drafts_of_the_same_depth_are_all_kept(monkeypatch):
-    model = lively_model("diffeqformer", max_length=CHUNK, vocab_size=VOCABULARY)
-    monkeypatch.setattr(speculation, "split_reader", lambda model, num_steps: split_reader(model))
-    rounds, write_round = [], speculation.write_round
-    monkeypatch.setattr(
-        speculation, "write_round", lambda *args: rounds.append((out := write_round(*args))[2].tolist()) or out
-    )
-    keys = jax.random.split(jax.random.key(0), 2)
-    count = 1 + 6 * (DRAFTED + 1)
-    list(continue_by_drafts(model, None, 1, [1], count=count, keys=keys, vocab_size=VOCABULARY, choice=Choice(1.0)))
-    assert rounds == 6 * [[DRAFTED + 1] * 2]
 
 
 @pytest.mark.parametrize(

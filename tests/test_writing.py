@@ -100,7 +100,6 @@ def test_what_has_no_room_is_named_at_once():
         (["a", "a prompt that is too long"], {}, "prompt 2: prompt: must have .* with sliding_window it can have more"),
         (["a", "bc"], {"tokens": 23}, "prompt 2: tokens: after a prompt of 2 there is room for 22, but it is 23"),
         (["a\udcff"], {}, "prompt 1: prompt: it must be valid text"),
-        (["a"], {"batch_size": 0}, "batch_size: must be at least 1, but it is 0"),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             write_texts(model, BYTES, prompts, **{"tokens": None, "key": jax.random.key(0), **options})

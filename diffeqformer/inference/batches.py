@@ -58,9 +58,6 @@ def write_texts(
         UserError: at once, if one of these is out of range, with the number of the prompt at fault, from 1.
     """
     choice.check()
-    for name, value in (("samples", samples), ("batch_size", batch_size)):
-        if value < 1:
-            raise UserError(f"{name}: must be at least 1, but it is {value}")
     texts, keys = [], sample_keys(key, samples)
     for number, prompt in enumerate(prompts, 1):
         try:

@@ -90,9 +90,6 @@ def check_room(model: Transformer, depths: Sequence[int | None], texts: int, opt
 
     Args:
         depths: the numbers of steps in which each text is read (None: as trained).
-
-    Raises:
-        UserError: if they don't; it names the option.
     """
     steps = sum(len(model.grid(depth).ends) for depth in depths)
     parts = jax.device_count() if model.depth.generated else 1

@@ -26,11 +26,7 @@ class Choice(NamedTuple):
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Check that the values are in range.
-
-        Raises:
-            UserError: for the first that isn't, with its name.
-        """
+        """Check that the values are in range."""
         for name, value, holds, needed in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0"),

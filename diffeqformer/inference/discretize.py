@@ -62,9 +62,6 @@ def discretize(model: Transformer, config: ConfigDict, num_steps: int, dtype: st
 
     If the model's solver needs weights at several times of a step, it computes the same as `model` by Euler's method.
     Kernels, biases, embeddings and head are rounded to `dtype`; norms stay in fp32.
-
-    Raises:
-        UserError: if the model can't take that number of steps.
     """
     target = discretized_config(config, num_steps, dtype).model
     params = discretized_params(*split_model(model), num_steps, jnp.dtype(dtype), target.solver)
@@ -92,9 +89,6 @@ def discretized_arrays(
 
     Returns:
         An iterator that makes them, with their paths.
-
-    Raises:
-        UserError: if the model can't take that number of steps.
     """
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)

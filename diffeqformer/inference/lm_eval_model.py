@@ -54,9 +54,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         batch_size: sequences scored at once, over all devices, or texts written, by each; affects only the speed.
         window: ids that the model sees at once, at most its positions; None: the sequence length of training.
         mesh: the devices to use; None: all.
-
-    Raises:
-        UserError: if one of these is out of range, or the model can't take that number of steps.
     """
 
     def __init__(
@@ -80,10 +77,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         batch_size.
 
         lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
-
-        Raises:
-            UserError: for a missing workdir, an unknown argument, or a value that isn't a number, and for the reasons
-                given in `checkpoint.load` and the constructor.
         """
         values = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
         values = {name: value for name, value in values.items() if name not in ("device", "max_batch_size")}
@@ -120,11 +113,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return self.opened.tokenizer.end_of_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """The ids of a text. None of our tokenizers adds special tokens.
-
-        Raises:
-            UserError: if it isn't valid text.
-        """
+        """The ids of a text. None of our tokenizers adds special tokens."""
         return encode_prompt(self.opened.tokenizer, string) if string else []
 
     def get_model_info(self) -> dict:
@@ -153,9 +142,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
         Context and continuation are encoded together; a missing context is an end-of-text. A context too long for the
         window loses its start; a continuation too long for it is scored window by window.
-
-        Raises:
-            UserError: for an empty continuation.
         """
         for request in requests:
             if not request.args[1]:
@@ -274,11 +260,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
-    """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens.
-
-    Raises:
-        UserError: for an option that is unknown or of another type, or more tokens than a window holds.
-    """
+    """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens."""
     for name in GENERATION_FIELDS & set(options):
         if not _suits(name, options[name]):
             said = f"a {'whole ' * (name in WHOLE)}number of at least 0"

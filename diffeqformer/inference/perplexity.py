@@ -27,9 +27,6 @@ class Evaluation:
         text_bytes: of the text before a tokenizer changed it; None: those of `documents`.
 
     nats: the negative log-likelihood of each document, by the last full perplexity.
-
-    Raises:
-        UserError: if there is no document.
     """
 
     def __init__(

@@ -23,9 +23,6 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
     Args:
         name: a key of `SOLVERS`.
         config: the `model` part of the config that the model was made from.
-
-    Raises:
-        UserError: if this model can't have that solver.
     """
     possible = MODELS[config.kind].solvers(model.unit_steps)
     if model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
@@ -49,9 +46,6 @@ def split_reader(
     Args:
         num_steps: steps of depth, or the times at which they end; None: as trained.
         mesh: devices that each get a copy of all; None: everything stays where it is.
-
-    Raises:
-        UserError: if the model can't take that number of steps.
     """
     graph, params = split_model(without_depth(model))
     parts = params, weights_at(model, num_steps)

@@ -28,11 +28,7 @@ CONTEXT = 8  # ids before those that are decoded, as some tokenizers decode the 
 
 
 def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_window: bool) -> int:
-    """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`.
-
-    Raises:
-        UserError: if there is no room for them, or nothing to continue.
-    """
+    """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`."""
     if count is not None and count < 1:
         raise UserError(f"tokens: must be at least 1, but it is {count}")
     room = MOST if sliding_window else max_length - len(prompt)
@@ -87,8 +83,6 @@ def write_tokens(
         NotFinite: while generating, if logits are NaN or infinite.
     """
     choice.check()
-    if samples < 1:
-        raise UserError(f"samples: must be at least 1, but it is {samples}")
     count = tokens_after(prompt, count, model.max_length, sliding_window)
     keys = sample_keys(key, samples)
     if draft_steps is not None:
@@ -225,11 +219,7 @@ class Samples:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt. An empty prompt gives end-of-text, which precedes every text in training.
-
-    Raises:
-        UserError: if it can't be encoded.
-    """
+    """The ids of a prompt. An empty prompt gives end-of-text, which precedes every text in training."""
     try:
         return list(tokenizer.encode(prompt)) or [tokenizer.end_of_text]
     except UnicodeEncodeError as error:

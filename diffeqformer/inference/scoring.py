@@ -50,9 +50,6 @@ def window_size(window: int | None, config, positions: int, name: str = "window"
         config: the config of the run.
         positions: the number of positions of the model.
         name, of: what an error message calls the window and the model.
-
-    Raises:
-        UserError: if the model can't take it.
     """
     window = config.sequence_length if window is None else window
     if not 2 <= window <= positions:
@@ -126,9 +123,6 @@ class Scorer:
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
         tokenizer: by which only ids that it can write are called the likeliest.
-
-    Raises:
-        UserError: if the model can't take that number of steps, or the batch size is below 1.
     """
 
     def __init__(
@@ -188,11 +182,7 @@ class Scorer:
         return results
 
     def check_room(self, sequences: Sequence[Stretch]) -> None:
-        """Check that the states of a batch of the longest of some sequences fit into the memory of this host's device.
-
-        Raises:
-            UserError: if they don't, or one is too long.
-        """
+        """Check that the states of a batch of the longest of some sequences fit into the memory of a device."""
         longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
         shape = self.batch_size // self.mesh.size, longest, self.width
         states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these

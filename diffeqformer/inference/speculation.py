@@ -132,9 +132,6 @@ def continue_by_drafts(
     """`sampling.write_tokens` with drafts in `draft_steps` steps, without its checks of the other arguments.
 
     Texts keep drafts of different lengths. A token is yielded when all of them have it.
-
-    Raises:
-        UserError: if the model has one number of steps only, or `draft_steps` isn't below `num_steps`.
     """
     steps = len(model.grid(num_steps).ends)
     if model.depth.fixed_depth:

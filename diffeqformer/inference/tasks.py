@@ -50,9 +50,6 @@ def load_tasks(names: list[str], include: str | None, shots: list[int], window: 
 
     Your own task files come before lm-eval's tasks of the same name. If no others are needed, lm-eval's aren't read.
     A task that fails is reported at once on the standard error, and left out.
-
-    Raises:
-        UserError: for a folder without task files, an unknown task, or if all of them fail.
     """
     manager, names = _find(names, include)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would report each of its attempts, twice

@@ -53,9 +53,6 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split |
     """The corpus, and the local files or the split of the training's token store to use instead of it, if any.
 
     By default they are as in training, and the store is preferred to the files.
-
-    Raises:
-        UserError: if no file matches, or if `--remote` can't have the text.
     """
     data = opened.config.data
     task, files, split = options.task or data.task, options.files, options.split
@@ -87,22 +84,14 @@ def name_of_text(options, task: str, files: list[str] | None) -> str:
 
 
 def window_of(options, opened: Checkpoint) -> int:
-    """Tokens of a window.
-
-    Raises:
-        UserError: if the model has fewer positions.
-    """
+    """Tokens of a window."""
     return window_size(options.window, opened.config, opened.model.max_length, "--window")
 
 
 def open_text(
     options, opened: Checkpoint, task: str, files: list[str] | None, stored: Split | None, window: int, stride: int
 ) -> Evaluation:
-    """The text of `text_of`. Corpora are read by SeqIO where it is installed, and TensorFlow is imported for them.
-
-    Raises:
-        UserError: if there is no such text, or a user's corpus and SeqIO isn't installed.
-    """
+    """The text of `text_of`. Corpora are read by SeqIO where it is installed, and TensorFlow is imported for them."""
     name = ", ".join(files) if files else f"{task}: the {options.split} split"
     if stored:
         documents = stored_documents(stored, opened.tokenizer)
@@ -169,9 +158,6 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
     The store is the one at `remote`, of which nothing is written here, or else the one in the training's `data.dir`, or
     where that was, if commands run in another folder.
     None if there is none, or if its ids aren't those of the checkpoint's record.
-
-    Raises:
-        UserError: if the store at `remote` can't be read.
     """
     data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
     if not folder.exists() and opened.about.store:

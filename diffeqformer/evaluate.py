@@ -16,16 +16,16 @@ from flax import nnx
 
 from diffeqformer import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_text
+from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
 from diffeqformer.finite import logits_of
-from diffeqformer.inference.perplexity_report import heading, plot, table, write, write_curves
+from diffeqformer.inference.perplexity_report import heading, plot, table, write_curves
 from diffeqformer.inference.reader import with_solver, without_depth
-from diffeqformer.inference.scoring import Scorer, Stretch, lead
-from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of, window_of
+from diffeqformer.inference.scoring import Scorer, Stretch, lead, window_size
+from diffeqformer.inference.text_options import define_text_flags, name_of_text, open_text, text_of
 from diffeqformer.parallel import hosts
 
 PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
@@ -63,7 +63,7 @@ def score_checkpoint(options) -> dict | None:
         the results; None on all processes but the first, which only help to score.
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
-    window = window_of(options, opened)
+    window = window_size(options.window, opened.config, opened.model.max_length, "--window")
     for name in ("stride", "per_document"):
         if options.perplexity == "paper" and getattr(options, name):
             raise UserError(f"--{name}: is for the full perplexity, which --perplexity=paper leaves out; leave it out")
@@ -129,7 +129,8 @@ def score_text(
             row |= getattr(evaluation, name)(scorer, show)
         row |= WITHHELD if results["unknown_tokens"] and "full" in chosen else {}
         results["rows"].append(row)
-        write(results, folder)
+        write_json(folder / "results.json", results)
+        write_text(folder / "results.md", table(results) + "\n")
         if options.per_document:
             lines += lines_of(how, accounts, evaluation.nats)
             write_text(folder / "documents.jsonl", "\n".join(lines) + "\n")

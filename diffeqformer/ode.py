@@ -17,8 +17,8 @@ from diffeqformer.console.results import check_output, header, results_folder, w
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.perplexity_report import depths_of
-from diffeqformer.inference.scoring import Stretch
-from diffeqformer.inference.text_options import define_text_flags, open_text, text_of, window_of
+from diffeqformer.inference.scoring import Stretch, window_size
+from diffeqformer.inference.text_options import define_text_flags, open_text, text_of
 from diffeqformer.parallel import hosts
 
 
@@ -46,7 +46,7 @@ def examine(options) -> dict:
             f"--refinements: must be at most {most}, which take {model.num_steps * 2 ** (most + 1):,} steps, but it is "
             f"{options.refinements}"
         )
-    window = window_of(options, opened)
+    window = window_size(options.window, opened.config, opened.model.max_length, "--window")
     task, files, folder = None, None, None  # of process 0, which alone reads and writes
     ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):

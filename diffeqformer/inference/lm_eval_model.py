@@ -225,11 +225,13 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         hosts.check_one("generate_until: generation")
         texts, choices, scorer = [], collections.defaultdict(list), self.scorer
         for number, request in enumerate(requests):
-            text, choice = self._generation(number, *request.args)
-            self._count_lost([request], [lost_in(self.opened.tokenizer, request.args[0], text.prompt)])
-            texts.append(text._replace(prompt=text.prompt[-(self.max_length - text.count) :]))
+            context, options = request.args
+            ids, (count, until, choice) = self.tok_encode(context), generation(options, self.max_length)
+            kept = (ids or [self.eot_token_id])[-(self.max_length - count) :]
+            self._count_lost([request], [lost_in(self.opened.tokenizer, context, ids)])
+            self._count([request], [len(kept) < len(ids)])
+            texts.append(Text(kept, count, number, until))
             choices[choice].append(texts[-1])
-            self._count([request], [len(texts[-1].prompt) < len(text.prompt)])
         size, reader = self._room(len(texts)), (scorer.graph, scorer.params, scorer.weights, self.max_length)
         keys, results = sample_keys(random_key(0, "sample"), len(texts)), {}
         with _bar(len(texts), "Writing", " texts", disable_tqdm) as bar:
@@ -252,11 +254,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 if size <= 1:
                     raise
                 size //= 2
-
-    def _generation(self, number: int, context: str, options: dict) -> tuple[Text, Choice]:
-        """The text to be written for a request, with its whole context, and how its tokens are chosen."""
-        count, until, choice = generation(options, self.max_length)
-        return Text(encode_prompt(self.opened.tokenizer, context), count, number, until), choice
 
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:

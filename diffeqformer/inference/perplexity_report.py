@@ -5,7 +5,6 @@ import math
 import pathlib
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
-from diffeqformer.console.results import write_json, write_text
 from diffeqformer.data.tokenizers import say_lost
 from diffeqformer.depth.depths import shares_of_depths
 from diffeqformer.errors import counted
@@ -73,12 +72,6 @@ def table(results: dict) -> str:
         withheld = ", so what is divided by words or bytes is withheld" * bool(results["unknown_tokens"])
         lines += ["", f"The tokenizer loses text: {lost}{withheld}."]
     return "\n".join(lines)
-
-
-def write(results: dict, folder: pathlib.Path) -> None:
-    """Write the results so far as JSON and Markdown."""
-    write_json(folder / "results.json", results)
-    write_text(folder / "results.md", table(results) + "\n")
 
 
 def curves(results: dict) -> dict[str, list[dict]]:

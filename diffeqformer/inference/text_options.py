@@ -17,7 +17,6 @@ from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verif
 from diffeqformer.data.texts import open_texts, stored_documents
 from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.perplexity import Evaluation
-from diffeqformer.inference.scoring import window_size
 
 
 def define_text_flags(folder: str) -> None:
@@ -81,11 +80,6 @@ def name_of_text(options, task: str, files: list[str] | None) -> str:
     first = pathlib.Path(files[0])
     first = first.with_suffix("").stem if first.suffix.lower() in OPENERS else first.stem
     return first + (f"-and-{len(files) - 1}-more" if len(files) > 1 else "")
-
-
-def window_of(options, opened: Checkpoint) -> int:
-    """Tokens of a window."""
-    return window_size(options.window, opened.config, opened.model.max_length, "--window")
 
 
 def open_text(

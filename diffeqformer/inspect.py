@@ -195,7 +195,7 @@ def heading(found: dict) -> list[str]:
     for last, rate in (found["earlier_rates"] or {}).items():
         lines.append(f"until step {int(last):,} the peak learning rate was {rate:g}")
     if found["time_spent"]:
-        lines.append(goodput.said(found["time_spent"]))
+        lines.append(goodput.describe(found["time_spent"]))
     return lines
 
 

@@ -93,7 +93,7 @@ def planned_on_tpus(config: ConfigDict) -> dict:
     check_config(config, len(devices), "tpu")
     program = program_of(config, devices)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
-    said = f"mesh: data {len(devices)}, fsdp 1, tensor 1" if scoring else program.said()
+    said = f"mesh: data {len(devices)}, fsdp 1, tensor 1" if scoring else program.describe()
     print(f"{title(config)} on {where}, {len(devices)} x {devices[0].device_kind}\n{said}", flush=True)
     plan = planned(config, program, chip)
     print(summary(config, plan))

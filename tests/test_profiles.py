@@ -147,7 +147,7 @@ def test_a_clock_goes_on_over_another_record(clock):
     watch = goodput.Stopwatch(clock.seconds, {"began": 400.0, "steps": 300.0}, 8)
     clock.seconds += 100
     watch.lap("compilation")
-    watch = watch.on_top_of({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
+    watch = watch.after({"began": 400.0, "steps": 200.0, "compilation": 7.0}, 6)
     clock.seconds += 1
     watch.lap("start-up")
     assert (watch.began, watch.seconds["steps"], watch.seconds["compilation"]) == (400.0, 200.0, 107.0)
@@ -198,7 +198,7 @@ def test_goodput_without_the_record_of_an_earlier_version_and_with_a_clock_that_
     clock.seconds += 90
     resumed.lap("steps")
     line = "goodput: train steps took 75.0% of the 2:00 since step 4,000; start-up 25.0%"
-    assert goodput.said(resumed.record()) == line
+    assert goodput.describe(resumed.record()) == line
     clock.seconds -= 10_000
     again = goodput.Stopwatch(clock.seconds, resumed.record(), step=5000)
-    assert goodput.said(again.record()) == line
+    assert goodput.describe(again.record()) == line

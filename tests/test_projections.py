@@ -135,10 +135,10 @@ def test_kernels_that_do_not_fit_are_not_taken():
     of_tiles = dict(model__time_embed_dim=8, model__width=128, model__mlp=256, model__vocab_multiple=16, batch_size=16)
     with pytest.raises(UserError, match="outputs = 64 isn't a multiple of 128"):  # of a device's part of 256
         Program(toy_config(kernels="pallas", **of_tiles), make_mesh((1, 1, 4), jax.devices()[:4]))
-    assert Program(toy_config(), ONE_DEVICE).loss.projections.said == "XLA"
+    assert Program(toy_config(), ONE_DEVICE).loss.projections.description == "XLA"
     assert Program(toy_config("gpt"), ONE_DEVICE).loss.projections is None
     program = Program(toy_config(kernels="pallas", **SIZES), ONE_DEVICE)
-    assert program.loss.projections.said == "Pallas, interpreted"
+    assert program.loss.projections.description == "Pallas, interpreted"
 
 
 def test_kernels_decay_what_optax_decays():

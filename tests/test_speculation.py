@@ -10,7 +10,7 @@ from diffeqformer.inference import speculation
 from diffeqformer.inference.cached import CHUNK
 from diffeqformer.inference.choice import Choice, chances
 from diffeqformer.inference.sampling import write_tokens
-from diffeqformer.inference.speculation import DRAFTED, keep
+from diffeqformer.inference.speculation import DRAFTED, accept
 from helpers import lively_model
 
 VOCABULARY = 64
@@ -71,7 +71,7 @@ def test_a_token_after_kept_drafts_has_the_distribution_of_the_full_depth():
 
     def tokens(few, key):
         drafted = jax.random.categorical(jax.random.fold_in(key, 9), few).astype(jnp.int32)
-        return keep(drafted, few, jnp.asarray(many), key)
+        return accept(drafted, few, jnp.asarray(many), key)
 
     keys = jax.random.split(jax.random.key(1), draws)
     for drafts in (jnp.asarray(few), jnp.asarray(many[:2])):

@@ -46,7 +46,7 @@ class Writing(NamedTuple):
     caches: Depths
 
 
-def keep(
+def accept(
     drafted: Int[Array, "drafted"],
     few: Float[Array, "drafted V"],
     many: Float[Array, "verified V"],
@@ -108,7 +108,7 @@ def write_round(
         drafted, of_few = drafted[:-1], of_few[:-1]
         verified = jnp.append(text.token, drafted)
         of_many, many = read(verified, weights.many, text.caches.many, text.position)
-        tokens, count = keep(drafted, chances(of_few, choice), chances(of_many, choice), key)
+        tokens, count = accept(drafted, chances(of_few, choice), chances(of_many, choice), key)
         count = jnp.where(going_on, count, 0)
         tokens = refused(of_many, tokens)
         token = jnp.where(going_on, tokens[count - 1], text.token)

@@ -91,12 +91,12 @@ def joined(options) -> Iterator[None]:
         UserError: if they can't be connected.
     """
     connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
-    with together():
+    with ending_together():
         yield
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def ending_together() -> Iterator[None]:
     """Let processes that stop exit together, and one that fails exit at once: JAX would wait minutes for the others.
 
     If one exits alone, JAX aborts the others after at most 100 s.

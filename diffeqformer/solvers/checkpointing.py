@@ -123,7 +123,7 @@ def _put(kept: PyTree, slot: Int[Array, ""], state: PyTree) -> PyTree:
     return jax.tree.map(put, kept, state)
 
 
-def entry(tree: PyTree, index: int | Int[Array, ""]) -> PyTree:
+def at_index(tree: PyTree, index: int | Int[Array, ""]) -> PyTree:
     """One entry of stacked arrays."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
 
@@ -179,13 +179,13 @@ def _backward(advance, snapshots, residuals, d_state):
     def again(index, carry):
         state, kept = carry
         step = plan.advanced[index]
-        state = advance(state, entry(stacked, step), constant, step, step_sizes[step], keys)
+        state = advance(state, at_index(stacked, step), constant, step, step_sizes[step], keys)
         return state, _put(kept, plan.kept[index], state)
 
     def turn(carry, inputs):
         kept, d_state, d_constant = carry
         step, slot, offset, count, dt, layers = inputs
-        state = entry(kept, slot)
+        state = at_index(kept, slot)
         if computes_again:
             state, kept = jax.lax.fori_loop(offset, offset + count, again, (state, kept))
         _, pull = jax.vjp(lambda *parts: advance(*parts, step, dt, keys), state, layers, constant)

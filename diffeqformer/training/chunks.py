@@ -86,7 +86,7 @@ class Chunks:
 
         return jax.lax.scan(jax.checkpoint(one_microbatch, prevent_cse=False), None, (state, keys))[1]
 
-    def undone(self, layers: dict, last: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple:
+    def step_back(self, layers: dict, last: PyTree, d_last: PyTree, number, step_sizes, keys) -> tuple:
         """Back through a chunk: a reversible solver's state before it, and the cotangents of that and of the layers."""
 
         def one_microbatch(total, examples):
@@ -106,9 +106,9 @@ class Chunks:
         inputs = state, features, depth, step_sizes, keys
         if self.model.remat == "binomial":
             return last_state(self.advance, self.model.snapshots, *inputs)
-        return last_of_reversible(self, *inputs) if self.model.remat == "reversible" else self.walked(STATES, *inputs)
+        return last_of_reversible(self, *inputs) if self.model.remat == "reversible" else self.walk(STATES, *inputs)
 
-    def walked(self, policy: Callable | None, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
+    def walk(self, policy: Callable | None, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
         """The same with a policy of `jax.checkpoint` for a chunk."""
 
         def one_chunk(state, inputs):
@@ -135,7 +135,7 @@ gathered.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def last_of_reversible(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
     """A reversible solver's state after all chunks, of which the backward pass stores nothing else."""
-    return chunks.walked(None, state, features, depth, step_sizes, keys)
+    return chunks.walk(None, state, features, depth, step_sizes, keys)
 
 
 def _forward(chunks, *inputs):
@@ -150,7 +150,7 @@ def _backward(chunks, residuals, d_last):
         last, d_last, d_depth = carry
         number, step_sizes, features = inputs
         layers, pull = jax.vjp(functools.partial(chunks.layers, features), depth)
-        first, d_first, d_layers = chunks.undone(layers, last, d_last, number, step_sizes, keys)
+        first, d_first, d_layers = chunks.step_back(layers, last, d_last, number, step_sizes, keys)
         return (first, d_first, jax.tree.map(jnp.add, d_depth, pull(d_layers)[0])), None
 
     start = last, d_last, jax.tree.map(jnp.zeros_like, depth)

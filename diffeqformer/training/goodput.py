@@ -27,7 +27,7 @@ class Stopwatch:
         self.before = {cause: record.get(cause, 0.0) for cause in CAUSES}
         self.seconds = dict(self.before)
 
-    def on_top_of(self, saved: dict | None, step: int) -> "Stopwatch":
+    def after(self, saved: dict | None, step: int) -> "Stopwatch":
         """This process's clock as it stands, with another checkpoint's record before it (see `Stopwatch`)."""
         other = Stopwatch(self.started, saved, step)
         other.last = self.last
@@ -59,7 +59,7 @@ def goodput(record: dict) -> dict[str, float]:
     return {cause: value / whole for cause, value in seconds.items()}
 
 
-def said(record: dict) -> str:
+def describe(record: dict) -> str:
     """The goodput and what took the rest, in one line. Causes below a thousandth are left out."""
     shares = goodput(record)
     since = f"step {record['from_step']:,}" if record.get("from_step") else "the run began"

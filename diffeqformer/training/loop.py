@@ -102,7 +102,7 @@ def report_end(run: Run, finished_before: bool) -> None:
             f"{folder}: this run has already finished its {counted(run.config.steps, 'step')}; here is its sample again"
         )
         return
-    print(goodput.said(run.clock.record()))
+    print(goodput.describe(run.clock.record()))
     beside = pathlib.Path(sys.executable).with_name("tensorboard")
     hidden = beside.exists() and not shutil.which("tensorboard")
     tensorboard = os.path.relpath(beside) if hidden else "tensorboard"
@@ -174,7 +174,7 @@ def describe(run: Run, params: dict) -> None:
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
     print(f"run: {counted(config.steps, 'step')} of {size}, {tokens:,} in all, in {run.folder}")
-    print(run.program.said(), flush=True)
+    print(run.program.describe(), flush=True)
 
 
 def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:

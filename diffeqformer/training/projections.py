@@ -32,7 +32,7 @@ class Projections:
     fused: the names of the layers that use the kernels, in an order that is the same in every process.
     how: what every kernel is told: the chip, and whether it is interpreted.
     precision: that of the products (`diffeqformer.fields.layers.PRECISIONS`).
-    said: what is used, and why it isn't the kernels, for the log.
+    description: what is used, and why it isn't the kernels, for the log.
 
     Args:
         model: a model with a generator; its parameters can be shapes.
@@ -56,7 +56,7 @@ class Projections:
         )
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
-        self.fused, self.how, self.said = [], {}, "XLA"
+        self.fused, self.how, self.description = [], {}, "XLA"
         if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
             times = model.most_steps * len(model.solver.nodes)
             self._take_kernels(times, everywhere=wanted == "pallas")
@@ -75,8 +75,8 @@ class Projections:
                 f"config.kernels: must be auto or xla for this model and mesh ({reasons}), but it is 'pallas'"
             )
         self.fused = [name for name, reason in against.items() if reason is None]  # in order: a set has none
-        self.said = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
-        self.said += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
+        self.description = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
+        self.description += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
 
     def factors(self, times: int, summed_type: jnp.dtype) -> dict[str, Factors]:
         """For each layer, factors of the right shapes, to differentiate with respect to, with dW in `summed_type`."""

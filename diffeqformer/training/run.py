@@ -286,7 +286,7 @@ def at_newest(run: Run) -> Run:
             run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
         )
         about = resuming.with_rates(about, saved, step, run.config)
-        return dataclasses.replace(run, about=about, clock=run.clock.on_top_of(saved.time_spent, step))
+        return dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
 
 
 def restored(run: Run, shapes: dict) -> tuple[Run, dict]:

@@ -122,12 +122,12 @@ class Program:
         shapes = ((rows, self.config.sequence_length), jnp.int32), ((rows, 1), jnp.bool)
         return tuple(jax.ShapeDtypeStruct(*shape, sharding=self.batch_sharding) for shape in shapes)
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Its mesh, and what computes attention and the generator's products, for the log."""
         sizes, projections = self.mesh.shape, self.loss.projections
         parts = f" (generator in {sizes['generator']} parts)" if sizes["generator"] > 1 else ""
         mesh = f"data {sizes['data'] * sizes['generator']}{parts}, fsdp {sizes['fsdp']}, tensor {sizes['tensor']}"
-        generator = f"; generator: {projections.said}" if projections else ""
+        generator = f"; generator: {projections.description}" if projections else ""
         if self.config.model.generate_chunk:
             lengths = sorted(set(chunk_lengths(self.config.model).values()))
             generator = f"; generator: XLA, {' or '.join(map(str, lengths))} steps at a time"

@@ -107,7 +107,7 @@ def time_side_by_side(num_steps: int, rounds: int = 6) -> None:
 
 def on_tpus(config) -> dict:
     """The same by the TPU compiler, for a device. Without a time if it doesn't fit."""
-    from diffeqformer.planning.chips import tpu_of
+    from diffeqformer.planning.chips import chip_of
     from diffeqformer.planning.compiler import tpu_devices
     from diffeqformer.planning.estimate import milliseconds_of
     from diffeqformer.planning.programs import compile_train_steps, size_of
@@ -120,10 +120,10 @@ def on_tpus(config) -> dict:
     start = time.monotonic()
     [planned] = compile_train_steps(config, program)
     found = {"compile": time.monotonic() - start}
-    if not planned.compiled:  # the compiler counts temporaries, or all
+    if not planned.parts:  # the compiler counts temporaries, or all
         return found | {"mib": max(planned.needed - size_of(program.state_shapes), 0) / 2**20, "fits": False}
-    seconds = milliseconds_of(planned, tpu_of(TOPOLOGY.value), len(devices))["cycles_alone"] / 1e3
-    return found | {"mib": planned.compiled.temporaries / 2**20, "seconds": seconds}
+    seconds = milliseconds_of(planned, chip_of(TOPOLOGY.value), len(devices))["cycles_alone"] / 1e3
+    return found | {"mib": planned.parts["temporaries"] / 2**20, "seconds": seconds}
 
 
 def measure(rows: dict) -> None:

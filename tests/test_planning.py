@@ -6,11 +6,10 @@ import pytest
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import TPUS
-from diffeqformer.planning.compiler import needed_bytes, tpu_devices
-from diffeqformer.planning.estimate import speed_of
+from diffeqformer.planning.compiler import needed_bytes, size_of_temporaries, tpu_devices
+from diffeqformer.planning.estimate import Planned, plan_of, speed_of, summary
 from diffeqformer.planning.hlo import Module
-from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
-from diffeqformer.planning.programs import Planned, computed_again
+from diffeqformer.planning.programs import computed_again
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
@@ -52,18 +51,14 @@ StackFrames
 
 %body (a: s32[]) -> s32[] {
   %mask = f32[8] fusion(), metadata={stack_frame_id=2}, backend_config={"estimated_cycles":"10"}
-  %part = f32[8] get-tuple-element(%a), index=1
-  %fused = f32[8] fusion(%mask, %part), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, \
+  %fused = f32[8] fusion(%mask, %a), calls=%product, metadata={op_name="a/transpose(jvp())/dot" stack_frame_id=4}, \
 backend_config={"estimated_cycles":"100"}
 }
 
 ENTRY %main (a: s32[]) -> s32[] {
   %first = f32[8] fusion(), calls=%product, metadata={op_name="a/jvp()/dot" stack_frame_id=4}, \
 backend_config={"estimated_cycles":"7"}
-  %buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
-  %moved = f32[8] copy(%buffer)
-  %tuple = (s32[], f32[8]) tuple(%a, %moved)
-  %loop = s32[] while(%tuple), condition=%small, body=%body
+  %loop = s32[] while(%a), condition=%small, body=%body
   %start = f32[8] copy-start(%a), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
   %end = f32[8] copy-done(%start), metadata={stack_frame_id=3}, backend_config={"estimated_cycles":"5"}
   %rest = f32[8] fusion(), backend_config={"estimated_cycles":"3"}
@@ -187,47 +182,28 @@ def test_the_compiler_says_what_a_program_needs_that_does_not_fit(message, neede
 
 
 @pytest.mark.parametrize("page", ["", ", page 0"])  # which libtpu states since 0.0.50
-def test_memory_is_that_of_the_moment_of_largest_use(page):
-    """The loop's mask and copy lie in the same place, one after the other; what is small doesn't count.
-
-    A buffer that is allocated by itself is for the loop's product, which uses it.
-    """
-    buffers = """BufferAssignment:
-allocation 7: size 900000, parameter 0, shape |f32[9]| at ShapeIndex {}:
+def test_temporaries_are_those_of_the_main_memory(page):
+    buffers = f"""BufferAssignment:
+allocation 7: size 900000, parameter 0, shape |f32[9]| at ShapeIndex {{}}:
  value: <1 start @0> (size=900000,offset=0): f32[9]
-allocation 9: size 500000, preallocated-temp:
+allocation 9: size 500000{page}, preallocated-temp:
  value: <2 mask @0> (size=100000,offset=0): f32[8]
- value: <3 copy{0} @0> (size=100000,offset=0): f32[8]
- value: <4 first{2} (phi) @0> (size=200000,offset=100000): f32[8]
- value: <5 rest @0> (size=80000,offset=300000): f32[8]
- value: <6 start @0> (size=10,offset=380000): f32[8]
- value: <8 buffer @0> (size=70000,offset=390000): f32[8]
-allocation 10: size 700000, color 1, preallocated-temp:
+allocation 10: size 700000{page}, color 1, preallocated-temp:
  value: <7 rest @0> (size=700000,offset=0): f32[8]
 """
-    ranges = """HloLiveRange (max 9):
-  BufferLiveRange:
-    mask{}:1-3
-    copy{0}:4-9
-    first{2}:2-9
-    rest{}:8-9
-    start{}:1-9
-    buffer{}:1-9
-"""
-    buffers = buffers.replace(", preallocated", f"{page}, preallocated")
     assert size_of_temporaries(buffers) == 500_000
     with pytest.raises(ValueError, match="the compiler's allocations can't be read"):
         size_of_temporaries(buffers.replace(" size", " bytes"))
-    found = temporaries_by_cause(Module(TEXT), buffers, ranges)
-    assert found == {"others": 80_000, "states and activations": 370_000}
 
 
 def test_a_program_that_the_compiler_refuses_fits_nowhere():
     """Its message rounds the bytes, which can make them those that there are."""
-    chip = TPUS["v5e"]
-    assert not Planned("train step", 0, chip.memory, None).fits(chip)
-    assert Planned("train step", 0, chip.memory, "compiled").fits(chip)
-    assert not Planned("train step", 0, chip.memory + 1, "compiled").fits(chip)
+    config, chip = toy_config(), TPUS["v5e"]
+    program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    for more, parts, fits in ((0, {}, False), (0, {"arrays": chip.memory}, True), (1, {"arrays": chip.memory}, False)):
+        plan = plan_of(config, program, [Planned("train step", chip.memory + more, parts)], chip)
+        assert plan["fits"] == fits
+        assert summary(config, plan).startswith(f"It {'fits' if fits else 'does not fit'}: train step needs 15.75 of")
 
 
 def test_plans_know_how_much_a_schedule_computes_again():
@@ -249,17 +225,17 @@ ENTRY %main () -> f32[] {
   ROOT %less = pred[] compare(%i, %bound), direction=LT
 }
 %d (x: s32[]) -> s32[] {
-  %add = s32[] add(%x, %y)
+  %add = s32[] add(%x, %y), backend_config={"estimated_cycles":"100"}
 }
 """
-    assert [times for _, times in Module(text, 2.5).instructions()] == [2.5]
+    found = seconds_by_cause(Module(text, 2.5), TPUS["v5e"], slice_size=1)
+    assert found == pytest.approx({"depth forward, rest": 250 * CYCLE})
 
 
 def test_a_price_is_that_of_all_devices():
     config = toy_config(steps=3600)
     program = step.Program(config, make_mesh((2, 1, 1), jax.devices()[:2]))
-    found = speed_of(config, program, {6: {"cycles_alone": 1000.0, "with_account": 2000.0}}, 1.5)
-    assert [found[bound]["cost"] for bound in ("cycles_alone", "with_account")] == [1 * 2 * 1.5, 2 * 2 * 1.5]
+    assert speed_of(config, program, {6: 2000.0}, price=1.5)["cost"] == 2 * 2 * 1.5
 
 
 def test_a_slice_that_would_end_the_compilers_process_is_refused():
@@ -272,7 +248,7 @@ def test_a_slice_that_would_end_the_compilers_process_is_refused():
     "options, sentence",
     [
         (["--config=tiny", "--programs=score", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for train"),
-        (["--config=tiny", "--programs=score", "--plain_attention"], "--plain_attention: is for train steps, which"),
+        (["--config=tiny", "--topology=h100:2", "--slices=2"], "--slices: is for TPUs"),
         (["--config=tiny", "--json=/proc/none/plan.json"], "--json: /proc/none: "),
         (["--config=tiny", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
     ],

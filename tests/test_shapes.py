@@ -7,7 +7,7 @@ import pytest
 
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import GPUS
-from diffeqformer.planning.shapes import bytes_from_shapes, bytes_of_loops, flash, plan_on_gpus
+from diffeqformer.planning.shapes import bytes_of_loops, flash, program_on_gpus, train_step_by_shapes
 from diffeqformer.training import step
 from helpers import change, toy_config
 from runs import command
@@ -19,9 +19,9 @@ def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
     config = toy_config(model__num_steps=3, model__dtype="bfloat16", model__vocab_multiple=2, microbatches=microbatches)
     width, mlp, heads = config.model.width, config.model.mlp, config.model.heads
     config.batch_size, mesh = 8 * microbatches, make_mesh((4, 2, 1))  # a device has one example at a time
+    program = step.Program(config, mesh, (flash, ""))
     for remat, of_token in (("step", 4 * width), ("products", 4 * width + 2 * (4 * width + mlp) + 4 * heads)):
-        program = step.Program(change(config, model__remat=remat), mesh, (flash, ""))
-        loops = bytes_of_loops(program, 3)
+        loops = bytes_of_loops(program, 3, remat)
         assert loops.stored == 3 * 16 * (of_token + 16)
         kernels = 4 * width * width + 2 * width * mlp
         vectors = 2 * (3 * width + width + mlp + width) + 4 * 4 * width  # biases, and norms in fp32
@@ -34,7 +34,7 @@ def test_shapes_tell_how_many_states_the_way_back_needs(remat, solver, states):
     """Two snapshots and the state before the last step; or one pair. All in fp32."""
     config = toy_config(model__num_steps=12, model__remat=remat, model__snapshots=2, model__solver=solver)
     program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]), (flash, ""))
-    found = bytes_from_shapes(config, program, 12)
+    found = train_step_by_shapes(program).parts
     assert found["states"] == states * 4 * config.batch_size * config.sequence_length * config.model.width
 
 
@@ -47,22 +47,27 @@ def test_weights_that_are_read_where_they_lie_count_once(changes, cast):
     config = toy_config("discretized", base="a run", model__vocab_multiple=16, **changes)
     program = step.Program(config, make_mesh((1, 2, 1), jax.devices()[:2]), (flash, ""))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes["params"]["depth"])) / 2
-    assert abs(bytes_from_shapes(config, program, 6)["weights"] - cast * parameters) < 0.4 * parameters
+    assert abs(train_step_by_shapes(program).parts["weights"] - cast * parameters) < 0.4 * parameters
+
+
+def on_a_gpu(config) -> tuple[str, dict[str, int]]:
+    """The attention of a run on one H100, and the bytes of its train step by cause."""
+    program = program_on_gpus(config, jax.devices()[:1], GPUS["h100"])
+    return program.attention, train_step_by_shapes(program).parts
 
 
 def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
+    """cuDNN takes heads of multiples of 8 entries."""
     config = toy_config("gpt", sequence_length=64, model__max_length=64, model__dtype="bfloat16")
-    fast, plain = (plan_on_gpus(config, jax.devices()[:1], GPUS["h100"], plain) for plain in (False, True))
-    assert (fast["attention"], plain["attention"]) == ("cuDNN", "plain") and fast["fits"]
-    scores = config.batch_size * config.model.heads * 64 * 64
-    assert fast["memory"]["to_spare"] - plain["memory"]["to_spare"] > 4 * scores
+    fast, plain = (on_a_gpu(change(config, model__heads=heads)) for heads in (4, 8))
+    assert fast[0] == "cuDNN" and plain[0].startswith("plain")
+    assert sum(plain[1].values()) - sum(fast[1].values()) > 4 * config.batch_size * 8 * 64 * 64
 
 
 @pytest.mark.parametrize("remat", ["step", "binomial"])
 def test_a_plan_for_gpus_knows_that_shifted_grids_have_one_more_step(remat):
     configs = [toy_config(model__training_times=times, model__remat=remat) for times in ("fixed", "shifted")]
-    plans = [plan_on_gpus(config, jax.devices()[:1], GPUS["h100"]) for config in configs]
-    fixed, shifted = (plan["memory"]["of_train_step_by_cause"] for plan in plans)
+    fixed, shifted = (on_a_gpu(config)[1] for config in configs)
     assert shifted["weights"] * 6 == fixed["weights"] * 7
     assert shifted["states"] * 6 == fixed["states"] * (7 if remat == "step" else 6 * 8 / 7)
 
@@ -77,5 +82,5 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert (plan["devices"], plan["fits"], plan["from_shapes"]) == (2, True, True)
+    assert (plan["devices"], plan["kind"], plan["fits"]) == (2, "NVIDIA H100", True) and "training" not in plan
     assert "times aren't modelled" in done.stdout

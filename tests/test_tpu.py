@@ -41,9 +41,6 @@ def step_of(plan: dict) -> tuple[float, float]:
     return step["arrays"] / GIB, step["temporaries"] / GIB
 
 
-PROGRAMS = ["weights for the sample", "reading the prompt", "writing a token"]
-
-
 def of_depth(*depths: int) -> list[str]:
     """The names of the programs that a run has for each of its depths, the first of which is the config's own."""
     steps = [f"train step, {depth} steps of depth" for depth in sorted(depths, reverse=True)]
@@ -60,9 +57,6 @@ def check_whole(plan: dict, steps: int, tokens: int) -> None:
     largest = memory["by_program"][memory["largest_program"]]
     assert largest["needed"] == sum(largest[part] for part in ("arrays", "temporaries", "results"))
     assert plan["fits"] and memory["to_spare"] == memory["capacity"] - largest["needed"] > 0
-    deepest = next(found for name, found in memory["by_program"].items() if name.startswith("train step"))
-    causes = memory["of_train_step_by_cause"]
-    assert sum(causes.values()) == deepest["needed"] and causes["gaps"] < 0.1 * deepest["needed"]
     assert all(times["cycles_alone"] < times["with_account"] for times in plan["milliseconds"].values())
     for bound in ("cycles_alone", "with_account"):
         seconds = sum(times[bound] for times in plan["milliseconds"].values()) / 1e3 / len(plan["milliseconds"])
@@ -73,7 +67,7 @@ def check_whole(plan: dict, steps: int, tokens: int) -> None:
 
 def test_a_published_run_is_planned_whole(tmp_path):
     plan = planned(tmp_path, "--config=configs/wikitext103_small.py", "--topology=v5e:2x4", programs="all")
-    assert list(plan["memory"]["by_program"]) == ["initial state", *of_depth(12), *PROGRAMS]
+    assert list(plan["memory"]["by_program"]) == ["initial state", *of_depth(12)]
     check_whole(plan, steps=10_001, tokens=256 * 1024)
 
 
@@ -93,7 +87,7 @@ def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
         "--config.sample.length=64", "--config.model.lora_rank=4", "--config.model.num_steps=6",
     ]  # fmt: skip
     plan = planned(tmp_path, *options, programs="all")
-    assert list(plan["memory"]["by_program"]) == ["weights of the base", "initial state", *of_depth(6), *PROGRAMS]
+    assert list(plan["memory"]["by_program"]) == ["weights of the base", "initial state", *of_depth(6)]
     assert plan["fits"] and plan["attention"].startswith("plain") and plan["training"]["cycles_alone"]["hours"] > 0
 
 
@@ -119,7 +113,7 @@ def milliseconds(plan: dict, depth: int) -> dict[str, float]:
 
 def test_a_run_of_drawn_depths_is_planned_whole(drawn):
     """By the compiler's cycles, a step's time is linear in its steps of depth."""
-    assert list(drawn["memory"]["by_program"]) == ["initial state", *of_depth(8, 4, 12), *PROGRAMS]
+    assert list(drawn["memory"]["by_program"]) == ["initial state", *of_depth(8, 4, 12)]
     check_whole(drawn, steps=5000, tokens=32 * 512)
     few, some, many = (milliseconds(drawn, depth) for depth in (4, 8, 12))
     for what in ("cycles_alone", "attention"):
@@ -259,19 +253,6 @@ def test_the_gradient_of_a_projection_is_never_stored(topology, batch_size, tmp_
     _, temporaries = step_of(planned(tmp_path, *large, *options, f"--dump={tmp_path}"))
     assert temporaries < 10  # dP alone would take 5.5
     check_projections(tmp_path, parts=1)
-
-
-def test_splash_attention_saves_memory(tmp_path):
-    """Memory is largest if everything is stored for the backward pass."""
-    options = (
-        "--config=configs/large.py",
-        "--topology=v5e:8x8",
-        "--config.model.remat=none",
-        "--config.microbatches=4",
-    )
-    splash, plain = planned(tmp_path, *options), planned(tmp_path, *options, "--plain_attention")
-    assert (splash["attention"], plain["attention"]) == ("splash", "plain")
-    assert step_of(splash)[1] < 0.7 * step_of(plain)[1]
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What a run will need on TPUs that need not be there, by the TPU compiler (docs/scaling.md)."""
+"""Whether a run fits devices that need not be there, how long it takes and what it costs (docs/scaling.md)."""

@@ -5,38 +5,13 @@ import os
 import pathlib
 import re
 import tempfile
-from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from diffeqformer.errors import UserError
+from diffeqformer.planning.estimate import Planned
 from diffeqformer.planning.hlo import Module
-from diffeqformer.planning.memory import size_of_temporaries, temporaries_by_cause
-
-
-class Compiled(NamedTuple):
-    """A program that was compiled for TPUs. Bytes are those of one device.
-
-    arguments: bytes
-    temporaries: bytes of the part of memory in which XLA lays them out. Its `memory_analysis` can state half as many
-        again, but isn't what the compiler compares with the memory of a chip
-    results: bytes of what is returned, unless it takes the place of arguments
-    by_cause: bytes of temporaries at the moment of their largest use, by cause; gaps are left out
-    module: what was dumped
-    output_shardings: as JAX has them
-    """
-
-    arguments: int
-    temporaries: int
-    results: int
-    by_cause: dict[str, int]
-    module: Module
-    output_shardings: object
-
-
-class TooLarge(Exception):
-    """A program doesn't fit into a device's memory. Its argument is the number of bytes that it needs."""
 
 
 def tpu_devices(topology: str, slices: int) -> list:
@@ -50,7 +25,7 @@ def tpu_devices(topology: str, slices: int) -> list:
     if kind == "v5e" and chips > 256:  # libtpu would end the process
         raise UserError(f"--topology: a slice of v5e has at most 256 chips, but {topology} has {chips:,}")
     more: dict = {"num_slices": slices} if slices > 1 else {}
-    if set(re.findall(r"\d+", topology.partition(":")[2])) == {"1"}:  # a host usually has four
+    if set(re.findall(r"\d+", shape)) == {"1"}:  # a host usually has four
         more["chips_per_host_bounds"] = [1, 1, 1]
     try:
         return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
@@ -70,15 +45,31 @@ def needed_bytes(message: str) -> int | None:
     return round(float(number) * 2 ** (10 * (1 + "KMGTP".index(unit))))
 
 
-def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None, rounds: float = 0) -> Compiled:
+def size_of_temporaries(buffers: str) -> int:
+    """The bytes of the part of the main memory that all temporary values share.
+
+    XLA's `memory_analysis` can state half as many again, but isn't what the compiler compares with a chip's memory.
+
+    Raises:
+        ValueError: if another compiler writes them in another way.
+    """
+    # The main memory has no color.
+    found = re.findall(r"^allocation \d+: size (\d+)(?:, page \d+)?, preallocated-temp:", buffers, re.M)
+    if not found and re.search("^(?!.* color ).*preallocated-temp", buffers, re.M):
+        raise ValueError("the compiler's allocations can't be read; plan with the libtpu of constraints.txt")
+    return sum(map(int, found))
+
+
+def compile_for_tpu(
+    name: str, lowered: jax.stages.Lowered, arrays: int = 0, dump: str | None = None, rounds: float = 0
+) -> Planned:
     """Compile a program that was lowered for such devices.
 
     Args:
+        name: what it is called.
+        arrays: bytes of a run's arrays that are there while it runs.
         dump: a folder that keeps all that the compiler writes; None: it is removed.
         rounds: how often loops run on average whose number of rounds is computed.
-
-    Raises:
-        TooLarge: if it doesn't fit.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(dump or temporary)
@@ -88,17 +79,15 @@ def compile_for_tpu(lowered: jax.stages.Lowered, dump: str | None = None, rounds
             needed = needed_bytes(str(error))
             if needed is None:
                 raise
-            raise TooLarge(needed) from None
-        texts = [
-            max(folder.glob(f"*{name}.txt"), key=os.path.getmtime).read_text()
-            for name in ("after_codegen", "after_optimizations-buffer-assignment", "live-range")
-        ]
-    module, stats = Module(texts[0], rounds), compiled.memory_analysis()
-    return Compiled(
-        stats.argument_size_in_bytes,
-        size_of_temporaries(texts[1]),
-        stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        temporaries_by_cause(module, *texts[1:]),
-        module,
-        compiled.output_shardings,
-    )
+            return Planned(name, needed, {})
+        program, buffers = (
+            max(folder.glob(f"*{what}.txt"), key=os.path.getmtime).read_text()
+            for what in ("after_codegen", "after_optimizations-buffer-assignment")
+        )
+    stats = compiled.memory_analysis()
+    parts = {
+        "arrays": max(arrays, stats.argument_size_in_bytes),  # which XLA may pad
+        "temporaries": size_of_temporaries(buffers),
+        "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    }
+    return Planned(name, sum(parts.values()), parts, Module(program, rounds), compiled.output_shardings)

@@ -1,97 +1,142 @@
-"""A run's plan: whether it fits, what takes its memory and its time, and how long it takes."""
+"""A run's plan: whether it fits, what takes its memory and its time, how long it takes, and what it costs."""
 
 import math
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from diffeqformer.planning.chips import Tpu
-from diffeqformer.planning.programs import Planned, size_of
+from diffeqformer.planning.chips import Gpu, Tpu
+from diffeqformer.planning.hlo import Module
 from diffeqformer.planning.times import ACCOUNTED, seconds_by_cause
 from diffeqformer.training.step import Program
 from diffeqformer.training.utilisation import utilisation
 
-
-class Range(NamedTuple):
-    """What the compiler's cycles alone give, and what they give together with attention and collectives."""
-
-    cycles_alone: float
-    with_account: float
+BOUNDS = "cycles_alone", "with_account"  # by the compiler's cycles, and by these with attention and collectives
 
 
-def memory_of(programs: list[Planned], program: Program, chip: Tpu) -> dict:
-    """The bytes of a device that a run needs: by program, and by cause in its largest train step."""
-    largest = max((planned for planned in programs if not planned.optional), key=lambda planned: planned.needed)
+class Planned(NamedTuple):
+    """A program of a run. Bytes are those of one device.
+
+    needed: bytes in all
+    parts: what takes them; empty if the compiler refused the program
+    module: what the compiler wrote
+    shardings: of its results, as JAX has them
+    num_steps: steps of depth of a train step; otherwise 0
+    """
+
+    name: str
+    needed: int
+    parts: dict[str, int]
+    module: Module | None = None
+    shardings: object = None
+    num_steps: int = 0
+
+
+def plan_of(
+    config: ConfigDict,
+    program: Program,
+    programs: list[Planned],
+    chip: Tpu | Gpu,
+    slices: int = 1,
+    price: float | None = None,
+) -> dict:
+    """The plan of a run as it is written to a file.
+
+    Without rates and times if there is no train step, or none that was compiled.
+
+    Args:
+        programs: those of the run; train steps from the deepest on.
+        price: of a device for an hour; None if it isn't known.
+    """
+    largest = max(programs, key=lambda planned: planned.needed)
     found = {
-        "capacity": chip.memory,
-        "to_spare": chip.memory - largest.needed,
-        "largest_program": largest.name,
-        "by_program": {planned.name: planned.bytes() for planned in programs},
+        "config": config.name,
+        "devices": program.mesh.size,
+        "kind": chip.name,
+        "mesh": dict(program.mesh.shape),
+        "attention": program.attention,
+        "fits": largest.needed <= chip.memory and all(planned.parts for planned in programs),
+        "memory": {
+            "capacity": chip.memory,
+            "to_spare": chip.memory - largest.needed,
+            "largest_program": largest.name,
+            "by_program": {planned.name: {**planned.parts, "needed": planned.needed} for planned in programs},
+        },
     }
-    step = next((planned for planned in programs if planned.num_steps), None)
-    if step and step.compiled:
-        state = program.state_shapes
-        causes = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
-        causes |= dict(sorted(step.compiled.by_cause.items(), key=lambda item: -item[1]))
-        found["of_train_step_by_cause"] = causes | {"gaps": step.needed - sum(causes.values())}
+    steps = [planned for planned in programs if planned.num_steps]
+    if steps and all(planned.module for planned in steps):
+        times = [milliseconds_of(planned, chip, program.mesh.size // slices) for planned in steps]
+        found["milliseconds"] = {planned.name: time for planned, time in zip(steps, times)}
+        found["training"] = {}
+        for bound in BOUNDS:
+            by_depth = {planned.num_steps: time[bound] for planned, time in zip(steps, times)}
+            found["training"][bound] = speed_of(config, program, by_depth, price)
     return found
 
 
 def milliseconds_of(planned: Planned, chip: Tpu, slice_size: int) -> dict:
     """The milliseconds of a program by cause, and their sums."""
-    causes = seconds_by_cause(planned.compiled.module, chip, slice_size)
-    known = sum(seconds for cause, seconds in causes.items() if cause not in ACCOUNTED)
-    return {
-        "by_cause": {cause: 1e3 * causes[cause] for cause in sorted(causes, key=causes.get, reverse=True)},
-        **Range(1e3 * known, 1e3 * sum(causes.values()))._asdict(),
-    }
+    seconds = seconds_by_cause(planned.module, chip, slice_size)
+    causes = {cause: 1e3 * seconds[cause] for cause in sorted(seconds, key=seconds.get, reverse=True)}
+    known = sum(time for cause, time in causes.items() if cause not in ACCOUNTED)
+    return {"by_cause": causes, "cycles_alone": known, "with_account": sum(causes.values())}
 
 
-def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, dict], price: float | None) -> dict:
-    """Rates and durations of training, each with its `Range`, without validation, saves and compilation.
+def speed_of(config: ConfigDict, program: Program, milliseconds: dict[int, float], price: float | None) -> dict:
+    """Rate and duration of training, without validation, saves and compilation.
 
     The utilisation is None for a compute type whose peak isn't known.
 
     Args:
-        milliseconds: those of the train step at each of its depths (`milliseconds_of`).
+        milliseconds: those of the train step at each of its depths.
         price: of a device for an hour; None if it isn't known.
     """
-    devices, found = list(program.mesh.devices.flat), {}
-    for bound in Range._fields:
-        shares = {depth: share / sum(program.depths.values()) for depth, share in program.depths.items()}
-        seconds = sum(share * milliseconds[depth][bound] / 1e3 for depth, share in shares.items())
-        used = sum(
-            share * milliseconds[depth][bound] / 1e3 / seconds
-            * utilisation(config, milliseconds[depth][bound] / 1e3, devices, depth)
-            for depth, share in shares.items()
-        )  # fmt: skip
-        hours = config.steps * seconds / 3600
-        found[bound] = {
-            "tokens_per_second": config.batch_size * config.sequence_length / seconds,
-            "utilisation": None if math.isnan(used) else used,
-            "hours": hours,
-        }
-        if price is not None:
-            found[bound]["cost"] = hours * len(devices) * price
-    return found
-
-
-def plan_of(config: ConfigDict, program: Program, programs: list[Planned], chip: Tpu, slices: int, price=None) -> dict:
-    """The plan of a run from its compiled programs, as it is written to a file."""
-    steps = {planned.num_steps: planned for planned in programs if planned.num_steps}
+    devices, steps = list(program.mesh.devices.flat), sum(program.depths.values())
+    shares = {depth: share / steps for depth, share in program.depths.items()}
+    seconds = sum(share * milliseconds[depth] / 1e3 for depth, share in shares.items())
+    used = sum(share * utilisation(config, seconds, devices, depth) for depth, share in shares.items())
+    hours = config.steps * seconds / 3600
     found = {
-        "config": config.name,
-        "devices": program.mesh.size,
-        "kind": program.mesh.devices.flat[0].device_kind,
-        "mesh": dict(program.mesh.shape),
-        "attention": program.attention,
-        "fits": all(planned.fits(chip) for planned in programs if not planned.optional),
-        "too_large_for": [planned.name for planned in programs if planned.optional and not planned.fits(chip)],
-        "memory": memory_of(programs, program, chip),
+        "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+        "utilisation": None if math.isnan(used) else used,
+        "hours": hours,
     }
-    if steps and all(planned.compiled for planned in steps.values()):
-        slice_size = program.mesh.size // slices
-        times = {depth: milliseconds_of(planned, chip, slice_size) for depth, planned in steps.items()}
-        found["milliseconds"] = {steps[depth].name: time for depth, time in times.items()}
-        found["training"] = speed_of(config, program, times, price)
-    return found
+    return found if price is None else found | {"cost": hours * len(devices) * price}
+
+
+def summary(config: ConfigDict, plan: dict) -> str:
+    """A plan as lines of text."""
+    memory = plan["memory"]
+    spare, largest = memory["to_spare"], memory["by_program"][memory["largest_program"]]
+    parts = ", ".join(f"{part} {gib(size)}" for part, size in largest.items() if part != "needed")
+    lines = [
+        f"It {'fits' if plan['fits'] else 'does not fit'}: {memory['largest_program']} needs "
+        f"{gib(memory['capacity'] - spare)} of {gib(memory['capacity'])} GiB on each device, "
+        f"{gib(abs(spare))} {'to spare' if spare >= 0 else 'too much'}.",
+    ]
+    if parts:  # the compiler names none for what it refuses
+        lines.append(f"Its memory, GiB: {parts}")
+    for name, times in plan.get("milliseconds", {}).items():
+        causes = ", ".join(f"{cause} {time:.1f}" for cause, time in times["by_cause"].items())
+        lines.append(
+            f"{name}, ms: {causes}\n"
+            f"  {times['cycles_alone']:.0f} ms by the compiler's cycles, {times['with_account']:.0f} with attention "
+            "and with collectives that nothing hides"
+        )
+    if "training" in plan:
+        least, most = (plan["training"][bound] for bound in BOUNDS)
+        cost = f", for {most['cost']:,.0f} (at least {least['cost']:,.0f})" if "cost" in most else ""
+        of_peak = ""
+        if most["utilisation"] is not None:
+            of_peak = f"{most['utilisation']:.1%} to {least['utilisation']:.1%} of the chips' peak, "
+        lines.append(
+            f"Training: {most['tokens_per_second']:,.0f} to {least['tokens_per_second']:,.0f} tokens/s, "
+            f"{of_peak}{least['hours']:,.1f} to {most['hours']:,.1f} hours to step {config.steps:,}{cost}; validation, "
+            "saves and compilation come on top"
+        )
+    return "\n".join(lines)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB."""
+    return f"{size / 2**30:.2f}"

@@ -24,10 +24,12 @@ from ml_collections import ConfigDict
 
 from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.depth.depths import longest_grid
+from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS, attention
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
+from diffeqformer.planning.estimate import Planned
 from diffeqformer.planning.programs import size_of
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary
@@ -55,87 +57,56 @@ def _flash_backward(stored, gradient):
 flash.defvjp(_flash_forward, _flash_backward)
 
 
-def plan_on_gpus(config: ConfigDict, devices: list, gpu: Gpu, plain_attention: bool = False) -> dict:
-    """The plan of a run on GPUs, like `estimate.plan_of`: the memory of its train step, by shapes.
+def program_on_gpus(config: ConfigDict, devices: list, gpu: Gpu) -> Program:
+    """What a run would compile on some GPUs.
 
     Args:
         config: a checked config.
         devices: as many devices of any kind. Nothing is put on them.
+
+    Raises:
+        UserError: if weights are made in chunks, which has other loops.
     """
+    if config.model.generate_chunk:
+        raise UserError(
+            "config.model.generate_chunk: must be 0 in a plan for GPUs, which goes by the loops over all steps, but it "
+            f"is {config.model.generate_chunk}"
+        )
     stand_in = types.SimpleNamespace(platform="gpu", compute_capability=gpu.capability)
     head_width = config.model.width // config.model.heads
     attend, said = attention.fastest(stand_in, config.model.dtype, config.sequence_length, head_width)
-    if plain_attention:
-        attend, said = attention.plain, "plain"
     mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
-    program = Program(config, mesh, (flash if attend is attention.cudnn else attend, said))
-    deepest = max(program.depths)
-    causes, name = bytes_from_shapes(config, program, deepest), f"train step, {deepest} steps of depth"
-    needed = sum(causes.values())
-    memory = {"capacity": gpu.capacity, "to_spare": gpu.capacity - needed, "largest_program": name}
-    memory |= {"by_program": {name: {"needed": needed}}, "of_train_step_by_cause": causes}
-    return {
-        "config": config.name,
-        "devices": len(devices),
-        "kind": gpu.name,
-        "mesh": dict(program.mesh.shape),
-        "attention": said,
-        "fits": needed <= gpu.capacity,
-        "from_shapes": True,
-        "memory": memory,
-    }
+    return Program(config, mesh, (flash if attend is attention.cudnn else attend, said))
 
 
-class Loops(NamedTuple):
-    """The bytes on a device that the loops over depth read and write."""
-
-    weights: int
-    stored: int
-    gradient: int
-
-
-def bytes_from_shapes(config: ConfigDict, program: Program, num_steps: int) -> dict[str, int]:
-    """The bytes of a device at the moment of a train step that needs most, by cause.
-
-    Args:
-        program: a program of the config. Its devices may be other ones than those that are planned for.
-        num_steps: steps of depth.
-    """
-    steps = longest_grid(config.model, num_steps)
-    kept = states_kept(config.model, steps)
-    loops = bytes_of_loops(program if kept is None else like(program, "step"), num_steps)
+def train_step_by_shapes(program: Program) -> Planned:
+    """A run's deepest train step, with the bytes of a device at the moment that needs most, by cause."""
+    config, model, num_steps = program.config, program.config.model, max(program.depths)
+    steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
     examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
-    if kept is not None:
-        loops = loops._replace(stored=kept * bytes_of_state(config, examples))
-    again = bytes_of_loops(like(program, "none"), num_steps).stored
-    model, compute = config.model, jnp.dtype(config.model.dtype).itemsize
+    weights, all_stored, gradient = bytes_of_loops(program, num_steps, "none")
+    states_kept = {"binomial": min(model.snapshots, steps) + 1, "reversible": 1}.get(model.remat)
+    if states_kept:
+        stored = states_kept * bytes_of_state(config, examples)
+    else:
+        stored = bytes_of_loops(program, num_steps, model.remat).stored
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
-    after = gradient = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    after = sums = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    in_float32 = 4 * gradient // compute
     if config.microbatches > 1:  # what is added up, in fp32
-        sums = 4 * loops.gradient // compute + gradient["embeddings' gradient"]
-        gradient = gradient | {"sums over microbatches": sums}
+        sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
-    forward = {"weights": loops.weights - read_in_place(config, program, loops), "states": loops.stored, **gradient}
+    forward = {"weights": weights - read_in_place(program, weights), "states": stored, **sums}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
-        forward | {"weights' gradient": loops.gradient, "a step computed again": again // steps},
-        {"weights' gradient": 4 * loops.gradient // compute, **after, "a P's gradient": largest_gradient(program)},
+        forward | {"weights' gradient": gradient, "a step computed again": all_stored // steps},
+        {"weights' gradient": in_float32, **after, "a P's gradient": largest_gradient(program)},
     ]
-    state = {name: size_of(program.state_shapes[part]) for name, part in STATE.items()}
-    return state | max(moments, key=lambda parts: sum(parts.values()))
-
-
-def like(program: Program, remat: str) -> Program:
-    """A program that differs in what the backward pass stores."""
-    config = program.config.copy_and_resolve_references()
-    config.model.remat = remat
-    return Program(config, program.mesh, (program.loss.attend, ""))
-
-
-def states_kept(model: ConfigDict, num_steps: int) -> int | None:
-    """How many states the way back needs at once, if not those between all steps; None: what the loops write."""
-    return {"binomial": min(model.snapshots, num_steps) + 1, "reversible": 1}.get(model.remat)
+    state = program.state_shapes
+    parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
+    parts |= max(moments, key=lambda moment: sum(moment.values()))
+    return Planned(f"train step, {num_steps} steps of depth", sum(parts.values()), parts)
 
 
 def bytes_of_state(config: ConfigDict, examples: int) -> int:
@@ -146,16 +117,13 @@ def bytes_of_state(config: ConfigDict, examples: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-STATE = {"parameters": "params", "moments": "optimizer"}
-
-
-def read_in_place(config: ConfigDict, program: Program, loops: Loops) -> int:
+def read_in_place(program: Program, weights: int) -> int:
     """The bytes of weights that the loops read where they lie: parameters of layers that aren't cast beforehand."""
-    if MODELS[config.model.kind].weights.generated:
+    model, params = program.config.model, program.state_shapes["params"]
+    if MODELS[model.kind].weights.generated:
         return 0
-    params = program.state_shapes["params"]
-    uncast = params if config.model.dtype == "float32" else program.frozen(params)
-    return min(loops.weights, size_of(uncast.get("depth", {})))
+    uncast = params if model.dtype == "float32" else program.frozen(params)
+    return min(weights, size_of(uncast.get("depth", {})))
 
 
 def largest_gradient(program: Program) -> int:
@@ -167,9 +135,19 @@ def largest_gradient(program: Program) -> int:
     return max((size_of(layers[name]["projection"]) for name in names), default=0)
 
 
-def bytes_of_loops(program: Program, num_steps: int) -> Loops:
-    """What the train step's loops over depth read and write."""
-    config = program.config
+class Loops(NamedTuple):
+    """The bytes on a device that the loops over depth read and write."""
+
+    weights: int
+    stored: int
+    gradient: int
+
+
+def bytes_of_loops(program: Program, num_steps: int, remat: str) -> Loops:
+    """What the train step's loops over depth would read and write with another `model.remat`."""
+    config = program.config.copy_and_resolve_references()
+    config.model.remat = remat
+    program = Program(config, program.mesh, (program.loss.attend, ""))
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
     traced = program.train_step.trace(program.state_shapes, tokens, num_steps).jaxpr.jaxpr
     steps = longest_grid(config.model, num_steps)

@@ -18,7 +18,7 @@ import math
 import re
 
 from diffeqformer.planning.chips import Tpu
-from diffeqformer.planning.hlo import Module, bytes_of, name_of
+from diffeqformer.planning.hlo import Module, name_of, sizes_of
 
 ATTENTION = 0.45
 IN_FLOAT32 = 4
@@ -27,18 +27,11 @@ ACCOUNTED = ("attention", "collectives")  # the causes of which the compiler say
 CAUSES = {  # by the innermost function of ours, or by its file
     "dropout": ("layers.py:dropout", "layers.py:fold_in", "layers.py:Context.at_step", "step.py:dropout_keys"),
     "generator": (
-        "generated.py",
-        "interpolated.py",
-        "looped.py",
-        "projection.py",
-        "project.py",
-        "gradients.py",
-        "low_rank.py",
+        "generated.py", "interpolated.py", "looped.py", "projection.py", "project.py", "gradients.py", "low_rank.py",
     ),
     "loss": ("cross_entropy.py",),
     "update": ("step.py", "optimizer.py", "muon.py", "update.py"),
-}
-MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+}  # fmt: skip
 COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?\("
 
 
@@ -49,22 +42,27 @@ def seconds_by_cause(module: Module, chip: Tpu, slice_size: int, body: str = "EN
         slice_size: devices of a slice.
     """
     found: dict[str, float] = collections.defaultdict(float)
-    network = Network(chip.network_rate)
-    begun: dict[str, tuple[float, float]] = {}  # collectives: when they began, and how long they take
+    arrivals: dict[str, float] = {}  # when collectives end that have begun, by the names of what began them
+    receipts: dict[str, str] = {}  # what instructions receive from other slices
+    network = 0.0  # when the last transfer to another slice ends
     for line in module.bodies[body]:
         now = sum(found.values(), 0.0)
+        rendezvous = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', line)
         if loop := module.loop(line):
             for cause, seconds in seconds_by_cause(module, chip, slice_size, loop[0]).items():
                 found[cause] += loop[1] * seconds
-        elif MEGASCALE in line:
-            found["collectives"] += network.wait(line, now)
+        elif rendezvous and " send(" in line:
+            arrivals[rendezvous[1]] = network = max(now, network) + exchange_seconds(line, chip)
+        elif rendezvous:
+            receipts[name_of(line)] = rendezvous[1]
+        elif received := re.search(r" recv-done\((%[\w.-]+)\)", line):
+            found["collectives"] += max(0.0, arrivals[receipts[received[1]]] - now)
         elif moved := collective(module, line):
             phase, instruction = moved
             if phase == "done":
-                start, needed = begun.pop(started(line))
-                found["collectives"] += max(0.0, needed - (now - start))
+                found["collectives"] += max(0.0, arrivals[started(line)] - now)
             elif phase == "start":
-                begun[name_of(line)] = now, transfer_seconds(instruction, chip, slice_size)
+                arrivals[name_of(line)] = now + transfer_seconds(instruction, chip, slice_size)
             else:
                 found["collectives"] += transfer_seconds(instruction, chip, slice_size)
         elif products := re.search(r"%splash_mha_(fwd|dq|dkv)", line.partition("=")[0]):
@@ -132,8 +130,7 @@ def transfer_seconds(line: str, chip: Tpu, slice_size: int) -> float:
     """The seconds of the transfers of a collective in a slice."""
     kind, phase = re.search(COLLECTIVE, line).groups()
     result = line.partition(" = ")[2].partition(f" {kind}{phase or ''}(")[0]
-    arrays = [bytes_of(array) for array in re.findall(r"\w+\[[\d,]*\]", result)]
-    payload = max(arrays) if phase else sum(arrays)
+    payload = (max if phase else sum)(sizes_of(result))
     if kind == "collective-permute":
         return payload / chip.link_rate
     devices = group_size(line, slice_size)
@@ -159,34 +156,9 @@ def group_size(line: str, slice_size: int) -> int:
     return slice_size
 
 
-class Network:
-    """The transfers between slices: the compiler makes a send, a receipt and its end of an all-reduce over several.
-
-    Args:
-        rate: bytes of a device in a second.
-    """
-
-    def __init__(self, rate: float):
-        self.rate, self.free = rate, 0.0  # when the last transfer ends
-        self.arrivals: dict[str, float] = {}
-        self.receipts: dict[str, str] = {}  # names of instructions, and what they receive
-
-    def wait(self, line: str, now: float) -> float:
-        """The seconds that an instruction waits, if it is reached `now`."""
-        transfer = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', line)
-        if transfer and " send(" in line:
-            slices = numbers_of(re.search(r'_xla_megascale_target="\{([\d:,]+)\}', line)[1])
-            sent = max(bytes_of(array) for array in re.findall(r"\w+\[[\d,]*\]", line.partition(" send(")[0]))
-            self.free = max(now, self.free) + 2 * (1 - 1 / slices) * sent / self.rate
-            self.arrivals[transfer[1]] = self.free
-        elif transfer:
-            self.receipts[name_of(line)] = transfer[1]
-        elif received := re.search(r" recv-done\((%[\w.-]+)\)", line):
-            return max(0.0, self.arrivals[self.receipts[received[1]]] - now)
-        return 0.0
-
-
-def numbers_of(text: str) -> int:
-    """How many numbers a list such as 1:4 or 1,2 has."""
-    ends = [list(map(int, part.split(":"))) for part in text.split(",")]
-    return sum(part[-1] - part[0] + 1 for part in ends)
+def exchange_seconds(line: str, chip: Tpu) -> float:
+    """The seconds in which a device sends its part of an all-reduce over several slices, and gets the others'."""
+    [listed] = re.findall(r'_xla_megascale_target="\{([\d:,]+)\}', line)
+    ends = [list(map(int, part.split(":"))) for part in listed.split(",")]  # such as 1:4 or 1,2
+    slices = sum(part[-1] - part[0] + 1 for part in ends)
+    return 2 * (1 - 1 / slices) * max(sizes_of(line.partition(" send(")[0])) / chip.network_rate

@@ -108,9 +108,8 @@ def time_side_by_side(num_steps: int, rounds: int = 6) -> None:
 def on_tpus(config) -> dict:
     """The same by the TPU compiler, for a device. Without a time if it doesn't fit."""
     from diffeqformer.planning.chips import chip_of
-    from diffeqformer.planning.compiler import tpu_devices
     from diffeqformer.planning.estimate import milliseconds_of
-    from diffeqformer.planning.programs import compile_train_steps, size_of
+    from diffeqformer.planning.programs import compile_train_steps, size_of, tpu_devices
 
     devices = tpu_devices(TOPOLOGY.value, 1)
     if config.data.tokenizer == "sentencepiece":

@@ -33,10 +33,9 @@ from diffeqformer.console.results import title, write_json  # noqa: E402
 from diffeqformer.errors import UserError, reachable  # noqa: E402
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.planning.chips import Gpu, chip_of  # noqa: E402
-from diffeqformer.planning.compiler import tpu_devices  # noqa: E402
 from diffeqformer.planning.estimate import Planned, plan_of, summary  # noqa: E402
-from diffeqformer.planning.programs import compile_run, compile_scoring, compile_train_steps  # noqa: E402
-from diffeqformer.planning.shapes import program_on_gpus, train_step_by_shapes  # noqa: E402
+from diffeqformer.planning.programs import compile_run, compile_train_steps, tpu_devices  # noqa: E402
+from diffeqformer.planning.shapes import attention_on, train_step_by_shapes  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
 
@@ -46,15 +45,11 @@ TOPOLOGY = flags.DEFINE_string(
 )
 SLICES = flags.DEFINE_integer("slices", 1, "Slices of that shape, joined by the data centre's network.", lower_bound=1)
 PROGRAMS = flags.DEFINE_enum(
-    "programs",
-    "all",
-    ["all", "train", "score"],
-    "The run's start, train steps and validation; its train steps alone; or what scores it (evaluate, downstream).",
+    "programs", "all", ["all", "train"], "The run's start, train steps and validation, or its train steps alone."
 )
 PRICE = flags.DEFINE_float("price_per_chip_hour", None, "To print what training costs.", lower_bound=0)
 JSON = flags.DEFINE_string("json", None, "A file for the plan.")
 DUMP = flags.DEFINE_string("dump", None, "A folder for what the compiler writes of train steps.")
-
 
 BY_SHAPES = """\
 This is the memory of the train step by its shapes, since nothing compiles for GPUs without one: what XLA needs for \
@@ -73,7 +68,8 @@ def main() -> None:
     config = finetune.inherit(config, f"runs/{config.name}", given_fields(sys.argv))
     devices = jax.devices() if on_gpus else tpu_devices(TOPOLOGY.value, SLICES.value)
     check_config(config, len(devices), "gpu" if on_gpus else "tpu")
-    program = program_on_gpus(config, devices, chip) if on_gpus else program_of(config, devices)
+    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
+    program = Program(config, mesh, attention_on(chip, config) if on_gpus else None)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
     print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.said()}", flush=True)
     programs = [train_step_by_shapes(program)] if on_gpus else compiled(config, program)
@@ -89,16 +85,12 @@ def check_options(on_gpus: bool) -> None:
     """Check the options, before the minutes of compilation.
 
     Raises:
-        UserError: for options that don't go together, or files that can't be written.
+        UserError: for options that GPUs don't have, or files that can't be written.
     """
-    scoring = PROGRAMS.value == "score"
-    of_training = {"dump": bool(DUMP.value), "price_per_chip_hour": PRICE.value is not None}
-    of_tpus = {**of_training, "programs": scoring, "slices": SLICES.value > 1}
-    for option in (name for name, given in of_tpus.items() if given):
-        if on_gpus:
+    of_tpus = {"dump": DUMP.value, "price_per_chip_hour": PRICE.value is not None, "slices": SLICES.value > 1}
+    for option, given in of_tpus.items():
+        if on_gpus and given:
             raise UserError(f"--{option}: is for TPUs; for GPUs only the memory of a train step is known; leave it out")
-        if scoring and option in of_training:
-            raise UserError(f"--{option}: is for train steps, which --programs=score leaves out; leave one of them out")
     for option, folder in (("--json", JSON.value and pathlib.Path(JSON.value).parent), ("--dump", DUMP.value)):
         if folder:
             with reachable(option, folder):
@@ -106,20 +98,10 @@ def check_options(on_gpus: bool) -> None:
                 tempfile.TemporaryFile(dir=folder).close()
 
 
-def program_of(config: ConfigDict, devices: list) -> Program:
-    """What a run compiles; with --programs=score, on the mesh that scores, whose devices all have copies."""
-    shape = None if PROGRAMS.value == "score" else mesh_shape(config.mesh, len(devices))
-    return Program(config, make_mesh(shape, devices))
-
-
 def compiled(config: ConfigDict, program: Program) -> list[Planned]:
-    """The programs that are asked for, with a line for each."""
+    """The programs that are asked for, by the TPU compiler, with a line for each."""
     start, programs = time.monotonic(), []
-    if PROGRAMS.value == "score":
-        compiling = compile_scoring(config, list(program.mesh.devices.flat))
-    else:
-        compiling = (compile_run if PROGRAMS.value == "all" else compile_train_steps)(config, program, DUMP.value)
-    for found in compiling:
+    for found in (compile_run if PROGRAMS.value == "all" else compile_train_steps)(config, program, DUMP.value):
         programs.append(found)
         print(f"  {found.name:<36} {found.needed / 2**30:7.2f} GiB  {time.monotonic() - start:5.0f} s", flush=True)
     return programs

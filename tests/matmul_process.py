@@ -9,7 +9,7 @@ import jax
 
 import diffeqformer.plan  # noqa: F401  it sets what the TPU compiler needs
 from diffeqformer.planning.chips import TPUS
-from diffeqformer.planning.compiler import compile_for_tpu, tpu_devices
+from diffeqformer.planning.programs import compile_for_tpu, tpu_devices
 from diffeqformer.planning.times import seconds_by_cause
 
 TOKENS, WIDTH, MLP = 16_384, 2048, 8192  # of Llama-1B

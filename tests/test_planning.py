@@ -5,15 +5,14 @@ import pytest
 
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.planning.chips import TPUS
-from diffeqformer.planning.compiler import needed_bytes, size_of_temporaries, tpu_devices
+from diffeqformer.planning.chips import TPUS, chip_of
 from diffeqformer.planning.estimate import Planned, plan_of, speed_of, summary
 from diffeqformer.planning.hlo import Module
-from diffeqformer.planning.programs import computed_again
+from diffeqformer.planning.programs import computed_again, needed_bytes, size_of_temporaries, tpu_devices
 from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
-from helpers import change, toy_config
+from helpers import ONE_DEVICE, change, toy_config
 from runs import command
 
 TEXT = """HloModule jit__train_step
@@ -199,7 +198,7 @@ allocation 10: size 700000{page}, color 1, preallocated-temp:
 def test_a_program_that_the_compiler_refuses_fits_nowhere():
     """Its message rounds the bytes, which can make them those that there are."""
     config, chip = toy_config(), TPUS["v5e"]
-    program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]))
+    program = step.Program(config, ONE_DEVICE)
     for more, parts, fits in ((0, {}, False), (0, {"arrays": chip.memory}, True), (1, {"arrays": chip.memory}, False)):
         plan = plan_of(config, program, [Planned("train step", chip.memory + more, parts)], chip)
         assert plan["fits"] == fits
@@ -238,21 +237,32 @@ def test_a_price_is_that_of_all_devices():
     assert speed_of(config, program, {6: 2000.0}, price=1.5)["cost"] == 2 * 2 * 1.5
 
 
-def test_a_slice_that_would_end_the_compilers_process_is_refused():
-    with pytest.raises(UserError, match="^--topology: a slice of v5e has at most 256 chips, but v5e:16x32 has 512"):
-        tpu_devices("v5e:16x32", slices=1)
+@pytest.mark.parametrize(
+    "topology, sentence",
+    [
+        ("v5e:16x32", "a slice of v5e has at most 256 chips, but v5e:16x32 has 512"),  # would end libtpu's process
+        (
+            "v9:2x2",
+            "must be a slice of v5e, v5p, v6e, such as v5e:8x8, or a number of a100, h100, h200, such as h100:8",
+        ),
+        ("h100:0", "must be a slice of v5e, v5p, v6e, .* but it is 'h100:0'"),
+    ],
+)
+def test_chips_that_are_not_known_are_refused(topology, sentence):
+    with pytest.raises(UserError, match=f"^--topology: {sentence}"):
+        chip_of(topology)
+        tpu_devices(topology, slices=1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["--config=tiny", "--programs=score", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for train"),
-        (["--config=tiny", "--topology=h100:2", "--slices=2"], "--slices: is for TPUs"),
-        (["--config=tiny", "--json=/proc/none/plan.json"], "--json: /proc/none: "),
-        (["--config=tiny", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
+        (["--topology=h100:2", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for TPUs"),
+        (["--json=/proc/none/plan.json"], "--json: /proc/none: "),
+        (["--config.model.training_depths=2,2"], "config.model.training_depths: must "),
     ],
 )
 def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):
-    done = command("diffeqformer.plan", "--topology=v5e:2x2", *options)
+    done = command("diffeqformer.plan", "--config=tiny", "--topology=v5e:2x2", *options)
     assert done.returncode == 1 and done.stderr.startswith(f"diffeqformer: {sentence}")

@@ -5,11 +5,12 @@ import json
 import jax
 import pytest
 
+from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import GPUS
-from diffeqformer.planning.shapes import bytes_of_loops, flash, program_on_gpus, train_step_by_shapes
+from diffeqformer.planning.shapes import attention_on, bytes_of_loops, flash, train_step_by_shapes
 from diffeqformer.training import step
-from helpers import change, toy_config
+from helpers import ONE_DEVICE, change, toy_config
 from runs import command
 
 
@@ -33,7 +34,7 @@ def test_shapes_tell_what_the_loops_over_depth_store(microbatches):
 def test_shapes_tell_how_many_states_the_way_back_needs(remat, solver, states):
     """Two snapshots and the state before the last step; or one pair. All in fp32."""
     config = toy_config(model__num_steps=12, model__remat=remat, model__snapshots=2, model__solver=solver)
-    program = step.Program(config, make_mesh((1, 1, 1), jax.devices()[:1]), (flash, ""))
+    program = step.Program(config, ONE_DEVICE, (flash, ""))
     found = train_step_by_shapes(program).parts
     assert found["states"] == states * 4 * config.batch_size * config.sequence_length * config.model.width
 
@@ -52,7 +53,7 @@ def test_weights_that_are_read_where_they_lie_count_once(changes, cast):
 
 def on_a_gpu(config) -> tuple[str, dict[str, int]]:
     """The attention of a run on one H100, and the bytes of its train step by cause."""
-    program = program_on_gpus(config, jax.devices()[:1], GPUS["h100"])
+    program = step.Program(config, ONE_DEVICE, attention_on(GPUS["h100"], config))
     return program.attention, train_step_by_shapes(program).parts
 
 
@@ -62,6 +63,11 @@ def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
     fast, plain = (on_a_gpu(change(config, model__heads=heads)) for heads in (4, 8))
     assert fast[0] == "cuDNN" and plain[0].startswith("plain")
     assert sum(plain[1].values()) - sum(fast[1].values()) > 4 * config.batch_size * 8 * 64 * 64
+
+
+def test_a_plan_for_gpus_goes_by_loops_over_all_steps():
+    with pytest.raises(UserError, match="^config.model.generate_chunk: must be 0 in a plan for GPUs, .* but it is 2"):
+        on_a_gpu(toy_config(model__generate_chunk=2))
 
 
 @pytest.mark.parametrize("remat", ["step", "binomial"])

@@ -1,29 +1,30 @@
 """The programs of a run, compiled for TPUs that need not be there."""
 
+import math
+import os
+import pathlib
+import re
+import tempfile
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
 from diffeqformer.depth.depths import chunk_length, longest_grid
-from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
+from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_params
-from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.scoring import full_batch, target_scores
 from diffeqformer.parallel.memory import bytes_on_device, placed
-from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.parallel.sharding import EVERYWHERE, identity, sharding, shardings
-from diffeqformer.planning.compiler import compile_for_tpu
+from diffeqformer.parallel.sharding import shardings
 from diffeqformer.planning.estimate import Planned
+from diffeqformer.planning.hlo import Module
 from diffeqformer.solvers.checkpointing import schedule
 from diffeqformer.training import finetune
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
-from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model, weights_of
+from diffeqformer.transformer import abstract_model, divide_copies, partition_specs, split_model
 
 
 def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
@@ -69,7 +70,9 @@ def computed_again(config: ConfigDict, num_steps: int) -> float:
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a run from a base: its weights at the times of the grid, unless it goes on, then the first state."""
     base = checkpoint.load_config(config.base, finetune.step_of_base(config), "config.base")
-    graph, params = parameters(base, program.mesh)
+    model = abstract_model(base)
+    graph, params = split_model(model)
+    params = placed(params, shardings(divide_copies(model, program.mesh), partition_specs(model)))
     if not finetune.goes_on(config):
         arguments = graph, params, config.model.num_steps, jnp.dtype("float32"), config.model.solver
         made = compile_for_tpu("weights of the base", discretized_params.lower(*arguments), size_of(params))
@@ -80,37 +83,85 @@ def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Pl
     yield compile_for_tpu("initial state", program.init.lower(params))
 
 
-def compile_scoring(config: ConfigDict, devices: list, windows: int = 16) -> Iterator[Planned]:
-    """Compile what scores texts with a trained model (`diffeqformer.inference.scoring`) on some devices.
-
-    Args:
-        windows: sequences scored at once, rounded up to a multiple of the number of devices.
-    """
-    mesh = make_mesh(devices=devices)
-    graph, params = parameters(config, mesh)
-    made = compile_for_tpu("weights", weights_of.lower(graph, params, None), size_of(params))
-    yield made
-    if not made.parts:
-        return
-    weights = placed(jax.eval_shape(weights_of, graph, params, None), made.shardings)
-    reader, others = split_model(without_depth(nnx.merge(graph, params)))
-    everywhere = NamedSharding(mesh, EVERYWHERE)
-    copying = jax.jit(identity, out_shardings=everywhere).lower((others, weights))
-    yield compile_for_tpu("copies of the weights", copying, size_of(params) + size_of(weights))
-    others, weights = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), (others, weights))
-    rows = full_batch(windows, mesh)
-    tokens = jax.ShapeDtypeStruct((rows, config.sequence_length), jnp.int32, sharding=sharding(mesh, "batch", None))
-    scores = target_scores.lower(reader, others, weights, tokens, tokens, mesh)
-    yield compile_for_tpu(f"scores of {rows} windows", scores, size_of((others, weights)))
-
-
-def parameters(config: ConfigDict, mesh: Mesh) -> tuple[nnx.GraphDef, dict]:
-    """A model's structure, and the shapes of its parameters where a mesh holds them."""
-    model = abstract_model(config)
-    graph, shapes = split_model(model)
-    return graph, placed(shapes, shardings(divide_copies(model, mesh), partition_specs(model)))
-
-
 def size_of(shapes) -> int:
     """The bytes of a tree of shapes with shardings, on one device."""
     return sum(map(bytes_on_device, jax.tree.leaves(shapes)))
+
+
+def tpu_devices(topology: str, slices: int) -> list:
+    """The devices of one or more slices, which need not exist.
+
+    Raises:
+        UserError: if the compiler doesn't know the topology.
+    """
+    kind, _, shape = topology.partition(":")
+    chips = math.prod(map(int, re.findall(r"\d+", shape)))
+    if kind == "v5e" and chips > 256:  # libtpu would end the process
+        raise UserError(f"--topology: a slice of v5e has at most 256 chips, but {topology} has {chips:,}")
+    more: dict = {"num_slices": slices} if slices > 1 else {}
+    if set(re.findall(r"\d+", shape)) == {"1"}:  # a host usually has four
+        more["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"--topology: {topology} isn't available ({reason}); libtpu comes with pip install -e '.[tpu]'"
+        ) from None
+
+
+def needed_bytes(message: str) -> int | None:
+    """The bytes that a program needs by the compiler's message about memory; None: it says another thing."""
+    found = re.search(r"required for HLO temporaries \(([\d.]+)([KMGTP])\)|Used ([\d.]+)([KMGTP]) of", message)
+    if "RESOURCE_EXHAUSTED" not in message or not found:
+        return None
+    number, unit = (group for group in found.groups() if group)
+    return round(float(number) * 2 ** (10 * (1 + "KMGTP".index(unit))))
+
+
+def size_of_temporaries(buffers: str) -> int:
+    """The bytes of the part of the main memory that all temporary values share.
+
+    XLA's `memory_analysis` can state half as many again, but isn't what the compiler compares with a chip's memory.
+
+    Raises:
+        ValueError: if another compiler writes them in another way.
+    """
+    # The main memory has no color.
+    found = re.findall(r"^allocation \d+: size (\d+)(?:, page \d+)?, preallocated-temp:", buffers, re.M)
+    if not found and re.search("^(?!.* color ).*preallocated-temp", buffers, re.M):
+        raise ValueError("the compiler's allocations can't be read; plan with the libtpu of constraints.txt")
+    return sum(map(int, found))
+
+
+def compile_for_tpu(
+    name: str, lowered: jax.stages.Lowered, arrays: int = 0, dump: str | None = None, rounds: float = 0
+) -> Planned:
+    """Compile a program that was lowered for such devices.
+
+    Args:
+        name: what it is called.
+        arrays: bytes of a run's arrays that are there while it runs.
+        dump: a folder that keeps all that the compiler writes; None: it is removed.
+        rounds: how often loops run on average whose number of rounds is computed.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(dump or temporary)
+        try:
+            compiled = lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+        except jax.errors.JaxRuntimeError as error:
+            needed = needed_bytes(str(error))
+            if needed is None:
+                raise
+            return Planned(name, needed, {})
+        program, buffers = (
+            max(folder.glob(f"*{what}.txt"), key=os.path.getmtime).read_text()
+            for what in ("after_codegen", "after_optimizations-buffer-assignment")
+        )
+    stats = compiled.memory_analysis()
+    parts = {
+        "arrays": max(arrays, stats.argument_size_in_bytes),  # which XLA may pad
+        "temporaries": size_of_temporaries(buffers),
+        "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    }
+    return Planned(name, sum(parts.values()), parts, Module(program, rounds), compiled.output_shardings)

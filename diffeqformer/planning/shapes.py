@@ -13,7 +13,7 @@ workspaces and fragments, isn't in the account.
 
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.depth.depths import longest_grid
 from diffeqformer.errors import UserError
 from diffeqformer.fields import FIELDS, attention
-from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.estimate import Planned
@@ -57,31 +56,29 @@ def _flash_backward(stored, gradient):
 flash.defvjp(_flash_forward, _flash_backward)
 
 
-def program_on_gpus(config: ConfigDict, devices: list, gpu: Gpu) -> Program:
-    """What a run would compile on some GPUs.
+def attention_on(gpu: Gpu, config: ConfigDict) -> tuple[Callable, str]:
+    """The attention of a run on a kind of GPU, or what stands for it, and its description for the log."""
+    device = types.SimpleNamespace(platform="gpu", compute_capability=gpu.capability)
+    head_width = config.model.width // config.model.heads
+    attend, said = attention.fastest(device, config.model.dtype, config.sequence_length, head_width)
+    return flash if attend is attention.cudnn else attend, said
+
+
+def train_step_by_shapes(program: Program) -> Planned:
+    """A run's deepest train step, with the bytes of a device at the moment that needs most, by cause.
 
     Args:
-        config: a checked config.
-        devices: as many devices of any kind. Nothing is put on them.
+        program: with `attention_on` the devices that are planned for. Its own may be of any kind.
 
     Raises:
         UserError: if weights are made in chunks, which has other loops.
     """
-    if config.model.generate_chunk:
+    config, model, num_steps = program.config, program.config.model, max(program.depths)
+    if model.generate_chunk:
         raise UserError(
             "config.model.generate_chunk: must be 0 in a plan for GPUs, which goes by the loops over all steps, but it "
-            f"is {config.model.generate_chunk}"
+            f"is {model.generate_chunk}"
         )
-    stand_in = types.SimpleNamespace(platform="gpu", compute_capability=gpu.capability)
-    head_width = config.model.width // config.model.heads
-    attend, said = attention.fastest(stand_in, config.model.dtype, config.sequence_length, head_width)
-    mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
-    return Program(config, mesh, (flash if attend is attention.cudnn else attend, said))
-
-
-def train_step_by_shapes(program: Program) -> Planned:
-    """A run's deepest train step, with the bytes of a device at the moment that needs most, by cause."""
-    config, model, num_steps = program.config, program.config.model, max(program.depths)
     steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
     examples = config.batch_size // config.microbatches // math.prod(program.mesh.shape[axis] for axis in BATCH)
     weights, all_stored, gradient = bytes_of_loops(program, num_steps, "none")

@@ -41,15 +41,14 @@ def row_of(config: str, topology: str, *options: str) -> str:
         subprocess.run(command, check=True, stdout=sys.stderr)
     plan = json.loads(file.read_text())
     memory, mesh = plan["memory"], plan["mesh"]
-    sizes = f"{mesh['data'] * mesh['generator']} x {mesh['fsdp']} x {mesh['tensor']}"
-    needed = (memory["capacity"] - memory["to_spare"]) / 2**30
-    cells = [config, topology, sizes, f"{needed:.1f} of {memory['capacity'] / 2**30:.1f}"]
+    sizes = f"{mesh['data'] * mesh['generator']}x{mesh['fsdp']}x{mesh['tensor']}"
+    cells = [config, topology, sizes, f"{(memory['capacity'] - memory['to_spare']) / 2**30:.1f}"]
     if "training" in plan:
         [times] = plan["milliseconds"].values()
         least, most = plan["training"]["cycles_alone"], plan["training"]["with_account"]
-        cells.append(f"{times['cycles_alone']:,.0f} to {times['with_account']:,.0f}")
-        cells.append(f"{100 * most['utilisation']:.0f} to {100 * least['utilisation']:.0f} %")
-        cells.append(f"{least['hours']:,.1f} to {most['hours']:,.1f}")
+        cells.append(f"{times['cycles_alone']:,.0f}–{times['with_account']:,.0f}")
+        cells.append(f"{100 * most['utilisation']:.0f}–{100 * least['utilisation']:.0f}%")
+        cells.append(f"{least['hours']:,.1f}–{most['hours']:,.1f}")
     else:
         cells += ["does not fit", "", ""]
     return f"| {' | '.join(cells)} |"

@@ -82,7 +82,6 @@ ROWS = [
     Row(r"\bmain .*schedule=wsd", add="--config.optimizer.warmup_steps=1"),
     Row(r"( --config\.steps=)10000(.*) --config\.steps=\d+", r"\g<1>10000\2\g<1>8"),
     Row(r"\bmain .*:lora ", add="--config.model.lora_rank=8"),
-    Row(r"mesh\.fsdp=16", "mesh.fsdp=1"),
     Row(r"\bprepare ", add="--config.sequence_length=32"),  # the hub's validation split is short
     Row(r"materialized-4", "materialized-2"),  # steps
     Row(r"\bgenerate ", add="--tokens=8"),

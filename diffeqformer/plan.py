@@ -71,7 +71,7 @@ def main() -> None:
     mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
     program = Program(config, mesh, attention_on(chip, config) if on_gpus else None)
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
-    print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.said()}", flush=True)
+    print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.describe()}", flush=True)
     programs = [train_step_by_shapes(program)] if on_gpus else compiled(config, program)
     plan = plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
     print(summary(config, plan))

@@ -30,6 +30,7 @@ from diffeqformer.checkpoint_folder import (
     begin_save,
     chosen_step,
     folder_of,
+    may_pass,
     older,
     once_more,
     open_checkpoints,
@@ -255,22 +256,36 @@ def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step 
         return Opened(folder, step, about, saved_config(about.config))
 
 
-def newest_readable(workdir: epath.PathLike, or_older: bool) -> tuple[About, ConfigDict]:
-    """The metadata and config of the newest checkpoint; with `or_older`, of the newest of which they can be read.
+def damaged_records(folder: epath.Path) -> list[Damaged]:
+    """What is wrong with the metadata of the newest checkpoints, down to the first of which nothing is.
+
+    Raises:
+        Damaged: if something is wrong with all of them, or one can't be read for a reason that may pass.
+    """
+    found = []
+    for step in reversed(steps_of(folder)):
+        try:
+            read_about(folder, step)
+            return found
+        except Damaged as error:
+            if may_pass(error):
+                raise
+            found.append(error)
+    if found:
+        raise found[-1]
+    return found
+
+
+def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict]:
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged.
 
     Raises:
         NoCheckpoint: if there is none.
         Damaged: if they can't be read.
     """
-    step = None
-    while True:
-        try:
-            _, _, about, config = open_to_read(workdir, step=step)
-            return about, config
-        except Damaged as error:
-            step = older(folder_of(workdir), error.step)
-            if step is None or not or_older:
-                raise
+    passed = damaged_records(folder_of(workdir))
+    opened = open_to_read(workdir, step=older(passed[-1].directory, passed[-1].step) if passed else None)
+    return opened.about, opened.config
 
 
 def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir") -> ConfigDict:

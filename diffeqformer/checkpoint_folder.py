@@ -225,8 +225,7 @@ def _remedy(folder: epath.Path, step: int) -> str:
         return "restore its files"
     if before is None:
         return "restore its files, as there is none before it"
-    other = f"take the one before it with --step={before}, and in training with --config.on_damage=older"
-    return f"restore its files, or {other}"
+    return f"restore its files, or take the one before it with --step={before}"
 
 
 def validation_of(folder: epath.Path, step: int) -> dict | None:
@@ -250,19 +249,17 @@ def validation_of(folder: epath.Path, step: int) -> dict | None:
         validation = unsealed(from_json(content))
         return {**validation, "loss": float(validation["loss"])}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        remedy = "restore it, or let training go on without it by --config.on_damage=older"
+        remedy = "restore it, or let training set it aside"
         raise Damaged(f"{file}: this validation is damaged: {reason_of(error)}; {remedy}", folder, step) from error
 
 
-def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
-    """Check that the validations of all checkpoints are what was saved.
+def set_validations_aside(folder: epath.Path) -> None:
+    """Move the validations aside that aren't what was saved. Their checkpoints then count as not validated.
 
     Args:
         folder: of the checkpoints.
-        or_aside: move those aside that aren't. Their checkpoints then count as not validated.
 
     Raises:
-        Damaged: if one isn't.
         UserError: if one can't be read or moved.
     """
     with reachable("--workdir", folder):
@@ -271,8 +268,6 @@ def check_validations(folder: epath.Path, or_aside: bool = False) -> None:
         try:
             validation_of(folder, step)
         except Damaged as error:
-            if not or_aside:
-                raise
             moved = move_aside(folder / str(step) / "metrics", folder.parent / "damaged", f"{step}-metrics")
             print(f"{error.found}; it is now {moved}, and its checkpoint counts as not validated", flush=True)
 

@@ -140,8 +140,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.profile_steps = ""  # steps to trace for TensorBoard's profiler, such as 100-102; empty: none
     config.checkpoint_every = 500  # steps between checkpoints; of validations at such steps the best is kept
     config.checkpoints_kept = 2  # number of newest checkpoints to keep, beside the one that validated best
-    # If the newest checkpoint is damaged: stop, or set it aside and go on from an older one.
-    config.on_damage = "stop"
 
     config.sample = ConfigDict()  # the text that is generated at the end of training
     config.sample.prompt = "\n"  # the text that it continues
@@ -155,8 +153,9 @@ REMOVED = {
     "model.weights_dtype": "float32",
     "model.step_features": 0,  # once a boolean; False is equal to 0
     "optimizer.moment_dtype": "float32",
+    "on_damage": None,
 }
-"""Fields that configs once had, and the only value that a saved one may have there."""
+"""Fields that configs once had, and the only value that a saved one may have there; None: any, as no result changes."""
 
 
 def without_removed(fields: dict) -> dict:
@@ -167,7 +166,7 @@ def without_removed(fields: dict) -> dict:
     """
     fields = traverse_util.flatten_dict(fields, sep=".")
     for name, only in REMOVED.items():
-        if (value := fields.pop(name, only)) != only:
+        if (value := fields.pop(name, only)) != only is not None:
             raise ValueError(f"config.{name} is {value!r}, but this version only knows {only!r}")
     return traverse_util.unflatten_dict(fields, sep=".")
 
@@ -377,7 +376,7 @@ OF_ONE_HOST = tuple(
 
 CHANGEABLE = OF_ONE_HOST + tuple(
     "name kernels microbatches model.remat model.snapshots model.generate_chunk mesh. log_every eval_every "
-    "dynamics_every profile_steps checkpoint_every checkpoints_kept on_damage sample.".split()
+    "dynamics_every profile_steps checkpoint_every checkpoints_kept sample.".split()
 )
 """Fields (or their prefixes) that may differ when a run is resumed, because they affect the result by rounding at most.
 The text is identified by the SHA-256 of its ids instead."""

@@ -126,7 +126,6 @@ RULES = [
         "must be between 0 and 1",
     ),
     _one_of("kernels", KERNELS),
-    _one_of("on_damage", ("stop", "older")),
     _one_of("model.kind", MODELS),
     _one_of("model.field", FIELDS),
     Rule(

@@ -226,7 +226,7 @@ def damaged_checkpoint(campaign: Campaign, life: Life) -> bool | None:
     file = campaign.at.choices(files, [path.stat().st_size for path in files])[0]
     whole = damaged(campaign, file)
     only = len([path for path in (life.folder / "checkpoints").iterdir() if path.name.isdecimal()]) == 1
-    running = life.start("--config.on_damage=older")
+    running = life.start()
     end(campaign, life, running, (0, 1) if only else (0,))
     if only and any(process.returncode for process in running):
         file.write_bytes(whole)

@@ -73,18 +73,15 @@ def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"perplexity": 1.0}', '{"loss": 1.0, "sha256": "0"}', "\udcff"])
-def test_a_damaged_validation_is_named_and_set_aside_if_wanted(tmp_path, content, capsys):
+def test_a_damaged_validation_is_named_and_set_aside(tmp_path, content, capsys):
     save(tmp_path, {1: 1.0, 2: 2.0, 3: None}, kept=3)
     folder = checkpoint_folder.folder_of(tmp_path)
     file = folder / "1" / "metrics" / "metrics"
     file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    for use in (lambda: opened(tmp_path, "best"), lambda: checkpoint_folder.check_validations(folder)):
-        with pytest.raises(
-            checkpoint.Damaged, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"
-        ):
-            use()
+    with pytest.raises(checkpoint.Damaged, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"):
+        opened(tmp_path, "best")
     assert opened(tmp_path, None) == 3  # which doesn't need it
-    checkpoint_folder.check_validations(folder, or_aside=True)
+    checkpoint_folder.set_validations_aside(folder)
     assert f"it is now {tmp_path}/damaged/1-metrics, and its checkpoint counts as not" in capsys.readouterr().out
     assert opened(tmp_path, "best") == 2 and opened(tmp_path, 1) == 1
     save(tmp_path, {4: None}, kept=1)
@@ -101,7 +98,7 @@ def test_a_validation_that_cannot_be_reached_is_not_set_aside(tmp_path, error, m
 
     monkeypatch.setattr(type(checkpoint_folder.folder_of(tmp_path)), "read_bytes", fail)
     with pytest.raises(UserError, match="1/metrics/metrics: this file can't be read: .*; check that it can be reached"):
-        checkpoint_folder.check_validations(checkpoint_folder.folder_of(tmp_path), or_aside=True)
+        checkpoint_folder.set_validations_aside(checkpoint_folder.folder_of(tmp_path))
     assert not (tmp_path / "damaged").exists()
 
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are noticed, named and, where the user says so, set aside."""
+"""Damaged checkpoints are noticed, named and, in training, set aside."""
 
 import concurrent.futures
 import json
@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer import checkpoint, checkpoint_folder, checksums
-from diffeqformer.checkpoint_folder import newest
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError
@@ -26,7 +24,7 @@ from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
-from diffeqformer.training.run import Run, go_back, set_aside_alone
+from diffeqformer.training.run import Run, set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
 CHUNK = 13  # elements, so that small arrays are taken in many parts
@@ -115,7 +113,7 @@ def hurt_arrays(checkpoint_folder: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_told_to(
+def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before(
     tmp_path, short_stores, one_device_loop, capsys
 ):
     changes = {"checkpoint_every": 2, "checkpoints_kept": 3, "eval_every": 3, "data__dir": str(short_stores)}
@@ -126,10 +124,8 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
     [record] = (hurt / "checkpoints" / "4" / "about").glob("data.json")
     record.write_text(record.read_text().replace('"steps": 6', '"steps": 7'))
     said = "hurt/checkpoints/6: this checkpoint can't be read: .*; restore its files"
-    remedy = ", or take the one before it with --step=4, and in training with --config.on_damage=older$"
     for use, end in (
-        (lambda: loop.train(toy_config("gpt", **changes), hurt), remedy),
-        (lambda: checkpoint.load(hurt), remedy),
+        (lambda: checkpoint.load(hurt), ", or take the one before it with --step=4$"),
         (lambda: inspect_run(hurt), " or, if a running training has replaced it, start again$"),
     ):
         with pytest.raises(UserError, match=said + end):
@@ -138,7 +134,7 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
 
     (hurt / "checkpoints" / "6" / "metrics" / "metrics").write_text("{")
     capsys.readouterr()
-    model = loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
+    model = loop.train(toy_config("gpt", **changes), hurt)
     printed = capsys.readouterr().out
     assert "6/metrics/metrics: this validation is damaged: " in printed
     assert f"; it is now {hurt}/damaged/6-metrics, and its checkpoint counts as not validated\n" in printed
@@ -155,7 +151,7 @@ def test_training_names_a_damaged_checkpoint_and_goes_on_from_the_one_before_if_
     for step in (2, 4, 6):
         hurt_arrays(hurt / "checkpoints" / str(step))
     with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files, as there is none before it$"):
-        loop.train(toy_config("gpt", on_damage="older", **changes), hurt)
+        loop.train(toy_config("gpt", **changes), hurt)
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
 
 
@@ -167,32 +163,25 @@ def run_with(**attributes) -> Run:
     return run
 
 
-def test_what_may_pass_sets_no_checkpoint_aside(tmp_path, monkeypatch):
-    config = toy_config("gpt", on_damage="older")
-    about = checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
+def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(tmp_path, monkeypatch):
+    """Not what may pass, nor a state that others saved: of another structure, or beside damaged frozen parameters."""
+    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
     with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
         for step in (1, 2):
-            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}}, about)
-        checkpoint.check(checkpoints, wait=True)
-        run = run_with(config=config, checkpoints=checkpoints)
-        for error, passes in (
-            (OSError(24, "Too many open files"), True),
-            (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), True),
-            (FileNotFoundError("gone"), False),
-            (ValueError("Error decompressing"), False),
-        ):
-            with pytest.raises(checkpoint.Damaged) as found, checkpoint.readable(checkpoints.directory, 2):
-                raise error
-            if passes:
-                with pytest.raises(checkpoint.Damaged):
-                    go_back(run, 2, found.value)
-                assert newest(checkpoints) == 2
-        frozen = checkpoint.Damaged("frozen/0: damaged; restore it", epath.Path(tmp_path / "frozen"), 0)
-        with pytest.raises(checkpoint.Damaged, match="frozen/0"):  # which every checkpoint needs
-            go_back(run, 2, frozen)
-        assert newest(checkpoints) == 2
-        go_back(run, 2, found.value)
-        assert newest(checkpoints) == 1 and (tmp_path / "damaged" / "2").is_dir()
+            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}, "step": jnp.int32(step)}, about)
+    folder = checkpoints.directory
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.restore_state(folder, 2, {"params": {"other": None}, "step": None})
+    assert set_aside_if_damaged(folder, 2) is None
+    for error, aside in (
+        (OSError(24, "Too many open files"), False),
+        (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), False),
+        (ValueError("Error decompressing"), True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "open_arrays", mock.Mock(side_effect=error))
+            assert set_aside_if_damaged(folder, 1) is None
+            assert bool(set_aside_if_damaged(folder, 2)) == aside == (tmp_path / "damaged" / "2").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +209,7 @@ def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, dam
     assert not damaged or str(found.value).endswith("; see that it can be read, and start again")
 
 
-def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_checkpoint(tmp_path):
+def test_a_damaged_record_is_passed_over(tmp_path, monkeypatch):
     with checkpoint.open_to_write(tmp_path, kept=2) as checkpoints:
         for step in (1, 2):
             about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
@@ -228,18 +217,18 @@ def test_a_damaged_record_is_passed_over_if_the_run_may_go_on_from_an_older_chec
             checkpoint.check(checkpoints, wait=True)
     records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
-    with pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
-        checkpoint.newest_readable(tmp_path, or_older=False)
-    assert checkpoint.newest_readable(tmp_path, or_older=True)[0].data_sha256 == "1"
+    assert checkpoint.newest_readable(tmp_path)[0].data_sha256 == "1"
+    with monkeypatch.context() as patch, pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
+        patch.setattr(checkpoint, "_read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
+        checkpoint.newest_readable(tmp_path)
     records[0].write_text("{")
     with pytest.raises(checkpoint.Damaged, match="checkpoints/1: "):
-        checkpoint.newest_readable(tmp_path, or_older=True)
+        checkpoint.newest_readable(tmp_path)
 
 
 @pytest.mark.long
-def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
+def test_what_failed_to_be_restored_is_set_aside_only_if_it_is_damaged(tmp_path):
     """When another process ends, what it was needed for fails here, and the checkpoint is intact."""
-    config = toy_config("gpt", on_damage="older")
     state = {
         "params": {"w": jnp.arange(5000.0)},
         "optimizer": (jnp.ones(5000), {"m": jnp.ones(3)}),
@@ -247,20 +236,14 @@ def test_a_process_alone_sets_aside_only_what_it_finds_damaged_itself(tmp_path):
     }
     with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
         for step in (6, 7):
-            checkpoint.save(checkpoints, step, state, checkpoint.About(config.to_dict(), "bytes"))
-    for item, file_of in (("params", "w"), ("optimizer", "m")):
-        with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
-            run = run_with(config=config, checkpoints=checkpoints, folder=epath.Path(tmp_path))
-            lost = checkpoint.Damaged(
-                "7: Gloo AllGather failed: Connection reset by peer; ...", checkpoints.directory, 7
-            )
-            assert checkpoint.damage(checkpoints.directory, 7) is None and set_aside_alone(run, 7, lost) is lost
-            assert not (tmp_path / "damaged" / "7").exists()
-            whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / f"whole of {file_of}")
-            for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():
-                os.truncate(path, path.stat().st_size // 2)
-            said = str(set_aside_alone(run, 7, lost))
-        assert f"; it was moved to {tmp_path}/damaged; start again to go on from the one before it" in said
+            checkpoint.save(checkpoints, step, state, checkpoint.About(toy_config("gpt").to_dict(), "bytes"))
+    whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / "whole")
+    for item in ("params", "optimizer"):
+        assert set_aside_if_damaged(checkpoints.directory, 7) is None
+        for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():
+            os.truncate(path, path.stat().st_size // 2)
+        said = set_aside_if_damaged(checkpoints.directory, 7)
+        assert said.endswith(f"; it is now {tmp_path}/damaged/7")
         shutil.rmtree(tmp_path / "damaged" / "7")
         shutil.copytree(whole, tmp_path / "checkpoints" / "7")
 

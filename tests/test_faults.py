@@ -136,9 +136,7 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
         yield run(f"tuned-{number}", tuning, "tuned"), OF_RUNS
         yield in_bucket(f"gs-{number}"), SIGNALS | {"pauses": paused}
         count = 4 if number % 3 == 2 else 2
-        # With this option, a process that lost another one could take an intact checkpoint for a damaged one.
-        of_older = [*options, "--config.on_damage=older"]
-        yield run(f"run-of-{count}-{number}", of_older, f"alone-{count}", count), of_many
+        yield run(f"run-of-{count}-{number}", options, f"alone-{count}", count), of_many
 
 
 def live(campaign: Campaign, life: Life, faults: dict[str, Callable], deadline: float) -> None:

@@ -50,7 +50,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
     try:
-        about, ours = checkpoint.newest_readable(workdir, config.on_damage == "older")
+        about, ours = checkpoint.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         about = ours = None
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):

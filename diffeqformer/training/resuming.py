@@ -104,7 +104,7 @@ def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathL
 def set_decayed_aside(config: ConfigDict, workdir: epath.Path) -> None:
     """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed."""
     try:
-        saved = checkpoint.newest_readable(workdir, config.on_damage == "older")[1]
+        saved = checkpoint.newest_readable(workdir)[1]
     except checkpoint.NoCheckpoint:
         return
     limit, folder = last_stable(config, saved), folder_of(workdir)

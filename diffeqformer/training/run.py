@@ -19,12 +19,12 @@ from diffeqformer import checkpoint
 from diffeqformer.checkpoint import About
 from diffeqformer.checkpoint_folder import (
     Damaged,
-    check_validations,
     folder_of,
     may_pass,
     newest,
     older,
     set_aside,
+    set_validations_aside,
 )
 from diffeqformer.checksums import Differs
 from diffeqformer.console.results import check_links
@@ -102,7 +102,7 @@ class Run:
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
     try:
-        saved, there = checkpoint.newest_readable(workdir, config.on_damage == "older")
+        saved, there = checkpoint.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         return None
     return (saved.tokenizer, saved.tokenizer_data) if there.data.tokenizer == config.data.tokenizer else None
@@ -182,7 +182,7 @@ def open_run(
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
                 stack.enter_context(only_run(folder))
-                check_validations(folder_of(folder), or_aside=config.on_damage == "older")
+                set_validations_aside(folder_of(folder))
             saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
             for what in ("data_sha256", "validation_sha256"):
                 resuming.check_unchanged(what, about, saved, folder)
@@ -215,7 +215,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         UserError: if it can't be resumed with this config.
     """
     try:
-        saved, config_there = checkpoint.newest_readable(workdir, config.on_damage == "older")
+        saved, config_there = checkpoint.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         return None
     if saved.materialized_from is not None:
@@ -235,135 +235,107 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
 
 
 def start_or_resume(run: Run) -> tuple[Run, dict]:
-    """The run with a new state, or the run as of its newest checkpoint, with the state there.
+    """The run with a new state, or the run as of its newest checkpoint that isn't damaged, with the state there.
 
     Raises:
-        UserError: if processes see different checkpoints, it can't be read, or there isn't enough memory.
+        UserError: if processes see different checkpoints, one can't be read, or there isn't enough memory.
     """
-    step = newest_seen(run)
-    run = run if step is None else at_newest(run)
-    shapes = run.program.state_shapes
-    run.clock.lap("start-up")
-    with hosts.all_succeed("the memory"):
-        if step is None and run.config.base:
-            finetune.check_base_fits(run.config, run.about.base["step"], run.program.mesh)
-        will_train = (step or 0) < run.config.steps or run.config.on_damage == "older"
-        check_memory(run.config, run.program, shapes, will_train)
-    run.clock.lap("compilation")
-    run, state = (run, first_state(run)) if step is None else restored(run, shapes)
-    # Wait for all of it: after a failed allocation, a single scalar may never be ready.
-    return run, jax.block_until_ready(state)
+    while (step := newest_step(run)) is not None:
+        run = as_of(run, step)
+        check_room(run, step)
+        if (state := restored(run, step)) is not None:
+            # Wait for all of it: after a failed allocation, a single scalar may never be ready.
+            return run, jax.block_until_ready(state)
+    check_room(run, None)
+    return run, jax.block_until_ready(first_state(run))
 
 
-def newest_seen(run: Run) -> int | None:
-    """The step of the newest checkpoint; None if there is none.
+def newest_step(run: Run) -> int | None:
+    """The step of the newest checkpoint, after those with damaged metadata are set aside; None if there is none.
 
     Raises:
-        UserError: if processes see different ones.
+        UserError: if processes see different ones, or there is none before a damaged one.
     """
+    with hosts.all_succeed("the newest checkpoint"):
+        for error in checkpoint.damaged_records(run.checkpoints.directory) if hosts.is_first() else ():
+            print(f"{error.found}; {moved_aside(error)}, and the one before it is taken", flush=True)
+    run.checkpoints.reload()
     step = newest(run.checkpoints)
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
     return step
 
 
-def at_newest(run: Run) -> Run:
-    """The run as of its newest checkpoint.
+def as_of(run: Run, step: int) -> Run:
+    """The run as of one of its checkpoints."""
+    with hosts.all_succeed("the newest checkpoint"):
+        saved = checkpoint.read_about(run.checkpoints.directory, step)
+    about = dataclasses.replace(
+        run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
+    )
+    about = resuming.with_rates(about, saved, step, run.config)
+    return dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
+
+
+def check_room(run: Run, step: int | None) -> None:
+    """Check that there is enough memory to go on from a checkpoint's step, or (None) to begin; this compiles."""
+    run.clock.lap("start-up")
+    with hosts.all_succeed("the memory"):
+        if step is None and run.config.base:
+            finetune.check_base_fits(run.config, run.about.base["step"], run.program.mesh)
+        check_memory(run.config, run.program, run.program.state_shapes, (step or 0) < run.config.steps)
+    run.clock.lap("compilation")
+
+
+def restored(run: Run, step: int) -> dict | None:
+    """The state of a checkpoint; None if it is damaged and has been set aside. All processes call this together.
 
     Raises:
-        Damaged: if its record can't be read, unless `config.on_damage` takes an older one.
+        UserError: if it can't be read and stays, or if this process couldn't read it while others can.
     """
-    while True:
-        step, saved, error = newest_seen(run), None, None
-        try:
-            saved = checkpoint.read_about(run.checkpoints.directory, step)
-        except Damaged as raised:
-            error = raised
-        if hosts.any_process(error is not None):
-            go_back(run, step, error)
-            continue
-        about = dataclasses.replace(
-            run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
-        )
-        about = resuming.with_rates(about, saved, step, run.config)
-        return dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
-
-
-def restored(run: Run, shapes: dict) -> tuple[Run, dict]:
-    """The state of the newest checkpoint, and the run as of it.
-
-    Raises:
-        Damaged: if it can't be read or isn't what was saved, unless `config.on_damage` takes an older one.
-    """
-    while True:
-        step, state, error = newest(run.checkpoints), None, None
-        if step < run.config.steps:
-            print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
-        for last, rate in (run.about.earlier_rates or {}).items():
-            now = f"now it is {run.config.optimizer.learning_rate:g}, so this is another run"
-            print(f"until step {int(last):,} its peak learning rate was {rate:g}; {now}", flush=True)
-        try:
-            state = restored_state(run, step, shapes)
-        except Damaged as raised:
-            if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
-                # The others wait in the middle of reading.
-                raise set_aside_alone(run, step, raised) from raised.__cause__
-            error = raised
-        if not hosts.any_process(error is not None):
-            return run, state
-        go_back(run, step, error)
-        run = at_newest(run)
-
-
-def go_back(run: Run, step: int, error: Damaged | None) -> None:
-    """Set a damaged checkpoint aside, so that the one before it is the newest, if `config.on_damage` says so.
-
-    All processes call this together.
-
-    Args:
-        error: what this process found; None if only others found damage.
-
-    Raises:
-        Damaged: if it doesn't, if there is none before it, or if the reason may pass.
-    """
-    directory = run.checkpoints.directory
-    error = error or Damaged(f"{directory / str(step)}: another process found this checkpoint damaged", directory, step)
-    if hosts.any_process(not goes_back(run, step, error)):
-        raise error
-    if hosts.is_first():
-        moved = set_aside(run.checkpoints.directory, step)
-        print(f"{error.found}; it is now {moved}, and the one before it is taken", flush=True)
-    hosts.wait("a damaged checkpoint is set aside")
-    run.checkpoints.reload()
-
-
-def goes_back(run: Run, step: int, error: Damaged) -> bool:
-    """Whether the run may set a damaged checkpoint aside and go on from the one before it."""
-    folder = run.checkpoints.directory
-    if run.config.on_damage != "older" or error.directory != folder or may_pass(error):  # not of frozen parameters
-        return False
+    if step < run.config.steps:
+        print(f"Resuming {run.folder} from its checkpoint at step {step:,}", flush=True)
+    for last, rate in (run.about.earlier_rates or {}).items():
+        now = f"now it is {run.config.optimizer.learning_rate:g}, so this is another run"
+        print(f"until step {int(last):,} its peak learning rate was {rate:g}; {now}", flush=True)
+    folder, state, error = run.checkpoints.directory, None, None
     try:
-        return older(folder, step) is not None
-    except UserError:  # the folder can't be read
-        return False
+        state = restored_state(run, step, run.program.state_shapes)
+    except Damaged as raised:
+        if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
+            # The others wait in the middle of reading.
+            if aside := set_aside_if_damaged(folder, step):
+                raise UserError(f"{aside}; start again to go on from the one before it") from raised
+            raise
+        error = raised
+    if not hosts.any_process(error is not None):
+        return state
+    with hosts.all_succeed("the newest checkpoint"):
+        if hosts.is_first():
+            aside = set_aside_if_damaged(folder, step)
+            if not aside:
+                raise error or UserError(f"{folder / str(step)}: another process can't read this checkpoint")
+            print(f"{aside}, and the one before it is taken", flush=True)
 
 
-def set_aside_alone(run: Run, step: int, error: Damaged) -> UserError:
-    """The error with which a process ends that couldn't restore a checkpoint, while others wait in the middle of it.
+def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
+    """Set a checkpoint aside if this process finds by itself that its bytes are damaged, and there is one before it.
 
-    The checkpoint is set aside if `goes_back` allows it, so that the same command goes on from the one before it. But
-    the reason may be that another process has ended. So only damage counts that this process finds by itself.
+    What else can end a restore is no damage: another process that has ended, a disk that can't be reached, frozen
+    parameters, memory.
+
+    Returns:
+        what was found and done; None if nothing was.
     """
-    found = checkpoint.damage(run.checkpoints.directory, step)
-    if found is None or not goes_back(run, step, found):
-        return error
-    try:
-        set_aside(run.checkpoints.directory, step)
-    except UserError as failed:
-        if (run.checkpoints.directory / str(step)).exists():  # else another process was faster
-            return failed
-    folder = run.folder / "damaged"
-    return UserError(f"{found.found}; it was moved to {folder}; start again to go on from the one before it")
+    found = checkpoint.damage(folder, step)
+    if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
+        return None
+    return f"{found.found}; {moved_aside(found)}"
+
+
+def moved_aside(damaged: Damaged) -> str:
+    """Set a checkpoint aside, and say where it is."""
+    return f"it is now {set_aside(damaged.directory, damaged.step)}"
 
 
 def first_state(run: Run) -> dict:

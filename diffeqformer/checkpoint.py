@@ -250,7 +250,7 @@ def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step 
         there = folder.is_dir()
     if not there:
         raise NoCheckpoint(f"{workdir}: there is no checkpoint here; give the folder of a run")
-    step = chosen_step(folder, step, workdir, "--step" if option == "--workdir" else f"{option}_step")
+    step = chosen_step(folder, step, workdir, "--step" if option == "--workdir" else f"{option}, after its @")
     about = read_about(folder, step)
     with readable(folder, step):
         return Opened(folder, step, about, saved_config(about.config))

@@ -31,8 +31,9 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     """
     config = ConfigDict()
     config.name = name if model == "diffeqformer" else f"{name}-{model}"  # also names the folder of its runs
-    config.base = ""  # folder of a run to start from, which also sets the model's shape; empty: random weights
-    config.base_step = ""  # which of its checkpoints: a training step, best (validation), or empty for the newest
+    # Folder of a run to start from, which also sets the model's shape; empty: random weights. runs/a@1000 is its
+    # checkpoint of that training step, and runs/a@best that of the best validation, instead of the newest.
+    config.base = ""
     config.seed = 0  # of initial parameters, order of data and dropout
     config.steps = 20_000  # optimizer steps
     config.batch_size = 512  # sequences in one step, over all devices
@@ -165,6 +166,8 @@ def without_removed(fields: dict) -> dict:
         ValueError: if one of these has another value than it may have.
     """
     fields = traverse_util.flatten_dict(fields, sep=".")
+    if step := fields.pop("base_step", ""):
+        fields["base"] += f"@{step}"
     for name, only in REMOVED.items():
         if (value := fields.pop(name, only)) != only is not None:
             raise ValueError(f"config.{name} is {value!r}, but this version only knows {only!r}")

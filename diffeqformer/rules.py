@@ -195,7 +195,6 @@ RULES = [
         lambda v: v >= 0,
         "must not be negative",
     ),
-    *_every("base_step", re.compile("(best|[0-9]{1,18})?").fullmatch, "must be a training step, best, or empty"),
     *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
     Rule(
         "profile_steps",
@@ -358,7 +357,6 @@ IGNORED = [
         "this text doesn't come from TensorFlow Datasets",
     ),
     Ignored("data.text_field data.separator", lambda c: not c.data.train_files, "this text doesn't come from files"),
-    Ignored("base_step", lambda c: not c.base, "base is empty"),
     Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
     Ignored(
         "model.norm_of_norm",

@@ -63,7 +63,6 @@ def test_a_train_step_keeps_the_shapes_of_the_state(name, model):
 
 
 WRONG = {
-    "base_step": "newest",
     "seed": -1,
     "steps": 0,
     "batch_size": 12,  # on eight devices
@@ -294,6 +293,8 @@ def test_a_saved_config_may_have_removed_fields_at_their_defaults_alone():
     for values in (REMOVED, {**REMOVED, "model.step_features": False, "on_damage": "older"}):  # its first type
         fields = flatten_dict(toy_config().to_dict(), sep=".") | values
         assert saved_config(unflatten_dict(fields, sep=".")).to_dict() == toy_config().to_dict()
+    begun = fields | {"base": "runs/a", "base_step": "best"}  # before a base had an end for it
+    assert saved_config(unflatten_dict(begun, sep=".")).base == "runs/a@best"
     for name, wrong in (("model.step_features", True), ("model.step_features", 8), ("optimizer.moment_dtype", "bf16")):
         with pytest.raises(ValueError, match=rf"^config\.{name} is {wrong!r}, but this version only knows "):
             saved_config(unflatten_dict({**fields, name: wrong}, sep="."))

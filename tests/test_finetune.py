@@ -123,15 +123,26 @@ def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
             grown = jax.tree.map(lambda leaf, step=step: step * leaf, params)
             checkpoint.save(checkpoints, step, {"params": grown}, about, {"loss": float(step)})
     (tmp_path / "checkpoints" / "5" / "about" / "data.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^config.base: .*/5[^;]*; restore .* another checkpoint \(config.base_step\)"):
+    with pytest.raises(
+        UserError, match=r"^config.base: .*/5[^;]*; restore .* another checkpoint \(config.base=FOLDER@STEP\)"
+    ):
         finetune.inherit(new_config(tmp_path), tmp_path / "new")
     for asked in ("3", "best"):
-        config = finetune.inherit(new_config(tmp_path, base_step=asked), tmp_path / "new")
+        config = finetune.inherit(new_config(f"{tmp_path}@{asked}"), tmp_path / "new")
         started = mock.Mock(run.Run)
         started.config, started.program = config, Program(config, ONE_DEVICE)
         started.about = dataclasses.replace(about, base=finetune.base_of(config, about))
         state = run.first_state(started)
         np.testing.assert_array_equal(state["params"]["token_embedding"], 3 * params["token_embedding"])
+
+
+def test_a_folder_whose_name_ends_like_a_step_is_one(tmp_path):
+    (tmp_path / "a@7").mkdir()
+    assert finetune.chosen_base(f"{tmp_path}/a@7") == (f"{tmp_path}/a@7", None)
+    assert finetune.chosen_base(f"{tmp_path}/a@7@best") == (f"{tmp_path}/a@7", "best")
+    assert finetune.chosen_base("runs/a@7") == ("runs/a", 7)
+    for base in ("", "@7", "me@home/a", "a@last"):
+        assert finetune.chosen_base(base) == (base, None)
 
 
 @pytest.mark.long
@@ -283,16 +294,8 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
     save_base(tmp_path / "gpt", toy_config("gpt"))
     for base, changes, sentence in (
         ("none", {}, "config.base: must be the folder of a trained run, but .*none has no checkpoint"),
-        (
-            "ours",
-            {"base_step": "2"},
-            "config.base_step: must be best or the step of a checkpoint in .*ours, 3, but it is 2",
-        ),
-        (
-            "ours",
-            {"base_step": "best"},
-            "config.base_step: no checkpoint in .*ours was saved with a validation; give 3",
-        ),
+        ("ours@2", {}, "config.base, after its @: must be best or the step of a checkpoint in .*ours, 3, but it is 2"),
+        ("ours@best", {}, "config.base, after its @: no checkpoint in .*ours was saved with a validation; give 3"),
         ("ours", {"model__width": 64}, "config.model.width: must be the base's, 32, but it is 64; leave it out"),
         (
             "ours",

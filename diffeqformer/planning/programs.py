@@ -69,7 +69,7 @@ def computed_again(config: ConfigDict, num_steps: int) -> float:
 
 def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Planned]:
     """The start of a run from a base: its weights at the times of the grid, unless it goes on, then the first state."""
-    base = checkpoint.load_config(config.base, finetune.step_of_base(config), "config.base")
+    base = checkpoint.load_config(*finetune.chosen_base(config.base), "config.base")
     model = abstract_model(base)
     graph, params = split_model(model)
     params = placed(params, shardings(divide_copies(model, program.mesh), partition_specs(model)))

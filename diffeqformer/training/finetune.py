@@ -6,6 +6,7 @@ on it is a run like any other, with its own text, schedule and optimizer.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Set
 
 from etils import epath
@@ -13,10 +14,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import NoSuchStep, Step
+from diffeqformer.checkpoint_folder import BEST, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.depth.depths import trained_depths
-from diffeqformer.errors import UserError, counted
+from diffeqformer.errors import UserError, counted, reachable
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
@@ -44,7 +45,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     """
     if not config.base:
         return config
-    for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps", "base_step")):
+    for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")):
         check_rule(rule, config)
     if given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
@@ -119,9 +120,23 @@ def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None
         )
 
 
+def chosen_base(base: str) -> tuple[str, Step]:
+    """The folder that `config.base` names, and which of its checkpoints, as in runs/a@1000 and runs/a@best.
+
+    Raises:
+        UserError: if it can't be seen whether there is a folder with such a name, which then is the one.
+    """
+    folder, _, step = base.rpartition("@")
+    if not (folder and re.fullmatch("best|[0-9]{1,18}", step)):
+        return base, None
+    with reachable("config.base", base):
+        return (base, None) if work_folder(base).exists() else (folder, step if step == BEST else int(step))
+
+
 def is_base_of(config: ConfigDict, about: checkpoint.About, saved: ConfigDict) -> bool:
     """Whether the config's base is that of a checkpoint, by the config and the full path that it has saved."""
-    return place(config.base) in (place(saved.base), (about.base or {}).get("workdir"))
+    (ours, step), (theirs, of_theirs) = chosen_base(config.base), chosen_base(saved.base)
+    return step == of_theirs and place(ours) in (place(theirs), (about.base or {}).get("workdir"))
 
 
 @contextlib.contextmanager
@@ -130,28 +145,22 @@ def _reading_base(config: ConfigDict) -> Iterator[None]:
     try:
         yield
     except NoSuchStep as error:
-        if config.base_step.isdecimal():
+        if chosen_base(config.base)[1] == error.step:
             raise
         raise UserError(
             f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
             "replaced meanwhile; start again, with one that is there"
         ) from error
     except checkpoint.Damaged as error:
-        remedy = "restore its files, or begin with another checkpoint (config.base_step) or run"
+        remedy = "restore its files, or begin with another checkpoint (config.base=FOLDER@STEP) or run"
         raise UserError(f"config.base: {error.found}; {remedy}") from error
-
-
-def step_of_base(config: ConfigDict) -> Step:
-    """Which of its base's checkpoints a config asks for."""
-    step = config.base_step
-    return int(step) if step.isdecimal() else step or None
 
 
 def _model_of_base(config: ConfigDict) -> ConfigDict:
     """The `model` part of the config of the model that a run starts from."""
     try:
         with _reading_base(config):
-            base = checkpoint.load_config(config.base, step_of_base(config), "config.base")
+            base = checkpoint.load_config(*chosen_base(config.base), "config.base")
     except checkpoint.NoCheckpoint:
         raise UserError(
             f"config.base: must be the folder of a trained run, but {config.base} has no checkpoint"
@@ -184,19 +193,20 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
         UserError: if the base was trained with another tokenizer.
     """
     with _reading_base(config):
-        _, step, theirs, _ = checkpoint.open_to_read(config.base, "config.base", step_of_base(config))
+        folder, step = chosen_base(config.base)
+        _, step, theirs, _ = checkpoint.open_to_read(folder, "config.base", step)
         if (theirs.tokenizer, theirs.tokenizer_data) != (about.tokenizer, about.tokenizer_data):
             raise UserError(
                 f"config.data.tokenizer: must be the tokenizer of config.base, {theirs.tokenizer}, but this one, "
                 f"{about.tokenizer}, gives other ids"
             )
-        return {"workdir": place(config.base), "step": step, "data_sha256": theirs.data_sha256}
+        return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
 
 
 def solver_of_base(config: ConfigDict, step: int) -> str:
     """The solver of the base at one of its checkpoints."""
     with _reading_base(config):
-        return checkpoint.load_config(config.base, step, "config.base").model.solver
+        return checkpoint.load_config(chosen_base(config.base)[0], step, "config.base").model.solver
 
 
 def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
@@ -207,7 +217,7 @@ def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
         mesh: the devices over which they are sharded.
     """
     with _reading_base(config):
-        base = checkpoint.load_config(config.base, step, "config.base")
+        base = checkpoint.load_config(chosen_base(config.base)[0], step, "config.base")
     remedy = "materialize it on a machine with more memory, and take the folder of that"
     params = split_model(abstract_model(base))[1]
     check_free(f"config.base: the parameters of {config.base}", params, 1 / mesh.size, remedy)
@@ -222,7 +232,7 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
         mesh: the devices over which the parameters are sharded.
     """
     with _reading_base(config):
-        opened = checkpoint.load(config.base, mesh, step, "config.base")
+        opened = checkpoint.load(chosen_base(config.base)[0], mesh, step, "config.base")
     if goes_on(config):
         return split_model(opened.model)[1]
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

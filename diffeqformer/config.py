@@ -116,8 +116,6 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.mesh.data = -1  # replicates the parameters, but for a hypernetwork's
     config.mesh.fsdp = 1  # shards the parameters, which are gathered step by step
     config.mesh.tensor = 1  # shards heads, hidden units and the vocabulary
-    # Parts into which copies (mesh.data) divide a hypernetwork and its optimizer state; 0: what leaves whole tiles.
-    config.mesh.generator = 0
 
     config.data = ConfigDict()
     config.data.task = "openwebtext"  # a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files
@@ -155,6 +153,7 @@ REMOVED = {
     "model.step_features": 0,  # once a boolean; False is equal to 0
     "optimizer.moment_dtype": "float32",
     "on_damage": None,
+    "mesh.generator": None,
 }
 """Fields that configs once had, and the only value that a saved one may have there; None: any, as no result changes."""
 
@@ -166,7 +165,7 @@ def without_removed(fields: dict) -> dict:
         ValueError: if one of these has another value than it may have.
     """
     fields = traverse_util.flatten_dict(fields, sep=".")
-    if step := fields.pop("base_step", ""):
+    if step := fields.pop("base_step", ""):  # now a part of `base`
         fields["base"] += f"@{step}"
     for name, only in REMOVED.items():
         if (value := fields.pop(name, only)) != only is not None:

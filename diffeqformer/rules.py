@@ -160,7 +160,6 @@ RULES = [
         lambda v, c: not SOLVERS[v].reversible or not c.model.unit_steps,
         "must not be reversible where every step has the length 1 (model.unit_steps)",
     ),
-    _without_hypernetwork("mesh.generator", lambda v: v < 2, "0 or 1"),
     Rule(
         "kernels",
         lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generates_kernels,
@@ -190,8 +189,7 @@ RULES = [
         "of a moved grid can be much shorter than the second",
     ),
     *_every(
-        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank mesh.generator data.processes "
-        "model.base_width",
+        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank data.processes model.base_width",
         lambda v: v >= 0,
         "must not be negative",
     ),
@@ -332,7 +330,7 @@ class Ignored(NamedTuple):
 
 IGNORED = [
     Ignored(
-        "model.time_embed_dim mesh.generator",
+        "model.time_embed_dim",
         lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
         "model.kind {c.model.kind} has no hypernetwork",
     ),
@@ -342,7 +340,7 @@ IGNORED = [
         "model.kind {c.model.kind} reads no sines of the time",
     ),
     Ignored(
-        "kernels mesh.generator",
+        "kernels",
         lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
         "layers and adapters generate no weights",
     ),

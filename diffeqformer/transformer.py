@@ -353,20 +353,13 @@ def partition_specs(model: Transformer) -> dict:
     }
 
 
-def divide_copies(model: Transformer, mesh: Mesh, parts: int = 0) -> Mesh:
-    """The mesh with its copies of the model in groups that share a generator, if the model has one.
-
-    Args:
-        parts: copies in a group; 0: the most that leaves whole tiles (`diffeqformer.parallel.fit.generator_parts`).
-
-    Raises:
-        UserError: if the copies or the rows of a kernel don't divide into that many parts.
-    """
+def divide_copies(model: Transformer, mesh: Mesh) -> Mesh:
+    """The mesh with its copies of the model in groups that share a generator, if the model has one."""
     if not model.depth.generated:
         return divide_generator(mesh, 1)
     kernels = [layer for layer in model.field.layers().values() if isinstance(layer, Linear)]
     rows = [(layer.inputs, layer.axes[0]) for layer in kernels]
-    return divide_generator(mesh, generator_parts(parts, mesh, rows))
+    return divide_generator(mesh, generator_parts(mesh, rows))
 
 
 def layer_specs(model: Transformer, rows: tuple[str, ...]) -> dict:

@@ -32,11 +32,11 @@ def test_chunks_divide_the_steps():
         ((1, 1, 1), "step", {"solver": "reversible_heun", "dropout": 0.3, "microbatches": 2}),
         ((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}),
         pytest.param((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}, marks=pytest.mark.slow),
-        ((4, 2, 1), "step", {"generator": 2, "microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
+        ((4, 2, 1), "step", {"microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
     ],
 )
 def test_training_is_that_with_all_weights_at_once(mesh, remat, changes):
-    places = {"microbatches": "", "batch_size": "", "kind": "", "field": "", "generator": "mesh__"}
+    places = {"microbatches": "", "batch_size": "", "kind": "", "field": ""}
     changes = {places.get(name, "model__") + name: value for name, value in changes.items()}
     devices, changes = make_mesh(mesh, jax.devices()[: math.prod(mesh)]), {"model__vocab_multiple": 16, **changes}
     whole = run_steps(toy_config(**changes, kernels="xla"), devices, 3)[2]

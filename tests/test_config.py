@@ -100,7 +100,6 @@ WRONG = {
     "mesh.data": -3,
     "mesh.fsdp": 0,
     "mesh.tensor": -2,
-    "mesh.generator": -1,
     "kernels": "triton",
     "optimizer.name": "adam",
     "optimizer.learning_rate": -1e-3,
@@ -159,7 +158,6 @@ def test_a_wrong_value_is_refused_by_name(field):
             {"mesh__fsdp": 3},
             "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1",
         ),
-        (("gpt", "gpt"), {"mesh__generator": 2}, "mesh.generator: must be 0 or 1 for model.kind gpt, .* it is 2"),
         (
             ("gpt", "gpt"),
             {"model__training_depths": "2,4"},
@@ -321,7 +319,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 
 FREE = {
-    "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.generator", "model.remat",
+    "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat",
     "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
     "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
     "data.text_field", "data.separator",

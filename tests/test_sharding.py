@@ -12,6 +12,7 @@ from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.mesh import AXES, divide_generator, make_mesh
+from diffeqformer.training import step
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
@@ -98,15 +99,16 @@ def collectives(config, shape: tuple[int, int, int]) -> dict[str, list[int]]:
 
 
 @pytest.mark.long
-def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_gradient():
+def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_gradient(monkeypatch):
     """In bytes: W(t_n) is gathered and its gradient scattered step by step; dW is summed once for all microbatches.
 
     A divided generator moves no more bytes: instead of all-reducing dW, it scatters dW and gathers W.
     """
     shape, width, hidden, steps = (2, 4, 1), 64, 256, 6
     sizes = dict(model__width=width, model__mlp=hidden, model__time_embed_dim=40, microbatches=2)
-    ours = collectives(sharded_config(**sizes, mesh__generator=1), shape)
     divided = collectives(sharded_config(**sizes), shape)
+    monkeypatch.setattr(step, "divide_copies", lambda _, mesh: mesh)
+    ours = collectives(sharded_config(**sizes), shape)
     theirs = collectives(sharded_config("gpt", **sizes), shape)
 
     kernels = [4 * width * n for n in (3 * width, width, hidden, hidden)]
@@ -125,7 +127,7 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
         assert found["all-reduce in a loop"] == []  # of microbatches, say
     assert sum(ours["all-reduce"]) < 1.05 * sum(theirs["all-reduce"])
 
-    chunked = sharded_config(**sizes, mesh__generator=1, model__remat="step", model__generate_chunk=2)
+    chunked = sharded_config(**sizes, model__remat="step", model__generate_chunk=2)
     in_chunks = collectives(chunked, shape)
     assert sorted(in_chunks["all-gather"]) == sorted(2 * kernels + embeddings)
     summed = ((1 + 40) * sum(kernels) + sum(embeddings)) // 4  # B and P, once for all chunks
@@ -135,19 +137,17 @@ def test_a_step_gathers_its_weights_and_what_data_parallel_devices_sum_is_their_
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "shape, parts, shares",
+    "shape, width, shares",
     [
-        ((2, 2, 2), 1, (1 / 4, 1 / 4)),
-        ((2, 2, 2), 0, (1 / 4, 1 / 8)),
-        pytest.param((2, 4, 1), 1, (1 / 4, 1 / 4), marks=pytest.mark.slow),
-        pytest.param((8, 1, 1), 1, (1, 1), marks=pytest.mark.slow),
-        pytest.param((8, 1, 1), 0, (1, 1 / 8), marks=pytest.mark.slow),
+        ((2, 2, 2), 32, (1 / 4, 1 / 4)),  # too few rows for whole tiles
+        ((2, 2, 2), 64, (1 / 4, 1 / 8)),
+        pytest.param((2, 4, 1), 32, (1 / 4, 1 / 4), marks=pytest.mark.slow),
+        pytest.param((8, 1, 1), 64, (1, 1 / 8), marks=pytest.mark.slow),
     ],
 )
-def test_the_state_is_shared_and_stays_in_place(shape, parts, shares):
+def test_the_state_is_shared_and_stays_in_place(shape, width, shares):
     """A device has one share of the embeddings and another of the generator's matrices. Nothing else is shared."""
-    sizes = dict(model__width=64, model__mlp=256, mesh__generator=parts)
-    program = Program(sharded_config(**sizes), make_mesh(shape))
+    program = Program(sharded_config(model__width=width, model__mlp=4 * width), make_mesh(shape))
     state = program.state_shapes
     places = zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True)
     size = 4 * sum(math.prod(place.shard_shape(leaf.shape)) for leaf, place in places)
@@ -183,14 +183,11 @@ def test_rows_are_cut_into_whole_tiles_on_tpus():
 
 
 def test_copies_of_a_model_divide_its_generator_into_whole_tiles():
-    def parts(shape, kind="diffeqformer", **changes):
-        return Program(sharded_config(kind, **changes), make_mesh(shape)).mesh.shape["generator"]
+    def parts(shape, kind="diffeqformer"):
+        return Program(sharded_config(kind), make_mesh(shape)).mesh.shape["generator"]
 
     assert [parts(shape) for shape in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1))] == [4, 2, 1, 1]  # of 32 rows
-    assert parts((8, 1, 1), "gpt") == 1 and parts((8, 1, 1), mesh__generator=8) == 8  # 4 rows
-    message = r"^config.mesh.generator: must divide the copies within a slice \(4\) .*, as 1, 2, 4 would, but it is 8"
-    with pytest.raises(UserError, match=message):
-        parts((4, 2, 1), mesh__generator=8)
+    assert parts((8, 1, 1), "gpt") == 1
 
 
 class Device:
@@ -204,9 +201,7 @@ class Device:
 def test_copies_in_different_slices_do_not_share_a_generator():
     devices = np.array([Device("tpu", number, number // 4) for number in range(8)])
     mesh = Mesh(devices.reshape(8, 1, 1, 1), AXES)
-    assert generator_parts(0, mesh, [(64, "embed")]) == 4
-    with pytest.raises(UserError, match=r"copies within a slice \(4\)"):
-        generator_parts(8, mesh, [(64, "embed")])
+    assert generator_parts(mesh, [(64, "embed")]) == 4
     divided = divide_generator(mesh, 4)
     assert [{device.slice_index for device in parts.flat} for parts in divided.devices] == [{0}, {1}]
     assert divide_generator(divided, 1) == mesh

@@ -79,30 +79,16 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
         )
 
 
-def generator_parts(wanted: int, mesh: Mesh, rows: list[tuple[int, str]]) -> int:
-    """The number of parts into which copies of a model divide its generator (`mesh.divide_generator`).
+def generator_parts(mesh: Mesh, rows: list[tuple[int, str]]) -> int:
+    """The largest number of parts into which copies of a model divide its generator (`mesh.divide_generator`).
 
-    Copies in different slices don't share one: the network between them is too slow.
+    Each part has whole tiles of 8 rows. XLA's tiles of gathered weights have as many, in bf16 too. Copies in different
+    slices don't share one: the network between them is too slow.
 
     Args:
-        wanted: this number; 0: the largest that leaves whole tiles of 8 rows. XLA's tiles of gathered weights have as
-            many, in bf16 too.
         mesh: the devices.
         rows: number of rows of each generated kernel, and their logical axis.
-
-    Raises:
-        UserError: if the wanted number doesn't divide the copies in a slice, or the rows.
     """
     copies = mesh.shape["data"] * mesh.shape["generator"] // number_of_slices(list(mesh.devices.flat))
-
-    def divides(parts: int, tile: int) -> bool:
-        shares = [parts * mesh.shape["fsdp"] * mesh.shape.get(LOGICAL_AXES[axis], 1) for _, axis in rows]
-        return copies % parts == 0 and all(size % (share * tile) == 0 for (size, _), share in zip(rows, shares))
-
-    fitting = [parts for parts in range(1, copies + 1) if parts == 1 or divides(parts, 1 if wanted else 8)]
-    if wanted and wanted not in fitting:
-        raise UserError(
-            f"config.mesh.generator: must divide the copies within a slice ({copies}) and the rows of all kernels "
-            f"({', '.join(str(size) for size, _ in rows)}), as {', '.join(map(str, fitting))} would, but it is {wanted}"
-        )
-    return wanted or max(fitting)
+    tiles = [size / (8 * mesh.shape["fsdp"] * mesh.shape.get(LOGICAL_AXES[axis], 1)) for size, axis in rows]
+    return max((n for n in range(1, copies + 1) if not copies % n and not any(tile % n for tile in tiles)), default=1)

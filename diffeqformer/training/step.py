@@ -77,7 +77,7 @@ class Program:
     def __init__(self, config, mesh: Mesh, attention: tuple[Callable, str] | None = None):
         model = abstract_model(config)
         self.depths = trained_depths(config.model)
-        self.config, self.mesh = config, divide_copies(model, mesh, config.mesh.generator)
+        self.config, self.mesh = config, divide_copies(model, mesh)
         self.graph, abstract = split_model(model)
         head_width = config.model.width // config.model.heads
         attend, self.attention = attention or fastest(

@@ -36,7 +36,6 @@ setup(
         "eval": ["lm-eval>=0.4.13,<0.5"],
         "test": [  # for `make test` and `make lint`
             "beartype>=0.20",
-            "dill>=0.3.8",  # needed by TFDS's test case
             "gcp-storage-emulator>=2026.7",
             "gcsfs>=2024.6",
             "import-linter>=2.5",

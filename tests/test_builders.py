@@ -5,18 +5,15 @@ import gzip
 import json
 import lzma
 import os
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from diffeqformer.data import files
-from diffeqformer.data.files import Layout, check_first, count_texts, pick_texts, read_texts
+from diffeqformer.data.files import Layout, check_first, count_texts, read_texts
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
-from helpers import ROOT
 from runs import command
 
 FIRST = " = The Old Kettle = \n \n A kettle whistled . \n = Not a Title = \n It whistled twice . \n \n"
@@ -62,11 +59,7 @@ def test_detokenized_text_is_prose_and_has_the_same_characters(tokens):
 
     text = detokenize(tokens)
     assert text == TOKENS[tokens] and characters(text) == characters(tokens)
-
-
-def test_detokenization_keeps_lines():
-    text = "\n".join(TOKENS)
-    assert detokenize(text) == "\n".join(TOKENS.values())
+    assert detokenize(f"{tokens}\n\n{tokens}") == f"{text}\n\n{text}"
 
 
 DOCUMENTS = ["one\ntwo\u2028", "", "  ", "três 🙂"]
@@ -85,22 +78,19 @@ def pack(name: str, data: bytes) -> bytes:
     return PACKED.get(os.path.splitext(name)[1].lower(), bytes)(data)
 
 
-def write(folder, name, documents=DOCUMENTS, rows_per_group=2):
-    path = folder / name
-    if name.endswith(".parquet"):
-        pq.write_table(pa.table({"text": documents, "id": range(len(documents))}), path, row_group_size=rows_per_group)
-    else:
-        path.write_bytes(pack(name, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()))
-    return path
-
-
 @pytest.mark.parametrize(
     "name", ["a.parquet", "a.jsonl", "a.ndjson", "A.JSONL", "a.jsonl.gz", "a.jsonl.bz2", "a.json.xz", "a.b.jsonl.zst"]
 )
 def test_documents_of_a_file_come_as_they_are(tmp_path, name):
-    path = write(tmp_path, name)
+    path, lines = tmp_path / name, "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    path.write_bytes(parquet(text=DOCUMENTS, id=range(4)) if name == "a.parquet" else pack(name, lines.encode()))
     assert list(read_texts(path)) == DOCUMENTS and count_texts(path) == 4
-    assert pick_texts(path, [3, 0]) == {0: DOCUMENTS[0], 3: DOCUMENTS[3]}
+
+
+def parquet(table: pa.Table | None = None, **columns):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table or pa.table(columns), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "wiki.train.tokens", "README", "a.py", "a.md.zst", "a.TXT.GZ", "a.2024"])
@@ -150,32 +140,13 @@ def test_parquet_holds_text_in_many_types_and_a_null_is_an_empty_document(tmp_pa
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": TYPES[kind]}), path)
     assert list(read_texts(path)) == ["é", "", "", "é"] and count_texts(path) == 4
-    assert pick_texts(path, [1, 3]) == {1: "", 3: "é"}
 
 
 def test_a_row_without_text_is_an_empty_document(tmp_path):
     """So that rows keep their numbers, and preparation counts it."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n \r\n{"text": null}\n{"text": "b"}\n\n')
     assert list(read_texts(tmp_path / "a.jsonl")) == ["a", "", "", "", "b", ""]
-    assert count_texts(tmp_path / "a.jsonl") == 6 and pick_texts(tmp_path / "a.jsonl", [4]) == {4: "b"}
-
-
-def test_only_row_groups_with_wanted_rows_are_read(tmp_path, monkeypatch):
-    path = write(tmp_path, "a.parquet", [str(i) for i in range(10)])
-    read, original = [], pq.ParquetFile.iter_batches
-
-    def iter_batches(self, rows, groups, **options):
-        read.extend(groups)
-        return original(self, rows, groups, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
-    assert pick_texts(path, [9, 2, 3]) == {2: "2", 3: "3", 9: "9"} and read == [1, 4]
-
-
-def parquet(table: pa.Table | None = None, **columns):
-    sink = pa.BufferOutputStream()
-    pq.write_table(table or pa.table(columns), sink)
-    return sink.getvalue().to_pybytes()
+    assert count_texts(tmp_path / "a.jsonl") == 6
 
 
 TWO_COLUMNS = parquet(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
@@ -187,40 +158,24 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
     [
         ("a.txt", None, r"a\.txt: No such file or directory; put"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
-        ("a.txt", b"ab\ncd\xff", r"a\.txt: byte 5 isn't UTF-8"),
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"a\.txt: byte 6 isn't UTF-8"),  # after a byte order mark
         ("a.txt.gz", b"plain", r"a\.txt\.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: .*end-of-stream"),
-        ("a.txt.bz2", b"plain", r"a\.txt\.bz2: Invalid data stream; put"),
         ("a.txt.xz", b"plain", r"a\.txt\.xz: Input format not supported"),
         ("a.txt.zst", b"plain", r"a\.txt\.zst: ZSTD decompress failed"),
         ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: Truncated compressed stream"),
         ("a.png", b"\x89PNG\r\n", r"a\.png: byte 0 isn't UTF-8; convert the file to UTF-8, or leave it out"),
-        ("a.bin", b"ab\0", r"a\.bin: byte 2 is 0, so this isn't text; leave the file out, or convert it to UTF-8"),
         ("a.txt", "naïve".encode("utf-16-le"), r"a\.txt: byte 1 is 0, so this isn't text"),
-        ("a.txt", "naïve".encode("latin-1"), r"a\.txt: byte 2 isn't UTF-8"),
         ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
-        ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object"),
         ("a.jsonl", b'{"words": "a"}\n', r"a\.jsonl: line 1 has no string 'text'"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl: line 1 has no string 'text'"),
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"a\.jsonl: line 2 has no string 'text'"),
-        (
-            "a.json",
-            b'[{"text": "a"}]',
-            r"a\.json: line 1 isn't a JSON object but an array, .* jq -c '\.\[\]' would wri",
-        ),
-        ("a.json", b'[\n{"text": "a"}]', r"a\.json: line 1 isn't a JSON object but an array"),
-        (
-            "a.json",
-            b'{\n"text": "a"\n}',
-            r"a\.json: line 1 has only the beginning of a JSON object, which jq -c \. would",
-        ),
+        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 isn't a JSON object but an array, .* jq -c '\.\[\]' would"),
+        ("a.json", b'{\n"text": "a"\n}', r"a\.json: line 1 has only the beginning of a JSON object, which jq -c \. "),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 24 isn't UTF-8"),
         ("a.parquet", None, r"a\.parquet: .*No such file.*; put"),
         ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
-        ("a.parquet", b"", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
         ("a.parquet", TWO_COLUMNS, r"a\.parquet: there are several columns 'text' among \['text', 'text'\]"),
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
@@ -237,23 +192,12 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("builders_process", "tasks_process")]
+
+
 @pytest.mark.long
-def test_seqio():
+@pytest.mark.parametrize("name", ["seqio_process", *SLOW])
+def test_with_tensorflow(name):
     """Run the tests of another file in a fork of a process with TensorFlow, without the import hook."""
-    done = command("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "tests/seqio_process.py")
+    done = command("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", f"tests/{name}.py")
     assert done.returncode == 0, done.stdout[-8000:]
-
-
-@pytest.mark.slow
-def test_builders_and_tasks(tmp_path):
-    """Run the tests of other files in a process with TensorFlow and without the import hook.
-
-    The standard library's store, with which they compare SeqIO's task, is prepared by the command.
-    """
-    done = command("prepare", "--config=configs/tiny.py", "--config.data.processes=1", f"--config.data.dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    files = ["tests/builders_process.py", "tests/tasks_process.py"]
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "STORES": str(tmp_path)}
-    done = subprocess.run(pytest_command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

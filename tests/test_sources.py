@@ -54,8 +54,8 @@ def fetched(corpus: str, folder) -> sources.HubTexts:
     return texts
 
 
-def record(folder, name: str = "openwebtext") -> dict:
-    return json.loads((folder / "downloads" / f"{name}.downloads.json").read_text())
+def record(folder, dataset: str = OPENWEBTEXT) -> dict:
+    return json.loads((folder / "downloads" / dataset / "downloads.json").read_text())
 
 
 def by_hand(folder, name: str, **files: bytes):
@@ -119,11 +119,17 @@ def test_an_article_of_raw_wikitext_may_go_on_in_the_next_file(tmp_path, nowhere
 
 def test_missing_manual_files_are_refused(tmp_path, nowhere):
     folder = by_hand(tmp_path, "wikitext103/raw")
-    with pytest.raises(UserError, match="raw: the folder is empty"):
-        fetched("wikitext103_raw", tmp_path)
+    by_hand(tmp_path, "openwebtext")
     (folder / "train.txt").write_text("\n")
-    with pytest.raises(UserError, match="raw: no file of split 'validation'; put one there"):
-        fetched("wikitext103_raw", tmp_path)
+    for corpus, sentence in (
+        (
+            "wikitext103_raw",
+            r"raw: no file of split 'validation'; put one there \(validation.parquet, ...\)",
+        ),
+        ("openwebtext", "openwebtext: the folder is empty; put the files there, or remove it to download them"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            fetched(corpus, tmp_path)
 
 
 @pytest.mark.parametrize("variable", ["TFDS_DATA_DIR", "HOME"])
@@ -135,72 +141,45 @@ def test_the_folder_is_that_of_tfds(tmp_path, variable, monkeypatch, nowhere):
 
 
 def test_wikitext_from_the_repository(hub, tmp_path):
-    """Both forms share a record."""
     hub.datasets[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
     texts = fetched("wikitext103_raw", tmp_path)
     assert list(texts.documents("test")) == list(articles("".join(row or "\n" for row in RAW["test"])))
     assert list(fetched("wikitext103", tmp_path).documents("test")) == DETOKENIZED["test"]
-    found = record(tmp_path, "wikitext103")
-    assert len(found) == 6 and all(entry["stated_by_hub"] for entry in found.values())
+    hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
+    with pytest.raises(UserError, match="test-.*parquet: has the SHA-256 .* but the hub states 0000"):
+        fetched("wikitext103_raw", tmp_path / "again")
 
 
 def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
     hub.stated[LAST] = None
     texts = fetched("openwebtext", tmp_path)
     assert list(texts.documents("validation")) == [PAGES[row] for row in sources.validation_rows(len(PAGES))]
-    content = hub.datasets[OPENWEBTEXT][CONVERTED][LAST]
-    sha256 = hashlib.sha256(content).hexdigest()
-    assert record(tmp_path)[f"hf://datasets/{OPENWEBTEXT}@{CONVERTED}/{LAST}"] == {
-        "bytes": len(content),
-        "sha256": sha256,
-        "stated_by_hub": False,
-        "commit": hub.commit(OPENWEBTEXT, CONVERTED),
-    }
+    sha256 = {path: hashlib.sha256(data).hexdigest() for path, data in hub.datasets[OPENWEBTEXT][CONVERTED].items()}
+    assert record(tmp_path) == {"commit": hub.commit(OPENWEBTEXT, CONVERTED), "files": {"train": sha256}}
     said = capsys.readouterr().out
-    assert f"SHA-256 {sha256}, none stated by the hub" in said and len(record(tmp_path)) == 2
+    assert f"SHA-256 {sha256[LAST]}, none stated by the hub" in said and said.count("as the hub states") == 1
     assert "2,500 documents instead of 8,013,769, so the validation split isn't the published" in said
-
-
-def test_a_file_that_is_not_the_stated_one_is_refused(hub, tmp_path):
-    hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
-    with pytest.raises(UserError, match="test-.*parquet: SHA-256 .* but the hub states 0000"):
-        fetched("wikitext103_raw", tmp_path)
 
 
 def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, tmp_path, monkeypatch):
     """What an earlier one had in addition is left out. A file of other content isn't whole."""
     files = hub.datasets[OPENWEBTEXT][CONVERTED]
+    place = tmp_path / "downloads" / OPENWEBTEXT
     fetched("openwebtext", tmp_path)
-    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
+    (place / LAST).unlink()
     del files[LAST]  # the hub has cut the data set anew
     files["plain_text/train/0000-more.parquet"] = parquet(PAGES[1500:])
     again = fetched("openwebtext", tmp_path)
-    assert len(record(tmp_path)) == 3
     with monkeypatch.context() as patch:
         patch.setattr(downloads, "HfApi", None)
         without = fetched("openwebtext", tmp_path)
     assert without.found == again.found and len(again.found["files"]["train"]) == 2
-    files[LAST] = b""
-    (tmp_path / "downloads" / OPENWEBTEXT / "plain_text/train/0000.parquet").write_bytes(parquet(["other"]))
+    (place / "plain_text/train/0000.parquet").write_bytes(parquet(["other"]))
     hub.datasets.clear()
     with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404; try again later"):
         fetched("openwebtext", tmp_path)
-
-
-def test_a_file_that_is_not_the_recorded_one_is_refused(hub, tmp_path):
-    fetched("openwebtext", tmp_path)
-    place = tmp_path / "downloads" / "openwebtext.downloads.json"
-    before = place.read_text()
-    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
-    fetched("openwebtext", tmp_path)  # the same again: nothing to say
-    assert place.read_text() == before
-    (tmp_path / "downloads" / OPENWEBTEXT / LAST).unlink()
-    hub.datasets[OPENWEBTEXT][CONVERTED][LAST] = parquet(PAGES[1501:])
-    with pytest.raises(UserError, match=r"0001\.parquet: SHA-256 .*openwebtext\.downloads\.json records "):
-        fetched("openwebtext", tmp_path)
-    assert place.read_text() == before
-    place.write_text("{")
-    with pytest.raises(UserError, match=r"openwebtext\.downloads\.json: this record can't be read"):
+    (place / "downloads.json").write_text("{")
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404; try again later"):
         fetched("openwebtext", tmp_path)
 
 
@@ -215,29 +194,20 @@ def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
     assert fetched("openwebtext", tmp_path).number("validation") == 2 and kept.stat().st_mtime_ns == written
 
 
-FOLDERS = {"a/train-0.parquet": b"", "b/train-0.parquet": b""}
-
-
 @pytest.mark.parametrize(
-    "branch, files, sentence",
+    "branch, names, sentence",
     [
-        (CONVERTED, {"x/partial-train/0.parquet": b""}, "converted only a part of split 'train'"),
-        (CONVERTED, {"x/test/0.parquet": b""}, "the hub has no Parquet files of it"),
-        (CONVERTED, {"x/train/0.parquet": b"", "y/train/0.parquet": b""}, "'train' is in several folders"),
-        (CONVERTED, None, "the hub has no Parquet files of it"),
-        ("main", None, "the hub answered 404"),
-        ("main", FOLDERS, r"split 'train' is in several folders of the hub, \['a', 'b'\]"),
+        (CONVERTED, ["x/partial-train/0"], "converted only a part of split 'train'"),
+        (CONVERTED, ["x/test/0"], "the hub has no Parquet files of it"),
+        (CONVERTED, [], "the hub has no Parquet files of it"),
+        ("main", ["a/train-0", "b/train-0"], r"split 'train' is in several folders of the hub, \['a', 'b'\]"),
     ],
 )
-def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, files, sentence):
-    hub.datasets[OPENWEBTEXT][branch] = files
-    if files is None:
-        del hub.datasets[OPENWEBTEXT][branch]
-    if not hub.datasets[OPENWEBTEXT].get("main"):
-        del hub.datasets[OPENWEBTEXT]
-    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}") as error:
+def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, names, sentence):
+    hub.datasets[OPENWEBTEXT][branch] = {f"{name}.parquet": b"" for name in names}
+    with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}.* manual_dir") as error:
         fetched("openwebtext", tmp_path)
-    assert "\n" not in str(error.value) and "manual_dir" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):

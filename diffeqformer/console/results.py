@@ -118,18 +118,21 @@ def _new_folder(parent: pathlib.Path) -> pathlib.Path:
             number += 1
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Write a file atomically, so that it is never half-written. In JSON, names of any bytes can be read back.
-
-    Raises:
-        UserError: if it can't be written.
-    """
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a file that is whole or absent, also after a power cut. In JSON, names of any bytes can be read back."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file of results as `write_whole` does, with a UserError if it can't be written."""
     with reachable("--output", path):
-        partial.unlink(missing_ok=True)
-        with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # never through a link
-            file.write(text)
-        partial.replace(path)
+        write_whole(path, text)
 
 
 def write_json(path: pathlib.Path, data, **options) -> None:

@@ -4,7 +4,8 @@ A corpus of your own needs no change here: call `add_corpus` in a module that `c
 module only where TensorFlow may be imported.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import seqio
@@ -12,8 +13,9 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from diffeqformer.data import builders  # noqa: F401 (registers the data sets)
-from diffeqformer.data.sources import HUB_CORPORA
-from diffeqformer.data.texts import CUTS, STDLIB_ORIGIN, StandardLibrary, uncut
+from diffeqformer.data.sources import HUB_CORPORA, writing
+from diffeqformer.data.texts import StandardLibrary
+from diffeqformer.errors import UserError
 
 
 class Corpus(NamedTuple):
@@ -21,13 +23,11 @@ class Corpus(NamedTuple):
 
     source: SeqIO source of examples with the feature `text`.
     origin: its description for readers; written into the token store.
-    cut: splits a local text file that replaces the corpus into documents.
     tokenizer: the kind (`config.data.tokenizer`) with which `diffeqformer.data.tasks` registers it; gpt2 or bytes.
     """
 
     source: seqio.DataSource
     origin: str
-    cut: Callable[[str], Iterator[str]] = uncut
     tokenizer: str = "gpt2"
 
 
@@ -83,9 +83,78 @@ class OrderedTfds(seqio.TfdsDataSource):
 CORPORA: dict[str, Corpus] = {}
 
 
-def add_corpus(name: str, source: seqio.DataSource, origin: str, **how) -> None:
+def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str = "gpt2") -> None:
     """Add a corpus; see `Corpus`."""
-    CORPORA[name] = Corpus(source, origin, **how)
+    CORPORA[name] = Corpus(source, origin, tokenizer)
+
+
+def fetch(source: seqio.DataSource) -> None:
+    """Download a source and write it as a TensorFlow data set, if it needs one and doesn't have it yet.
+
+    Raises:
+        UserError: if it can't be downloaded or written.
+    """
+    if isinstance(source, seqio.TfdsDataSource):
+        with writing():
+            source.tfds_dataset.builder.download_and_prepare()
+
+
+def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The text, under the name that SeqIO expects for text to be tokenized.
+
+    Raises:
+        UserError: if the examples have no text.
+    """
+    if "text" not in dataset.element_spec:
+        raise UserError(
+            "config.data.task: the examples of a corpus must have a 'text', but they have "
+            f"{', '.join(dataset.element_spec)}"
+        )
+    return dataset.map(lambda example: {"targets": example["text"]})
+
+
+def one_sentence(error: Exception) -> str:
+    """An error's message. For a UserError that TensorFlow has wrapped, the original message."""
+    wrapped = re.search(r"UserError: (.*)", str(error))
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return wrapped.group(1).strip() if wrapped else lines[0][:300]
+
+
+class SourceTexts:
+    """The documents of a corpus as SeqIO reads them, with the methods of `diffeqformer.data.sources.FileTexts`.
+
+    Raises:
+        UserError: if there is no such corpus.
+    """
+
+    found = None  # SeqIO finds the corpus again in each process
+
+    def __init__(self, corpus: str):
+        if corpus not in CORPORA:
+            raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
+        self.source, self.origin, _ = CORPORA[corpus]
+
+    def fetch(self) -> None:
+        """As the function does."""
+        fetch(self.source)
+
+    @property
+    def splits(self) -> Collection[str]:
+        """The names of the splits. TFDS knows them once the corpus is fetched."""
+        return self.source.splits
+
+    def shards(self, split: str) -> int:
+        """The number of shards."""
+        return len(self.source.list_shards(split))
+
+    def documents(self, split: str, index: int, count: int) -> Iterator[str]:
+        """The documents of one of `count` shards, in order."""
+        part = seqio.ShardInfo(index, count) if count > 1 else None
+        try:
+            for example in rekey(self.source.get_dataset(split, shuffle=False, shard_info=part)).as_numpy_iterator():
+                yield example["targets"].decode("utf-8")
+        except tf.errors.OpError as error:
+            raise UserError(one_sentence(error)) from None
 
 
 def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
@@ -97,11 +166,7 @@ def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None =
     return tf.data.Dataset.from_generator(examples, output_signature={"text": tf.TensorSpec([], tf.string)})
 
 
-add_corpus(
-    "python_stdlib",
-    seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation")),
-    STDLIB_ORIGIN,
-    tokenizer="bytes",
-)
+_stdlib = seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation"))
+add_corpus("python_stdlib", _stdlib, StandardLibrary.origin, tokenizer="bytes")
 for _name, _texts in HUB_CORPORA.items():
-    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", _texts.splits), _texts.origin, cut=CUTS.get(_name, uncut))
+    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", _texts.splits), _texts.origin)

@@ -7,7 +7,7 @@ import lzma
 import os
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from diffeqformer.data.seals import from_json
@@ -16,7 +16,15 @@ from diffeqformer.errors import UserError
 PLAIN, JSON_LINES, PARQUET = "plain text", "JSON lines", "Parquet"
 SUFFIXES = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".parquet": PARQUET}
 """Of what isn't plain text."""
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": lambda *how: _open_zstandard(*how)}
+
+
+def _open_zstandard(path: str | os.PathLike, mode: str):
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(open(path, mode), "zstd")
+
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstandard}
 """By the suffix of a compressed file."""
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
 BLOCK = 2**20  # bytes read at once
@@ -51,11 +59,7 @@ def kind(path: str | os.PathLike) -> str:
 
 
 def check_first(path: str | os.PathLike, layout: Layout = Layout()) -> None:
-    """Check that the beginning of a file can be read: its first document or, of plain text, its first bytes.
-
-    Raises:
-        UserError: as `read_texts`.
-    """
+    """Check, as `read_texts` does, that a file's first document, or the first bytes of plain text can be read."""
     if kind(path) == PLAIN:
         _decoded(path, 0, next(_blocks(path))[:BINARY], whole=False)
     else:
@@ -71,8 +75,7 @@ def read_texts(path: str | os.PathLike, layout: Layout = Layout()) -> Iterator[s
         UserError: if the file is missing, empty, broken, without the field, not UTF-8, or holds too large a document.
     """
     if kind(path) == PARQUET:
-        with _open_parquet(path, layout.field) as file:
-            yield from _parquet_texts(path, layout.field, file, range(file.num_row_groups))
+        yield from _parquet_texts(path, layout.field)
     elif kind(path) == JSON_LINES:
         for number, line in enumerate(read_lines(path), start=1):
             yield _json_text(path, layout.field, number, line) if line.strip() else ""
@@ -82,10 +85,9 @@ def read_texts(path: str | os.PathLike, layout: Layout = Layout()) -> Iterator[s
 
 
 def read_lines(path: str | os.PathLike) -> Iterator[str]:
-    """The lines of a plain or JSON-lines file, with their line feeds. Only a line feed ends a line.
+    """The lines of a plain or JSON-lines file, with their line feeds, as `read_texts` reads them.
 
-    Raises:
-        UserError: if the file is missing, empty, not UTF-8, or holds too large a line.
+    Only a line feed ends a line.
     """
     return _pieces(path, "\n")
 
@@ -137,12 +139,6 @@ def _blocks(path: str | os.PathLike) -> Iterator[bytes]:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; put a readable file there") from None
     if not size:
         raise UserError(f"{path}: the file is empty; put one with text there")
-
-
-def _open_zstandard(path: str | os.PathLike, mode: str):
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(open(path, mode), "zstd")
 
 
 def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> str:
@@ -205,52 +201,29 @@ def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
     return texts
 
 
-def _parquet_texts(path: str | os.PathLike, field: str, file, groups: Sequence[int], row: int = 0) -> Iterator[str]:
-    """The texts of some row groups in order, the first of which begins at `row`."""
+def _parquet_texts(path: str | os.PathLike, field: str) -> Iterator[str]:
     import pyarrow
 
+    row = 0
     try:
-        for group in groups:
-            about = file.metadata.row_group(group)
-            columns = [about.column(number) for number in range(about.num_columns)]
-            [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == field]
-            rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
-            if pyarrow.types.is_dictionary(file.schema_arrow.field(field).type):
-                rows = ROWS_OF_DICTIONARY
-            for batch in file.iter_batches(rows, [group], columns=[field]):
-                yield from _strings(path, batch.column(0), row)
-                row += batch.num_rows
+        with _open_parquet(path, field) as file:
+            for group in range(file.num_row_groups):
+                about = file.metadata.row_group(group)
+                columns = [about.column(number) for number in range(about.num_columns)]
+                [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == field]
+                rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
+                if pyarrow.types.is_dictionary(file.schema_arrow.field(field).type):
+                    rows = ROWS_OF_DICTIONARY
+                for batch in file.iter_batches(rows, [group], columns=[field]):
+                    yield from _strings(path, batch.column(0), row)
+                    row += batch.num_rows
     except (OSError, pyarrow.ArrowInvalid):
         raise UserError(f"{path}: this Parquet file is damaged after row {row:,}; get it again") from None
 
 
 def count_texts(path: str | os.PathLike) -> int:
-    """The number of documents in `read_texts`. The rows of a Parquet file aren't read for this.
-
-    Raises:
-        UserError: as `read_texts`.
-    """
+    """The number of documents in `read_texts`. The rows of a Parquet file aren't read for this."""
     if kind(path) == PARQUET:
         with _open_parquet(path, Layout().field) as file:
             return file.metadata.num_rows
-    return sum(1 for _ in (read_lines if kind(path) == JSON_LINES else read_texts)(path))
-
-
-def pick_texts(path: str | os.PathLike, rows: Iterable[int]) -> dict[int, str]:
-    """Some documents of `read_texts`, by row. In a Parquet file, only row groups that contain such rows are read.
-
-    Raises:
-        UserError: as `read_texts`.
-    """
-    wanted, field = set(rows), Layout().field
-    if kind(path) != PARQUET:
-        return {row: text for row, text in enumerate(read_texts(path)) if row in wanted}
-    texts, start = {}, 0
-    with _open_parquet(path, field) as file:
-        for group in range(file.num_row_groups):
-            end = start + file.metadata.row_group(group).num_rows
-            if any(start <= row < end for row in wanted):
-                found = enumerate(_parquet_texts(path, field, file, [group], start), start)
-                texts.update((row, text) for row, text in found if row in wanted)
-            start = end
-    return texts
+    return sum(1 for _ in read_texts(path))

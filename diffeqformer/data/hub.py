@@ -6,20 +6,19 @@ The settings of `huggingface_hub` apply: HF_TOKEN, HF_ENDPOINT and others. Its i
 import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HTTPError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from diffeqformer.data.seals import write_lasting
+from diffeqformer.console.results import write_whole
+from diffeqformer.data.seals import from_json
 from diffeqformer.errors import UserError
 
 CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
-BRANCHES = ("main", CONVERTED)
 
 
 @contextlib.contextmanager
@@ -41,13 +40,8 @@ def _asking_hub(dataset: str) -> Iterator[None]:
         ) from None
 
 
-def _is_of(path: pathlib.PurePosixPath, split: str) -> bool:
-    """Whether a file of the hub is of a split, by its name or its folder's."""
-    return path.name.startswith(split) or path.parent.name in (split, f"partial-{split}")
-
-
-def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[str, str, dict[str, list[RepoFile]]]:
-    """The Parquet files of a data set on the hub: the branch that has them, its commit, and the files of each split.
+def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[str, dict[str, list[RepoFile]]]:
+    """The commit that has a data set's Parquet files on the hub, and the files of each split.
 
     The repository's own files are preferred to the hub's conversion, which is a branch of the same repository.
 
@@ -58,12 +52,11 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[
     Raises:
         UserError: if the hub can't be reached, or a split has no files there or is incomplete.
     """
-    hub, splits = HfApi(), tuple(splits)
-    for branch in BRANCHES:
+    for branch in ("main", CONVERTED):
         try:
             with _asking_hub(dataset):
-                commit = hub.dataset_info(dataset, revision=branch).sha
-                tree = list(hub.list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
+                commit = HfApi().dataset_info(dataset, revision=branch).sha
+                tree = list(HfApi().list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
         except RevisionNotFoundError:
             continue
         found = {split: [] for split in splits}
@@ -71,11 +64,11 @@ def hub_files(dataset: str, config: str | None, splits: Iterable[str]) -> tuple[
             path = pathlib.PurePosixPath(file.path)
             if path.suffix == ".parquet" and config in (None, *path.parts[:-1]):
                 for split in splits:
-                    if _is_of(path, split):
+                    if path.name.startswith(split) or path.parent.name in (split, f"partial-{split}"):
                         found[split].append(file)
         if any(found.values()):
             _check_whole(dataset, found)
-            return branch, commit, found
+            return commit, found
     raise UserError(f"{dataset}: the hub has no Parquet files of it; put its files into manual_dir (docs/data.md)")
 
 
@@ -94,86 +87,57 @@ def _check_whole(dataset: str, found: dict[str, list[RepoFile]]) -> None:
         raise UserError(f"{dataset}: {problem} into manual_dir (docs/data.md)")
 
 
-def _record(downloads: pathlib.Path, name: str) -> tuple[pathlib.Path, dict[str, dict]]:
-    """The path and the content of the record of downloads."""
-    path = downloads / f"{name}.downloads.json"
-    try:
-        return path, json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        raise UserError(f"{path}: this record can't be read; delete it to begin a new one") from None
-
-
 def _sha256(path: pathlib.Path) -> str:
     with open(path, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def downloaded(
-    downloads: pathlib.Path, name: str, dataset: str, splits: Iterable[str]
-) -> dict[str, list[pathlib.Path]] | None:
-    """The files of the last `download`, by its record. The hub isn't asked.
-
-    Returns:
-        their paths by split; None if there is no such record, or a file is missing or has another hash.
-
-    Raises:
-        UserError: if the record can't be read.
-    """
-    record, known = _record(downloads, name)
-    found, where = {split: [] for split in splits}, downloads / dataset
-    starts = {f"hf://datasets/{dataset}@{branch}/" for branch in BRANCHES}
-    recorded = [(url.removeprefix(start), known[url]) for url in known for start in starts if url.startswith(start)]
-    for path, entry in sorted(recorded, key=lambda each: each[0]):
-        if entry["commit"] != recorded[-1][1]["commit"]:
-            continue  # of an earlier download
-        if not (where / path).is_file() or _sha256(where / path) != entry["sha256"]:
-            return None
-        for split in found:
-            if _is_of(pathlib.PurePosixPath(path), split):
-                found[split].append(where / path)
-    if not all(found.values()):
+def _downloaded(record: pathlib.Path, splits: Sequence[str]) -> dict[str, dict[str, str]] | None:
+    """What the record of the last download says, if it can be read and all files have the hashes that it names."""
+    try:
+        files = {split: from_json(record.read_bytes())["files"][split] for split in splits}
+        for path, sha256 in (each for entries in files.values() for each in entries.items()):
+            if _sha256(record.parent / path) != sha256:
+                return None
+    except (FileNotFoundError, ValueError, KeyError):
         return None
-    print(f"{name}: reading {sum(map(len, found.values()))} files of {where}, which {record} describes")
-    return found
+    print(f"{record.parent}: reading the files that {record.name} describes")
+    return files
 
 
 def download(
-    downloads: pathlib.Path, name: str, dataset: str, config: str | None, splits: Iterable[str]
+    downloads: pathlib.Path, dataset: str, config: str | None, splits: Sequence[str]
 ) -> dict[str, list[pathlib.Path]]:
-    """Download the files that `hub_files` finds, and return the local paths of each split.
+    """The local paths of each split's files. Without the hub if those of the last download are whole.
 
-    Files that are whole aren't downloaded again. `<downloads>/<name>.downloads.json` records size and SHA-256 of every
-    file, the commit that it came from, and whether the hub stated that hash. The last download's entries come last.
+    Otherwise the files that `hub_files` finds are downloaded, unless they are there already.
+    `<downloads>/<dataset>/downloads.json` records their commit, and their SHA-256 by split and path.
 
     Args:
         downloads: the folder, which gets a folder for the data set.
-        name: of the record.
         dataset, config, splits: as for `hub_files`.
 
     Raises:
-        UserError: if a download fails, or if a file's hash differs from the hub's or the recorded one.
+        UserError: if a download fails, or if a file's hash differs from the one that the hub states.
         OSError: if the folder can't be written.
     """
-    branch, commit, found = hub_files(dataset, config, splits)
-    wanted = list(itertools.chain.from_iterable(found.values()))
     where = downloads / dataset
-    with _asking_hub(dataset):
-        snapshot_download(
-            dataset, repo_type="dataset", revision=commit, local_dir=where,
-            allow_patterns=[glob.escape(file.path) for file in wanted],
-        )  # fmt: skip
-    record, known = _record(downloads, name)
-    for file in wanted:
-        url, path = f"hf://datasets/{dataset}@{branch}/{file.path}", where / file.path  # of any HF_ENDPOINT
-        sha256 = _sha256(path)
-        stated, before = file.lfs and file.lfs.sha256, known.pop(url, {}).get("sha256")
-        for expected, source in ((stated, "the hub states"), (before, f"{record} records")):
-            if expected not in (None, sha256):
-                raise UserError(
-                    f"{url}: SHA-256 {sha256} in {path}, but {source} {expected}; delete the one that is wrong and try "
-                    "again"
-                )
-        known[url] = {"bytes": path.stat().st_size, "sha256": sha256, "stated_by_hub": bool(stated), "commit": commit}
-        print(f"{name}: {url}\n  SHA-256 {sha256}, {'as the hub states' if stated else 'none stated by the hub'}")
-    write_lasting(record, json.dumps(known, indent=1))
-    return {split: [where / file.path for file in entries] for split, entries in found.items()}
+    record = where / "downloads.json"
+    if not (files := _downloaded(record, splits)):
+        commit, found = hub_files(dataset, config, splits)
+        with _asking_hub(dataset):
+            wanted = [glob.escape(file.path) for entries in found.values() for file in entries]
+            snapshot_download(dataset, repo_type="dataset", revision=commit, local_dir=where, allow_patterns=wanted)
+        files = {split: {file.path: _checked(where, file) for file in found[split]} for split in splits}
+        write_whole(record, json.dumps({"commit": commit, "files": files}, indent=1))
+    return {split: [where / path for path in files[split]] for split in splits}
+
+
+def _checked(where: pathlib.Path, file: RepoFile) -> str:
+    """The SHA-256 of a downloaded file, which must be the one that the hub states, if it states one."""
+    path, stated = where / file.path, file.lfs and file.lfs.sha256
+    sha256 = _sha256(path)
+    if stated not in (None, sha256):
+        raise UserError(f"{path}: has the SHA-256 {sha256}, but the hub states {stated}; delete it and try again")
+    print(f"{path}\n  SHA-256 {sha256}, {'as the hub states' if stated else 'none stated by the hub'}")
+    return sha256

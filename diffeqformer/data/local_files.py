@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import itertools
 import os
 from typing import NamedTuple
 
@@ -11,8 +10,6 @@ from ml_collections import ConfigDict
 from diffeqformer.data.files import Layout, kind
 from diffeqformer.data.store import SPLITS
 from diffeqformer.errors import UserError
-
-MOST_COMMAS = 8  # of one name
 
 
 class NoFile(UserError):
@@ -25,11 +22,7 @@ def layout_of(data: ConfigDict) -> Layout:
 
 
 def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
-    """The local files of each split that replace the task, if any, sorted by path.
-
-    Raises:
-        UserError: for the reasons given in `matching_files`, or if a file is in both splits.
-    """
+    """The local files of each split that replace the task, if any: its `matching_files`, of which none is in both."""
     if not data.train_files:
         return None
     files = {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
@@ -49,14 +42,12 @@ def matching_files(patterns: str, option: str) -> list[str]:
         NoFile: if a pattern matches no file, or a file can't be read.
         UserError: if one of them isn't a file of text, or is named twice.
     """
-    files, seen, parts = [], set(), patterns.split(",")
-    while parts:
-        if not parts[0].strip() and files:  # after a comma at the end
-            parts = parts[1:]
-            continue
-        found, count = _first_matches(parts)
+    files, seen = [], set()
+    names = [patterns] if os.path.lexists(patterns) else patterns.split(",")
+    for name in (name for name in names if name.strip() or not files):  # a comma may be at the end
+        found = _matches(name) or _matches(name.strip())
         if not found:
-            raise NoFile(f"{option}: no file matches '{parts[0].strip()}'")
+            raise NoFile(f"{option}: no file matches '{name.strip()}'")
         for path in found:
             if os.path.isdir(path):
                 raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
@@ -70,28 +61,17 @@ def matching_files(patterns: str, option: str) -> list[str]:
             if (target := os.path.realpath(path)) in seen:
                 raise UserError(f"{option}: {path} is named twice; leave one of them out")
             seen.add(target)
-        files, parts = files + found, parts[count:]
+        files += found
     return files
 
 
-def _first_matches(parts: list[str]) -> tuple[list[str], int]:
-    """What the first of some parts between commas match, and how many parts that takes: a name can have commas."""
-    joined = itertools.accumulate(parts[: MOST_COMMAS + 1], "{},{}".format)
-    names = [(name, count) for count, text in enumerate(joined, start=1) for name in (text.strip(), text)]
-    for name, count in reversed(names):
-        if os.path.lexists(name):
-            return [name], count
-    return next(((found, count) for name, count in names if (found := _glob(name))), ([], 0))
-
-
-def _glob(pattern: str) -> list[str]:
-    parts = pattern.split("/")
-    for count in range(len(parts) - 1, 0, -1):
-        folder = "/".join(parts[:count]) + "/"
-        if os.path.isdir(folder):
-            pattern = glob.escape(folder) + "/".join(parts[count:])
-            break
-    return sorted(glob.glob(pattern, recursive=True))
+def _matches(pattern: str) -> list[str]:
+    if os.path.lexists(pattern):
+        return [pattern]
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
 
 
 class Fingerprint(NamedTuple):

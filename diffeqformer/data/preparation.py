@@ -20,13 +20,14 @@ from typing import IO
 
 from ml_collections import ConfigDict
 
+from diffeqformer.console.results import write_whole
 from diffeqformer.console.terminal import duration
 from diffeqformer.data.files import check_first
 from diffeqformer.data.local_files import NoFile, fingerprint, layout_of, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
-from diffeqformer.data.seals import from_json, sealed, write_lasting
-from diffeqformer.data.store import FORMAT, SPLITS, Split, number_of_cores, open_store, read_about, token_type, verify
+from diffeqformer.data.seals import from_json, sealed
+from diffeqformer.data.store import FORMAT, Split, number_of_cores, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, open_tokenizer, restore_tokenizer, say_lost
 from diffeqformer.errors import UserError, counted
 
@@ -122,40 +123,32 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
         try:
             running.callback(remove_unfinished, partial)  # runs last, when no process is left
             temporary = running.enter_context(tempfile.TemporaryDirectory())
-            _prepare(
-                data,
-                tokenizer,
-                files,
-                folder,
-                partial,
-                lambda task: running.enter_context(Worker(task, lock, temporary)),
-            )
+            _prepare(data, tokenizer, files, partial, lambda task: running.enter_context(Worker(task, lock, temporary)))
         except OSError as error:
             raise UserError(f"config.data.dir: {error.filename or partial}: {error.strerror or error}") from None
 
 
-def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path, partial: pathlib.Path, start) -> None:
+def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Path, start) -> None:
+    layout, folder = layout_of(data), partial.with_suffix("")
     for path in itertools.chain.from_iterable((files or {}).values()):
-        check_first(path, layout_of(data))  # rather than when its turn comes
+        check_first(path, layout)  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
-    task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir)
-    task["layout"] = layout_of(data)
+    task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir, layout=layout)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
     workers = [start(task)]
-    plan = workers[0].plan()
-    splits, text = plan["splits"], fingerprint(files, layout_of(data))
+    plan, text = workers[0].plan(), fingerprint(files, layout)
     about = dict(
         format=FORMAT, task=data.task, origin=plan["origin"], files=text.text, tokenizer=tokenizer.name,
-        vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str, splits=splits,
+        vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str,
     )  # fmt: skip
-    begin_or_go_on(partial, {**about, "order": text.order})
+    begin_or_go_on(partial, {**about, "shards": plan["shards"], "order": text.order})
     print(f"  from {plan['origin']}", flush=True)
-    todo = [(split, i, splits[split]["shards"]) for split in SPLITS for i in range(splits[split]["shards"])]
-    todo = [shard for shard in todo if finished(partial, *shard[:2]) is None]
+    every = [(split, index, count) for split, count in plan["shards"].items() for index in range(count)]
+    todo = [shard for shard in every if finished(partial, *shard[:2]) is None]
     task["found"] = plan["found"]
     workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
-    write_shards(workers, partial, ShardProgress(partial, splits, todo), todo)
-    about["splits"] = {split: account_of(partial, split, splits[split]["shards"]) for split in SPLITS}
+    write_shards(workers, partial, ShardProgress(len(every), len(todo)), todo)
+    about["splits"] = {split: account_of(partial, split, count) for split, count in plan["shards"].items()}
     about["patterns"] = patterns_of(data)
     about["tokenizer_data"] = tokenizer.save()  # so that the store can be used where the tokenizer's file isn't
     finish(partial, folder, about)
@@ -167,7 +160,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, folder: pathlib.Path
 
 def remove_unfinished(partial: pathlib.Path) -> None:
     """Remove the shards that processes left unfinished, to free space on a full disk."""
-    for path in partial.glob("*.partial"):
+    for path in partial.glob("*.partial*"):
         path.unlink()
 
 
@@ -184,7 +177,7 @@ def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
     shards = (shard.name.removesuffix(".bin.json").rpartition("-") for shard in partial.glob("*.bin.json"))
     if path.exists() and any(finished(partial, split, int(number)) for split, _, number in shards):
         raise UserError(f"{partial}: holds an unfinished store of another text or tokenizer; delete it and start again")
-    write_lasting(path, plan)
+    write_whole(path, plan)
 
 
 class Worker:
@@ -222,15 +215,10 @@ class Worker:
             self.failure = f"a process that prepares the store ended with status {self.process.returncode}{killed}"
 
     def plan(self) -> dict:
-        """Let it fetch the corpus and return the plan of the work.
-
-        Raises:
-            UserError: if the corpus can't be fetched.
-        """
+        """Let it fetch the corpus and return the plan of the work. A UserError says why it can't."""
         self.ask({"plan": True})
         for answer in self.answers():
-            if "origin" in answer:
-                return answer
+            return answer
         raise UserError(self.failure)
 
     def __enter__(self) -> "Worker":
@@ -242,11 +230,9 @@ class Worker:
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
-    """The record of a finished shard; None if there is none that can be read, or an earlier version wrote it."""
-    path = partial / f"{split}-{index:05d}.bin.json"
+    """The record of a finished shard; None if there is none that can be read."""
     try:
-        record = from_json(path.read_bytes())
-        return record if "altered" in record else None
+        return from_json((partial / f"{split}-{index:05d}.bin.json").read_bytes())
     except (FileNotFoundError, ValueError):
         return None
 
@@ -258,31 +244,12 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
         UserError: if one of them fails. Finished shards stay.
     """
     remaining = iter(todo)  # taking the next one is atomic
-
-    def give(worker: Worker) -> None:
-        shard = next(remaining, None)
-        if shard:
-            worker.ask({"folder": str(partial), "shard": shard})
-
-    def follow(worker: Worker) -> None:
-        try:
-            for answer in worker.answers():
-                if "split" in answer:
-                    progress.note(answer)
-                if answer.get("done", True):  # otherwise it has just begun
-                    give(worker)
-        except Exception as error:  # otherwise the main thread would wait forever
-            worker.failure = f"a process that prepares the store can't be understood: {error!r}"
-
-    give(workers[0])  # it has already sent the plan
     for worker in workers:
-        threading.Thread(target=follow, args=(worker,), daemon=True).start()
-    while len(progress.done) < len(todo):
+        threading.Thread(target=_follow, args=(worker, partial, progress, remaining), daemon=True).start()
+    while (done := progress.done()) < len(todo):
         time.sleep(0.05)
         progress.show()
-        failures = [worker.failure for worker in workers if worker.failure]
-        if failures:
-            done = len(progress.done)
+        if failures := [worker.failure for worker in workers if worker.failure]:
             goes_on = (
                 f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them, "
                 "unless the text has to change)"
@@ -291,50 +258,42 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
     progress.show(last=True)
 
 
+def _follow(worker: Worker, partial: pathlib.Path, progress: "ShardProgress", remaining: Iterator) -> None:
+    """Let a worker write shards until none remains, or it fails."""
+    try:
+        for shard in remaining:
+            worker.ask({"folder": str(partial), "shard": shard})
+            for answer in worker.answers():
+                progress.told[answer["split"], answer["shard"]] = answer
+                if answer["done"]:
+                    break
+            if worker.failure:
+                return
+    except Exception as error:  # otherwise the main thread would wait forever
+        worker.failure = f"a process that prepares the store can't be understood: {error!r}"
+
+
 class ShardProgress:
-    """The progress line of the processes that write the shards `todo`."""
+    """The progress line of the processes that write `todo` shards of `shards`; `told` has what they say of each."""
 
-    def __init__(self, partial: pathlib.Path, splits: dict, todo: list[tuple[str, int, int]]):
+    def __init__(self, shards: int, todo: int):
         self.start = self.shown = time.monotonic()
-        self.shards = sum(split["shards"] for split in splits.values())
-        self.todo = [(split, index) for split, index, _ in todo]
-        self.told, self.done = {}, set()
-        self.sizes = {(split, i): size for split in splits for i, size in enumerate(splits[split]["file_sizes"])}
-        counts = [split["documents"] for split in splits.values()]
-        accounts = [finished(partial, split, i) for split in splits for i in range(splits[split]["shards"])]
-        before = sum(account["documents"] + account["empty"] for account in accounts if account)
-        self.documents = sum(counts) - before if None not in counts else None
+        self.shards, self.todo, self.told = shards, todo, {}
 
-    def note(self, told: dict) -> None:
-        """Record a worker's report about its shard."""
-        key = told["split"], told["shard"]
-        self.told[key] = told
-        if told["done"]:
-            self.done.add(key)
-
-    def part(self) -> float:
-        """The finished part of the work: of documents if their number is known, else of files' bytes, else 0."""
-        if self.documents:
-            return sum(told["documents"] for told in list(self.told.values())) / self.documents
-        read = 0
-        for key, told in list(self.told.items()):
-            size = self.sizes.get(key, 0)
-            read += size if key in self.done else min(size, told["bytes"])  # an estimate for compressed files
-        return read / max(1, sum(self.sizes.get(key, 0) for key in self.todo))
+    def done(self) -> int:
+        """The number of shards that were finished now."""
+        return sum(told["done"] for told in list(self.told.values()))
 
     def show(self, last: bool = False) -> None:
         """Print the line, at most every two seconds except for the last one."""
         now = time.monotonic()
         if now - self.shown < 2 and not last or not self.told:
             return
-        self.shown, seconds, told = now, now - self.start, list(self.told.values())
+        self.shown, seconds, told, done = now, now - self.start, list(self.told.values()), self.done()
         tokens, documents = (sum(shard[what] for shard in told) for what in ("tokens", "documents"))
-        part = self.part()
-        told_enough = seconds > 5 and 0.01 < part <= 1  # an earlier estimate would be too rough
-        left = f"  {duration(seconds / part - seconds)} left" if told_enough and not last else ""
-        done = self.shards - len(self.todo) + len(self.done)
+        left = f"  {duration(seconds / done * (self.todo - done))} left" if done and not last else ""
         print(
-            f"  shard {done:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
+            f"  shard {self.shards - self.todo + done:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
             f"{tokens / seconds:,.0f} tokens/s{left}",
             flush=True,
         )
@@ -362,7 +321,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
             )
     start = time.monotonic()
     verify(partial, about)
-    write_lasting(partial / "store.json", json.dumps(sealed(about), indent=1))  # before the records are deleted
+    write_whole(partial / "store.json", json.dumps(sealed(about), indent=1))  # before the records are deleted
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there

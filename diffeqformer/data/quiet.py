@@ -18,11 +18,7 @@ def not_installed() -> list[str]:
 
 
 def check_installed(what: str) -> None:
-    """Check that SeqIO and what it needs are installed.
-
-    Args:
-        what: what needs them, for the message.
-    """
+    """Check that SeqIO and what it needs are installed, which the message says that `what` needs."""
     if missing := not_installed():
         raise UserError(
             f"{what} needs {', '.join(missing)}, which the light installation leaves out; install diffeqformer with "

@@ -1,9 +1,7 @@
-"""JSON records that last, and their seals: each holds the SHA-256 of its own content, so that damage is noticed."""
+"""Seals of JSON records: each holds the SHA-256 of its own content, so that damage is noticed."""
 
 import hashlib
 import json
-import os
-import pathlib
 from typing import Any
 
 
@@ -17,16 +15,6 @@ def from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def write_lasting(path: pathlib.Path, text: str) -> None:
-    """Write a file that is whole or absent, also after a power cut."""
-    partial = path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def sealed(record: dict) -> dict:

@@ -37,22 +37,9 @@ def validation_rows(count: int) -> np.ndarray:
 
 
 def downloads_folder(tfds_dir: str) -> str:
-    """Where TFDS downloads to.
-
-    Args:
-        tfds_dir: `config.data.tfds_dir`; empty for TFDS' own default.
-    """
+    """Where TFDS downloads to. An empty `tfds_dir` means its own default."""
     usual = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
     return os.path.join(tfds_dir or os.path.expanduser(usual), "downloads")
-
-
-def _on_disk(folder: str | os.PathLike) -> pathlib.Path:
-    if "://" in os.fspath(folder):
-        raise UserError(
-            f"config.data.tfds_dir: a corpus must be written to this machine's disk first, and not to {folder}; choose "
-            "a folder here"
-        )
-    return pathlib.Path(folder)
 
 
 @contextlib.contextmanager
@@ -65,28 +52,24 @@ def writing() -> Iterator[None]:
         raise UserError(f"config.data.tfds_dir: {where}: {error.strerror or error}") from None
 
 
-def manual_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files in a folder, sorted by name; empty if there is no such folder.
-
-    Raises:
-        UserError: if the folder is empty.
-    """
-    found = sorted(path for path in folder.glob("*") if path.is_file() and not path.name.startswith("."))
-    if folder.is_dir() and not found:
-        raise UserError(f"{folder}: the folder is empty; put the files there, or remove it to download them")
-    return found
-
-
 class FileTexts:
-    """Documents in files. Its classes have `groups`, the files of each shard of a split."""
+    """Documents in files. Its classes have `groups`, the files of each shard of a split.
+
+    splits: the names of the splits.
+    origin: a description for readers; written into the token store.
+    found: JSON that says what `fetch` has found. Another process can take it from here in place of `fetch`.
+    """
+
+    splits: Sequence[str] = ("train", "validation")
+    origin: str
+    found = None
+
+    def fetch(self) -> None:
+        """Find or download the files, if they aren't known."""
 
     def shards(self, split: str) -> int:
         """The number of shards."""
         return len(self.groups(split))
-
-    def sizes(self, split: str) -> list[int]:
-        """The bytes of each shard's files."""
-        return [sum(map(os.path.getsize, group)) for group in self.groups(split)]
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all.
@@ -107,9 +90,6 @@ class HubTexts(FileTexts):
     name: of the TFDS data set, which is also the folder of its files in manual_dir.
     dataset, config: of the hub.
     on_hub: the splits that it has there.
-    splits: those that we make of them.
-    origin: a description for readers; written into the token store.
-    found: JSON that says what `find` has found. Another process can take it from here.
 
     Args:
         tfds_dir: folder of TFDS; empty for its own default.
@@ -119,10 +99,9 @@ class HubTexts(FileTexts):
     dataset: str
     config: str | None = None
     splits = on_hub = ("train", "validation", "test")
-    origin: str
 
     def __init__(self, tfds_dir: str = ""):
-        self.tfds_dir, self.found = tfds_dir, None
+        self.tfds_dir = tfds_dir
 
     def fetch(self) -> None:
         """Find the files in the folders that TFDS would use.
@@ -144,31 +123,36 @@ class HubTexts(FileTexts):
             UserError: if they can't be downloaded, or don't make up the corpus.
             OSError: if the folder of downloads can't be written.
         """
-        if paths := manual_files(_on_disk(manual) / self.name) if manual else []:
-            print(f"{self.name}: reading {len(paths)} files of {paths[0].parent}")
-            by_split = self.parted(paths)
+        if "://" in os.fspath(downloads):
+            raise UserError(
+                "config.data.tfds_dir: a corpus must be written to this machine's disk first, and not to "
+                f"{downloads}; choose a folder here"
+            )
+        folder = pathlib.Path(manual or os.devnull) / self.name
+        if folder.is_dir():
+            paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+            print(f"{self.name}: reading {len(paths)} files of {folder}")
+            by_split = self.parted(folder, paths)
         else:
-            from diffeqformer.data import hub
+            from diffeqformer.data.hub import download
 
-            name, folder = self.name.partition("/")[0], _on_disk(downloads)
-            by_split = hub.downloaded(folder, name, self.dataset, self.on_hub)
-            by_split = by_split or hub.download(folder, name, self.dataset, self.config, self.on_hub)
+            by_split = download(pathlib.Path(downloads), self.dataset, self.config, self.on_hub)
         self.found = {"files": {split: [str(path) for path in paths] for split, paths in by_split.items()}}
 
-    def parted(self, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
         """The files of manual_dir by split, by the beginnings of their names.
 
         Raises:
             UserError: if a split has none.
         """
-        found = {split: [] for split in self.on_hub}
-        for path in paths:
-            for split in found:
-                if path.name.removeprefix("wiki.").startswith(split[:5]):  # `valid` is short for validation
-                    found[split].append(path)
-        for split in found:
+        found = {}
+        for split in self.on_hub:  # `valid` is short for validation
+            found[split] = [path for path in paths if path.name.removeprefix("wiki.").startswith(split[:5])]
             if not found[split]:
-                raise UserError(f"{paths[0].parent}: no file of split '{split}'; put one there: {split}.parquet, ...")
+                raise UserError(
+                    f"{folder}: no file of split '{split}'; put one there ({split}.parquet, ...), or remove the folder "
+                    "to download all"
+                )
         return found
 
     def groups(self, split: str) -> list[Sequence[str]]:
@@ -238,21 +222,19 @@ class OpenWebText(HubTexts):
                 " so the validation split isn't the published one"
             )
 
-    def parted(self, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
         """All files are of the split that the hub has. Whatever else lies in the folder would be taken for text."""
         for path in paths:
             if files.kind(path) == files.PLAIN:
                 raise UserError(f"{path}: OpenWebText is read from .parquet and .jsonl files; move this one away")
+        if not paths:
+            raise UserError(f"{folder}: the folder is empty; put the files there, or remove it to download them")
         return {"train": paths}
 
     def groups(self, split: str) -> list[Sequence[str]]:
         """The files of each shard."""
         paths = self.found["files"]["train"]
         return in_groups(paths) if split == "train" else [paths]
-
-    def sizes(self, split: str) -> list[int]:
-        """The bytes of each shard's files; unknown for validation, which takes little of them."""
-        return super().sizes(split) if split == "train" else []
 
     def number(self, split: str) -> int:
         """The number of documents."""
@@ -264,21 +246,13 @@ class OpenWebText(HubTexts):
         """As in the other corpora."""
         counts = self.found["counts"]
         starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
-        rows = validation_rows(sum(counts.values()))
+        chosen = dict.fromkeys(validation_rows(sum(counts.values())).tolist())
         paths = itertools.chain(*self.groups(split)[index::count])
+        rows = itertools.chain.from_iterable(enumerate(self.texts(path), starts[path]) for path in paths)
         if split == "validation":
-            texts = {}
-            for path in paths:
-                here = rows[(rows >= starts[path]) & (rows < starts[path] + counts[path])] - starts[path]
-                found = files.pick_texts(path, here.tolist())
-                texts |= {starts[path] + row: text for row, text in found.items()}
-            yield from (texts[row] for row in rows.tolist())
-        else:
-            left_out = set(rows.tolist())
-            for path in paths:
-                for row, text in enumerate(self.texts(path), starts[path]):
-                    if row not in left_out:
-                        yield text
+            texts = {row: text for row, text in rows if row in chosen}
+            return (texts[row] for row in chosen)
+        return (text for row, text in rows if row not in chosen)
 
 
 HUB_CORPORA = {"wikitext103": DetokenizedWikitext, "wikitext103_raw": RawWikitext, "openwebtext": OpenWebText}

@@ -16,7 +16,8 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -131,10 +132,7 @@ REMEDY = "delete the folder and start again to prepare it anew"
 
 
 def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
-    """The shards of a store's splits, as its `store.json` lists them.
-
-    Args:
-        place: path of that file, for the message.
+    """The shards of a store's splits, as its `store.json` at `place` lists them.
 
     Raises:
         UserError: if a `file` isn't a plain file name. A foreign store could name any file on this machine.
@@ -148,11 +146,7 @@ def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
 
 
 def _is_account(about: dict) -> bool:
-    """Whether the content of a `store.json` has the entries, of the right types, that a whole store has.
-
-    Raises:
-        KeyError, TypeError: if it hasn't.
-    """
+    """Whether a `store.json` has entries of the right types. A KeyError or TypeError means that it hasn't, either."""
     texts = [about[name] for name in ("task", "tokenizer", "origin", "files")]
     numbers, sums = [], about["dtype"] in ("<u2", "<u4") and set(about["splits"]) == set(SPLITS)
     for split in about["splits"].values():
@@ -164,10 +158,7 @@ def _is_account(about: dict) -> bool:
 
 
 def parse_about(content: bytes, place: str | os.PathLike) -> dict:
-    """The content of a `store.json`, whose entries are checked, and which was not changed if it has a seal.
-
-    Args:
-        place: path of the file, for the message.
+    """The content of a `store.json` at `place`, after checking its entries and, if it has one, its seal.
 
     Raises:
         UserError: if it is none.
@@ -178,13 +169,13 @@ def parse_about(content: bytes, place: str | os.PathLike) -> dict:
         if about["format"] != FORMAT:
             raise UserError(f"{place}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}")
         shards_of(about, place)
-        if not _is_account(about):
-            raise ValueError("an entry has another type")
+        if _is_account(about):
+            return about
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{place}: this file of the token store can't be read; {REMEDY}") from None
-    return about
+        pass
+    raise UserError(f"{place}: this file of the token store can't be read; {REMEDY}")
 
 
 def read_about(folder: pathlib.Path) -> dict:
@@ -255,43 +246,27 @@ def verify(
     ]
     if not (by_seal and "sha256" in about):
         checks += [functools.partial(_check_split, folder, split) for split in chosen]
-    errors, waiting = {}, iter(enumerate(checks))  # which threads can share
-
-    def work():
-        for number, check in waiting:
-            try:
-                check()
-            except Exception as error:
-                errors[number] = error
-            if errors:
-                return
-
-    others = min(MOST_THREADS, number_of_cores() // 2) - 1
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if not errors:
-        return
-    error = errors[min(errors)]
-    if isinstance(error, OSError):
+    try:
+        with ThreadPool(max(1, min(MOST_THREADS, number_of_cores() // 2))) as pool:  # which end with the process
+            for _ in pool.imap(_call, checks):
+                pass
+    except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None
-    raise error
+
+
+def _call(check: Callable[[], None]) -> None:
+    check()
 
 
 def _check_split(folder: pathlib.Path, split: dict) -> None:
-    shards = split["shards"]
-    one = len(shards) == 1  # whose own hash is checked
-    whole = shards[0]["sha256"] if one else sha256(*(folder / shard["file"] for shard in shards))
+    whole = sha256(*(folder / shard["file"] for shard in split["shards"]))
     if whole != split.setdefault("sha256", whole):
         raise UserError(f"{folder}: its shards aren't those of one text in order, by their SHA-256; {REMEDY}")
 
 
 def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int | None) -> None:
-    digest, largest = hashlib.sha256(), 0
+    digest, largest = hashlib.sha256(), -1
     for block in _blocks(path):
         digest.update(block)
         if vocab_size is not None:

@@ -25,14 +25,15 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, Corpus, add_corpus  # noqa: F401 (users' modules take it from here)
+from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (users' modules take it from here)
 from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
-from diffeqformer.data.sources import writing
 from diffeqformer.data.store import Split
-from diffeqformer.data.texts import LocalTexts, stored_documents, uncut
+from diffeqformer.data.texts import LocalTexts, stored_documents
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, reason_of
+
+TEXT, IDS = tf.TensorSpec([], tf.string), tf.TensorSpec([None], tf.int32)
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -93,28 +94,22 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
 
 class LocalFiles(seqio.DataSource):
-    """Documents in local files, as a SeqIO source (`diffeqformer.data.texts.LocalTexts`)."""
+    """Documents in local files that replace a corpus, as a SeqIO source (`diffeqformer.data.texts.LocalTexts`)."""
 
-    def __init__(
-        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut, layout: Layout = Layout()
-    ):
+    supports_arbitrary_sharding = False
+
+    def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
         super().__init__(splits=files, caching_permitted=False)
-        self.texts = LocalTexts(files, cut, layout)
-
-    @property
-    def supports_arbitrary_sharding(self):
-        return False
+        self.texts = LocalTexts(files, corpus, layout)
 
     def list_shards(self, split: str):
         return [files[0] for files in self.texts.groups(split)]
 
     def get_dataset(self, split, shuffle=False, seed=None, shard_info=None, **_):
         part = (shard_info.index, shard_info.num_shards) if shard_info else ()
-
-        def examples():
-            return ({"text": text} for text in self.texts.documents(split, *part))
-
-        return tf.data.Dataset.from_generator(examples, output_signature={"text": tf.TensorSpec([], tf.string)})
+        return tf.data.Dataset.from_generator(
+            lambda: ({"text": text} for text in self.texts.documents(split, *part)), output_signature={"text": TEXT}
+        )
 
 
 def configure(module: str, tfds_dir: str, option: str = "config.data.module") -> None:
@@ -140,44 +135,12 @@ def configure(module: str, tfds_dir: str, option: str = "config.data.module") ->
         seqio.set_tfds_data_dir_override(tfds_dir)
 
 
-def fetch(task: seqio.Task) -> None:
-    """Download a task's corpus and write it as a TensorFlow data set, if it needs one and doesn't have it yet.
-
-    Raises:
-        UserError: if it can't be downloaded or written.
-    """
-    if isinstance(task.source, seqio.TfdsDataSource):
-        with writing():
-            task.source.tfds_dataset.builder.download_and_prepare()
-
-
 def examples(task: seqio.Task, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
     """The examples of one of `count` shards in order: their text as UTF-8, and their ids."""
     shard_info = seqio.ShardInfo(index, count) if count > 1 else None
     dataset = task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
     for example in dataset.as_numpy_iterator():
         yield example["targets_pretokenized"], example["targets"]
-
-
-def one_sentence(error: Exception) -> str:
-    """An error's message. For a UserError that TensorFlow has wrapped, the original message."""
-    wrapped = re.search(r"UserError: (.*)", str(error))
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return wrapped.group(1).strip() if wrapped else lines[0][:300]
-
-
-def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The text, under the name that SeqIO expects for text to be tokenized.
-
-    Raises:
-        UserError: if the examples have no text.
-    """
-    if "text" not in dataset.element_spec:
-        raise UserError(
-            "config.data.task: the examples of a corpus must have a 'text', but they have "
-            f"{', '.join(dataset.element_spec)}"
-        )
-    return dataset.map(lambda example: {"targets": example["text"]})
 
 
 def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -202,12 +165,12 @@ def stored_source(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
     """The documents of a token store's validation split: `targets`, and `targets_pretokenized`, their decoded text."""
 
     def documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
-        def examples():
-            for text, ids in stored_documents(stored, tokenizer):
-                yield {"targets": ids, "targets_pretokenized": text}
-
-        signature = {"targets": tf.TensorSpec([None], tf.int32), "targets_pretokenized": tf.TensorSpec([], tf.string)}
-        return tf.data.Dataset.from_generator(examples, output_signature=signature)
+        return tf.data.Dataset.from_generator(
+            lambda: (
+                {"targets": ids, "targets_pretokenized": text} for text, ids in stored_documents(stored, tokenizer)
+            ),
+            output_signature={"targets": IDS, "targets_pretokenized": TEXT},
+        )
 
     return seqio.FunctionDataSource(documents, splits=("validation",))
 
@@ -245,7 +208,6 @@ def add_task(
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
     if not re.fullmatch(TASK_NAME, corpus):
         raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
-    source, _, cut, _ = CORPORA.get(corpus, Corpus(None, ""))
     vocabulary = TokenizerVocabulary(tokenizer)
     name = task_name(corpus, vocabulary.name, suffix)
     if name in seqio.TaskRegistry.names():
@@ -253,7 +215,7 @@ def add_task(
     if stored:
         source, tokenize = stored_source(stored, tokenizer), []
     else:
-        source = LocalFiles(files, cut, layout) if files else source
+        source = LocalFiles(files, corpus, layout) if files else CORPORA[corpus].source
         tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,

@@ -1,28 +1,27 @@
 """Documents without SeqIO: those of local files, of Python's standard library, and of the hub's corpora.
 
-`diffeqformer.data.tasks` gives them to SeqIO. Where SeqIO isn't installed, they are prepared and scored as they are.
-All have the same methods: `fetch` comes first, and `found` is what another process takes from this one in its place.
+Where SeqIO isn't installed, they are prepared and scored as they are.
 """
 
+import contextlib
 import hashlib
 import itertools
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
-from diffeqformer.data.sources import HUB_CORPORA, FileTexts, HubTexts, in_groups
+from diffeqformer.data.sources import HUB_CORPORA, FileTexts, in_groups
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
 
 VALIDATION_PART = 50  # one in this many files of the standard library
-STDLIB_ORIGIN = f"standard library of Python {platform.python_version()}"
 
 
 def uncut(text: str) -> Iterator[str]:
@@ -41,19 +40,13 @@ class LocalTexts(FileTexts):
 
     Args:
         files: paths of each split.
-        cut: splits the content of a plain-text file, or of its parts if it has separators, into documents.
+        corpus: the one that they replace, by which plain text, or its parts between separators, is cut (`CUTS`).
         layout: how documents lie in the files.
     """
 
-    found = None
-
-    def __init__(
-        self, files: dict[str, Sequence[str]], cut: Callable[[str], Iterator[str]] = uncut, layout: Layout = Layout()
-    ):
-        self.splits, self.files, self.cut, self.layout = tuple(files), files, cut, layout
-
-    def fetch(self) -> None:
-        """There is nothing to fetch."""
+    def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
+        self.splits, self.files, self.layout = tuple(files), files, layout
+        self.cut = CUTS.get(corpus, uncut)
 
     def groups(self, split: str) -> list[Sequence[str]]:
         """The files of each shard."""
@@ -73,29 +66,19 @@ class LocalTexts(FileTexts):
         return itertools.chain.from_iterable(map(self.cut, texts)) if kind(path) == PLAIN else texts
 
 
-class StandardLibrary:
+class StandardLibrary(FileTexts):
     """The `.py` files of this Python's standard library without its tests, as one shard; one document per file."""
 
-    splits, origin, found = ("train", "validation"), STDLIB_ORIGIN, None
+    origin = f"standard library of Python {platform.python_version()}"
 
-    def fetch(self) -> None:
-        """There is nothing to fetch."""
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """All files, sorted by path, as one shard."""
+        return [stdlib_files(split)]
 
-    def sizes(self, split: str) -> list[int]:
-        """Unknown."""
-        return []
-
-    def shards(self, split: str) -> int:
-        """One."""
-        return 1
-
-    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """The documents, always in the same order. Files that aren't UTF-8 are left out."""
-        for path in stdlib_files(split):
-            try:
-                yield path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError:
-                continue
+    def texts(self, path: str) -> Iterator[str]:
+        """The file, unless it isn't UTF-8."""
+        with contextlib.suppress(UnicodeDecodeError):
+            yield pathlib.Path(path).read_bytes().decode("utf-8")
 
 
 def stdlib_files(split: str) -> list[pathlib.Path]:
@@ -119,19 +102,17 @@ def stdlib_files(split: str) -> list[pathlib.Path]:
 
 def open_texts(
     corpus: str, files: dict[str, Sequence[str]] | None, tfds_dir: str = "", layout: Layout = Layout()
-) -> LocalTexts | StandardLibrary | HubTexts:
-    """The documents of a corpus, or of the local files that replace it.
+) -> FileTexts:
+    """The documents of a corpus, or of the local files of each split that replace it.
 
     Args:
-        files: paths of each split, if any.
         tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
-        layout: how documents lie in local files.
 
     Raises:
         UserError: if there is no such corpus.
     """
     if files:
-        return LocalTexts(files, CUTS.get(corpus, uncut), layout)
+        return LocalTexts(files, corpus, layout)
     if corpus == "python_stdlib":
         return StandardLibrary()
     if corpus in HUB_CORPORA:

@@ -12,8 +12,6 @@ import pathlib
 import zlib
 from collections.abc import Iterable
 
-import numpy as np
-
 from diffeqformer.data.quiet import quiet
 from diffeqformer.errors import UserError, counted
 
@@ -24,7 +22,15 @@ class NoTokenizer(UserError):
     """A tokenizer's files aren't here, and can't be downloaded."""
 
 
-class ByteTokenizer:
+class _BytePieces:
+    """A tokenizer whose ids stand for bytes."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class ByteTokenizer(_BytePieces):
     """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
     name = "bytes"
@@ -35,17 +41,21 @@ class ByteTokenizer:
         """The ids of a text, without the end-of-text id."""
         return list(text.encode("utf-8"))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The same as bytes, which may begin or end within a character."""
+        """The bytes of some ids, which may begin or end within a character."""
         return bytes(i for i in ids if i < 256)
 
     def save(self) -> str:
         """An empty string: the name is enough."""
         return ""
+
+
+def _content(path: str, remedy: str) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        kind = NoTokenizer if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"config.data.tokenizer_file: {path}: {error.strerror}; {remedy}") from None
 
 
 GPT2_FILES = {
@@ -56,7 +66,7 @@ GPT2_FILES = {
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(_BytePieces):
     """Byte-level byte-pair encoding with GPT-2's way of splitting text into words, by `tiktoken`.
 
     Args:
@@ -86,27 +96,18 @@ class GPT2Tokenizer:
 
         source = str(pathlib.Path(folder)) if folder else GPT2_URL
         remedy = "name a folder that holds GPT-2's vocab.bpe and encoder.json in config.data.tokenizer_file"
+        if folder:  # tiktoken would download a damaged file again
+            for name, sha256 in GPT2_FILES.items():
+                if hashlib.sha256(_content(f"{source}/{name}", remedy)).hexdigest() != sha256:
+                    raise UserError(f"{source}/{name}: isn't GPT-2's by its SHA-256; {remedy}")
         try:
-            for name in GPT2_FILES if folder else ():  # tiktoken would download a damaged file again
-                data = (pathlib.Path(folder) / name).read_bytes()
-                if hashlib.sha256(data).hexdigest() != GPT2_FILES[name]:
-                    raise UserError(f"{folder}/{name}: isn't GPT-2's by its SHA-256; {remedy}")
-            return cls(
-                data_gym_to_mergeable_bpe_ranks(
-                    f"{source}/vocab.bpe",
-                    f"{source}/encoder.json",
-                    GPT2_FILES["vocab.bpe"],
-                    GPT2_FILES["encoder.json"],
-                )
-            )
+            paths = [f"{source}/{name}" for name in GPT2_FILES]
+            return cls(data_gym_to_mergeable_bpe_ranks(*paths, *GPT2_FILES.values()))
         except requests.RequestException as error:
             reason = type(error).__name__
             raise NoTokenizer(f"{source}: GPT-2's vocabulary can't be downloaded ({reason}); {remedy}") from None
         except (OSError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            kind = NoTokenizer if isinstance(error, FileNotFoundError) else UserError
-            raise kind(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
+            raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id.
@@ -123,10 +124,6 @@ class GPT2Tokenizer:
                 f"a text of {len(text):,} characters that begins with {text[:40]!r} can't be encoded by tiktoken; "
                 "shorten the long runs of white space in it"
             ) from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The same as bytes, which may begin or end within a character."""
@@ -173,16 +170,10 @@ class SentencePieceTokenizer:
 
     @classmethod
     def open(cls, path: str) -> "SentencePieceTokenizer":
-        """The model in a file.
-
-        Raises:
-            UserError: if it can't be read or used.
-        """
+        """The model in a file. A UserError says why it can't be read or used."""
+        content = _content(path, "name the file of a SentencePiece model in config.data.tokenizer_file")
         try:
-            return cls(pathlib.Path(path).read_bytes())
-        except OSError as error:
-            kind = NoTokenizer if isinstance(error, FileNotFoundError) else UserError
-            raise kind(f"config.data.tokenizer_file: {path}: {error.strerror}") from None
+            return cls(content)
         except UserError as error:
             raise UserError(f"{error} ({path})") from None
 
@@ -211,11 +202,10 @@ class SentencePieceTokenizer:
 Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer
 
 
-def lost_in(tokenizer: Tokenizer, text: str, ids: list[int] | np.ndarray) -> tuple[int, bool]:
+def lost_in(tokenizer: Tokenizer, text: str, ids: list[int]) -> tuple[int, bool]:
     """What a tokenizer loses of a text: how many of its ids are unknown, and whether they decode to another text."""
     if tokenizer.unknown is None:
         return 0, False
-    ids = ids if isinstance(ids, list) else ids.tolist()
     unknown = ids.count(tokenizer.unknown)
     return unknown, bool(unknown) or tokenizer.decode(ids) != text
 
@@ -232,11 +222,7 @@ TOKENIZERS = ("bytes", "gpt2", "sentencepiece")
 
 
 def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
-    """The tokenizer that a config names, a key of `TOKENIZERS` and its file.
-
-    Raises:
-        UserError: if there is none, or its file is missing or wrong.
-    """
+    """The tokenizer that a config names, one of `TOKENIZERS` and its file. A UserError says what is wrong with it."""
     if kind == "sentencepiece":
         return SentencePieceTokenizer.open(file)
     if kind == "gpt2":

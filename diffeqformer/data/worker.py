@@ -3,7 +3,7 @@
 Requests arrive as lines of JSON on standard input. Answers are lines of JSON on the original standard output; anything
 else that is printed goes to standard error. The first request names the task. `plan` fetches the corpus and asks for
 the list of work, and `shard` writes one shard. Shard i of n holds the documents of the i-th of the source's n files, so
-the shards don't depend on the number of processes. Where SeqIO isn't installed, it does the same without it.
+the shards don't depend on the number of processes. SeqIO reads a corpus if it is installed.
 """
 
 import hashlib
@@ -13,13 +13,12 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from diffeqformer.console.results import write_whole
 from diffeqformer.data.files import Layout
 from diffeqformer.data.quiet import check_installed, import_tensorflow, not_installed, quiet
-from diffeqformer.data.seals import write_lasting
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_texts
 from diffeqformer.data.tokenizers import Tokenizer, lost_in, restore_tokenizer
@@ -35,104 +34,40 @@ def answer(**fields) -> None:
         os._exit(1)  # that process was killed; the next one removes unfinished files here
 
 
-class TaskTexts:
-    """The documents of a SeqIO task, tokenized by it. The corpus is fetched if it is missing.
-
-    Args:
-        request: the first one.
+def open_task(request: dict):
+    """The documents that the first request names: `diffeqformer.data.sources.FileTexts`, or the same by SeqIO.
 
     Raises:
-        UserError: if the corpus, or the module that adds it, doesn't exist, or it can't be fetched.
+        UserError: if the corpus, or the module that adds it, doesn't exist, or SeqIO is needed and isn't installed.
     """
+    module, files, tfds_dir = request["module"], request["files"], request["tfds_dir"]
+    if files or not_installed():
+        if module and not files:
+            check_installed(f"config.data.module: {module}")
+        texts = open_texts(request["task"], files, tfds_dir, Layout(*request["layout"]))
+        texts.found = request.get("found")
+        return texts
+    import_tensorflow()
+    from diffeqformer.data import corpora, tasks
 
-    def __init__(self, request: dict, tokenizer: Tokenizer):
-        from diffeqformer.data import tasks
-
-        tasks.configure(request["module"], request["tfds_dir"])
-        # without the usual preprocessors: `write_shard` itself leaves out blank documents, and counts them
-        layout = Layout(*request.get("layout", ()))
-        self.task = tasks.add_task(request["task"], tokenizer, request["files"], layout=layout, preprocessors=())
-        local = request["files"]
-        self.texts = self.task.source.texts if local else None
-        self.origin = self.texts.origin if local else tasks.CORPORA[request["task"]].origin
-
-    def fetch(self) -> None:
-        from diffeqformer.data.tasks import fetch
-
-        fetch(self.task)
-
-    found = None  # SeqIO finds the corpus again in each process
-
-    @property
-    def splits(self) -> Collection[str]:
-        """The names of the splits. TFDS knows them once the corpus is fetched."""
-        return self.task.splits
-
-    def entry(self, split: str) -> dict:
-        """The plan of a split."""
-        sizes = self.texts.sizes(split) if self.texts else []
-        number = self.task.num_input_examples(split)
-        return {"shards": len(self.task.source.list_shards(split)), "documents": number, "file_sizes": sizes}
-
-    def examples(self, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
-        """The documents of one of `count` shards, as UTF-8 and as ids."""
-        from diffeqformer.data.tasks import examples
-
-        return examples(self.task, split, index, count)
+    tasks.configure(module, tfds_dir)
+    return corpora.SourceTexts(request["task"])
 
 
-class PlainTexts:
-    """The same where SeqIO isn't installed.
-
-    Raises:
-        UserError: if there is no such corpus, or it needs SeqIO.
-    """
-
-    def __init__(self, request: dict, tokenizer: Tokenizer):
-        if request["module"]:
-            check_installed(f"config.data.module: {request['module']}")
-        layout = Layout(*request.get("layout", ()))
-        self.texts = open_texts(request["task"], request["files"], request["tfds_dir"], layout)
-        self.tokenizer = tokenizer
-        self.splits, self.origin = self.texts.splits, self.texts.origin
-        self.texts.found = request.get("found")
-
-    def fetch(self) -> None:
-        self.texts.fetch()
-
-    @property
-    def found(self) -> dict | None:
-        """What `fetch` has found, for the other processes."""
-        return self.texts.found
-
-    def entry(self, split: str) -> dict:
-        """The plan of a split."""
-        return {"shards": self.texts.shards(split), "documents": None, "file_sizes": self.texts.sizes(split)}
-
-    def examples(self, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
-        """The documents of one of `count` shards, as UTF-8 and as ids."""
-        for text in self.texts.documents(split, index, count):
-            yield text.encode(), np.array([*self.tokenizer.encode(text), self.tokenizer.end_of_text])
-
-
-def plan(texts: TaskTexts | PlainTexts, request: dict) -> None:
-    """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards and documents.
+def plan(texts, task: str) -> None:
+    """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards.
 
     Raises:
         UserError: if it can't be fetched.
     """
     texts.fetch()
-    missing = [split for split in SPLITS if split not in texts.splits]
-    if missing:
-        raise UserError(
-            f"config.data.task: {request['task']} has no split {missing[0]}; a store needs {' and '.join(SPLITS)}"
-        )
-    answer(origin=texts.origin, found=texts.found, splits={split: texts.entry(split) for split in SPLITS})
+    for split in SPLITS:
+        if split not in texts.splits:
+            raise UserError(f"config.data.task: {task} has no split {split}; a store needs {' and '.join(SPLITS)}")
+    answer(origin=texts.origin, found=texts.found, shards={split: texts.shards(split) for split in SPLITS})
 
 
-def write_shard(
-    texts: TaskTexts | PlainTexts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, index: int, count: int
-) -> None:
+def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, index: int, count: int) -> None:
     """Write one shard and its record. Each gets its final name only when it is complete.
 
     Raises:
@@ -140,35 +75,33 @@ def write_shard(
     """
     name = f"{split}-{index:05d}.bin"
     digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
-    tokens, documents, empty, text_bytes, unknown, altered = 0, 0, 0, 0, 0, 0
+    sums = dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0)
     partial = folder / f"{name}.partial"
     try:
         with open(partial, "wb") as file:
-            for text, ids in texts.examples(split, index, count):
-                if not (content := text.decode("utf-8")).strip():
-                    empty += 1
+            for text in texts.documents(split, index, count):
+                if not text.strip():
+                    sums["empty"] += 1
                     continue
-                data = ids.astype(dtype).tobytes()
+                ids = tokenizer.encode(text)
+                data = np.array([*ids, tokenizer.end_of_text], dtype).tobytes()
                 file.write(data)
                 digest.update(data)
-                tokens, documents, text_bytes = tokens + len(ids), documents + 1, text_bytes + len(text)
-                lost = lost_in(tokenizer, content, ids)
-                unknown, altered = unknown + lost[0], altered + lost[1]
+                unknown, altered = lost_in(tokenizer, text, ids)
+                found = dict(tokens=len(ids) + 1, documents=1, bytes=len(text.encode()))
+                for what, number in (*found.items(), ("unknown", unknown), ("altered", altered)):
+                    sums[what] += number
                 if time.monotonic() - told > 0.5:
                     told = time.monotonic()
-                    answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=False)
+                    answer(split=split, shard=index, done=False, **sums)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
         partial.unlink(missing_ok=True)  # frees space on a full disk
         raise
     partial.rename(folder / name)
-    about = dict(
-        file=name, tokens=tokens, documents=documents, empty=empty, bytes=text_bytes, sha256=digest.hexdigest(),
-        unknown=unknown, altered=altered,
-    )  # fmt: skip
-    write_lasting(folder / f"{name}.json", json.dumps(about))
-    answer(split=split, shard=index, tokens=tokens, documents=documents, bytes=text_bytes, done=True)
+    write_whole(folder / f"{name}.json", json.dumps({"file": name, **sums, "sha256": digest.hexdigest()}))
+    answer(split=split, shard=index, done=True, **sums)
 
 
 def main() -> None:
@@ -176,29 +109,20 @@ def main() -> None:
     line = sys.stdin.readline()  # before the imports: all workers get their tasks at once, and import side by side
     if not line.endswith("\n"):
         return  # the process that waits for the answers was killed before it asked
-    kind, errors, say = PlainTexts, UserError, str
-    if not not_installed():
-        tf = import_tensorflow()
-        from diffeqformer.data.tasks import one_sentence
-
-        kind, errors, say = TaskTexts, (UserError, tf.errors.OpError), one_sentence
     first = json.loads(line)
     try:
-        tokenizer = restore_tokenizer(*first["tokenizer"])
-        texts = kind(first, tokenizer)
-        answer(ready=True)
+        tokenizer, texts = restore_tokenizer(*first["tokenizer"]), open_task(first)
         for line in sys.stdin:
             request = json.loads(line)
             if "plan" in request:
-                plan(texts, first)
+                plan(texts, first["task"])
             else:
-                folder, shard = pathlib.Path(request["folder"]), request["shard"]
-                with quiet():  # otherwise a broken document is reported twice, with a full traceback
-                    write_shard(texts, tokenizer, folder, *shard)
+                with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+                    write_shard(texts, tokenizer, pathlib.Path(request["folder"]), *request["shard"])
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
-    except errors as error:
-        answer(error=say(error))
+    except UserError as error:
+        answer(error=str(error))
     except Exception as error:  # a corpus can be the user's own code
         answer(error=f"config.data.task: {first['task']}: {unforeseen(error)}")
 

@@ -89,11 +89,7 @@ def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str 
 
 
 def fetch(source: seqio.DataSource) -> None:
-    """Download a source and write it as a TensorFlow data set, if it needs one and doesn't have it yet.
-
-    Raises:
-        UserError: if it can't be downloaded or written.
-    """
+    """Download a source and write it as a TensorFlow data set, if it needs one and doesn't have it yet."""
     if isinstance(source, seqio.TfdsDataSource):
         with writing():
             source.tfds_dataset.builder.download_and_prepare()
@@ -121,11 +117,7 @@ def one_sentence(error: Exception) -> str:
 
 
 class SourceTexts:
-    """The documents of a corpus as SeqIO reads them, with the methods of `diffeqformer.data.sources.FileTexts`.
-
-    Raises:
-        UserError: if there is no such corpus.
-    """
+    """The documents of a corpus as SeqIO reads them, with the methods of `diffeqformer.data.sources.FileTexts`."""
 
     found = None  # SeqIO finds the corpus again in each process
 

@@ -66,9 +66,6 @@ def open_prepared(
 
     Args:
         resumes: whether the caller knows the hashes of the ids, by which other text is found.
-
-    Raises:
-        UserError: if it can't be copied or prepared, or doesn't fit the config.
     """
     folder = store_folder(data, tokenizer)
     if not folder.exists():
@@ -86,9 +83,6 @@ def open_stored(
 
     Args:
         resumes: see `open_prepared`. A new run takes a store without its text only if it names that text alike.
-
-    Raises:
-        UserError: if it is incomplete, or doesn't fit the config.
     """
     folder, files, missing = store_folder(data, tokenizer), None, None
     try:
@@ -238,11 +232,7 @@ def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
 
 
 def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardProgress", todo: list) -> None:
-    """Let the workers write the shards `todo`. Each takes the next one as soon as it is free. Progress is printed.
-
-    Raises:
-        UserError: if one of them fails. Finished shards stay.
-    """
+    """Let the workers write the shards `todo`. Each takes the next one as soon as it is free. Progress is printed."""
     remaining = iter(todo)  # taking the next one is atomic
     for worker in workers:
         threading.Thread(target=_follow, args=(worker, partial, progress, remaining), daemon=True).start()

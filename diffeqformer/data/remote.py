@@ -93,11 +93,7 @@ def has_store(remote: str, name: str) -> bool:
 
 
 def check_writable(remote: str) -> None:
-    """Write an empty file at a URL and remove it, before the hours that preparing a store takes.
-
-    Raises:
-        UserError: if the URL can't be written.
-    """
+    """Write an empty file at a URL and remove it, before the hours that preparing a store takes."""
     with _opened(remote, f".writable-{uuid.uuid4().hex}", "written") as (system, there):
         system.makedirs(there.rpartition("/")[0], exist_ok=True)
         system.pipe_file(there, b"")

@@ -22,12 +22,6 @@ VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
 MOST_SHARDS = 256  # of a split: each costs a tenth of a second, and an open file in training
 
 
-def in_groups(paths: Sequence[str]) -> list[Sequence[str]]:
-    """The files of each shard: one, or some consecutive ones if there are very many."""
-    count = min(len(paths), MOST_SHARDS)
-    return [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
-
-
 def validation_rows(count: int) -> np.ndarray:
     """The rows of OpenWebText that make up the validation split, in order, as int64 of shape [ceil(0.0005 count)].
 
@@ -53,11 +47,11 @@ def writing() -> Iterator[None]:
 
 
 class FileTexts:
-    """Documents in files. Its classes have `groups`, the files of each shard of a split.
+    """Documents in files.
 
     splits: the names of the splits.
     origin: a description for readers; written into the token store.
-    found: JSON that says what `fetch` has found. Another process can take it from here in place of `fetch`.
+    found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.
     """
 
     splits: Sequence[str] = ("train", "validation")
@@ -67,16 +61,18 @@ class FileTexts:
     def fetch(self) -> None:
         """Find or download the files, if they aren't known."""
 
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard: one, or some consecutive ones if there are very many."""
+        paths = self.found["files"][split]
+        count = min(len(paths), MOST_SHARDS)
+        return [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
+
     def shards(self, split: str) -> int:
         """The number of shards."""
         return len(self.groups(split))
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all.
-
-        Raises:
-            UserError: if a file can't be read.
-        """
+        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all."""
         return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
 
     def texts(self, path: str) -> Iterator[str]:
@@ -104,11 +100,7 @@ class HubTexts(FileTexts):
         self.tfds_dir = tfds_dir
 
     def fetch(self) -> None:
-        """Find the files in the folders that TFDS would use.
-
-        Raises:
-            UserError: as `find`, or if the disk can't be written.
-        """
+        """Find the files in the folders that TFDS would use."""
         downloads = downloads_folder(self.tfds_dir)
         with writing():
             self.find(downloads, os.path.join(downloads, "manual"))
@@ -140,11 +132,7 @@ class HubTexts(FileTexts):
         self.found = {"files": {split: [str(path) for path in paths] for split, paths in by_split.items()}}
 
     def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
-        """The files of manual_dir by split, by the beginnings of their names.
-
-        Raises:
-            UserError: if a split has none.
-        """
+        """The files of manual_dir by split, by the beginnings of their names."""
         found = {}
         for split in self.on_hub:  # `valid` is short for validation
             found[split] = [path for path in paths if path.name.removeprefix("wiki.").startswith(split[:5])]
@@ -154,10 +142,6 @@ class HubTexts(FileTexts):
                     "to download all"
                 )
         return found
-
-    def groups(self, split: str) -> list[Sequence[str]]:
-        """The files of each shard."""
-        return in_groups(self.found["files"][split])
 
 
 class DetokenizedWikitext(HubTexts):
@@ -185,8 +169,8 @@ class RawWikitext(HubTexts):
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """As in the other corpora."""
-        paths = itertools.chain(*self.groups(split)[index::count])
-        return wikitext.articles_of_lines(itertools.chain.from_iterable(map(self.lines, paths)))
+        lines = itertools.chain.from_iterable(map(self.lines, self.found["files"][split]))
+        return wikitext.articles_of_lines(lines)
 
     def lines(self, path: str) -> Iterator[str]:
         """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
@@ -232,9 +216,8 @@ class OpenWebText(HubTexts):
         return {"train": paths}
 
     def groups(self, split: str) -> list[Sequence[str]]:
-        """The files of each shard."""
-        paths = self.found["files"]["train"]
-        return in_groups(paths) if split == "train" else [paths]
+        """As in the other corpora; of validation, all files."""
+        return super().groups(split) if split == "train" else [self.found["files"]["train"]]
 
     def number(self, split: str) -> int:
         """The number of documents."""

@@ -179,11 +179,7 @@ def parse_about(content: bytes, place: str | os.PathLike) -> dict:
 
 
 def read_about(folder: pathlib.Path) -> dict:
-    """The content of `store.json`, after checking that the folder is a store and its files have the right sizes.
-
-    Raises:
-        UserError: if the store is incomplete.
-    """
+    """The content of `store.json`, after checking that the folder is a store and its files have the right sizes."""
     path = folder / "store.json"
     try:
         about = parse_about(path.read_bytes(), path)

@@ -25,7 +25,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (users' modules take it from here)
+from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (others take them from here)
 from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
 from diffeqformer.data.store import Split
@@ -50,11 +50,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            UserError: if its files can't be read or downloaded.
-        """
+        """The tokenizer."""
         return open_tokenizer(self._given) if isinstance(self._given, str) else self._given
 
     @property
@@ -119,9 +115,6 @@ def configure(module: str, tfds_dir: str, option: str = "config.data.module") ->
 
     Args:
         option: the one that names the module.
-
-    Raises:
-        UserError: if the module can't be imported.
     """
     if module:
         if not {"", os.getcwd()} & set(sys.path):
@@ -200,9 +193,6 @@ def add_task(
         stored: its validation split in a token store, which does the same.
         preprocessors: those that come after the tokenization.
         more: other arguments of `seqio.TaskRegistry.add`. Without metrics among them, the task has `Perplexity`.
-
-    Raises:
-        UserError: if there is no such corpus.
     """
     if corpus not in CORPORA and not (files or stored):
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")

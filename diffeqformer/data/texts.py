@@ -15,7 +15,7 @@ import numpy as np
 
 from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
-from diffeqformer.data.sources import HUB_CORPORA, FileTexts, in_groups
+from diffeqformer.data.sources import HUB_CORPORA, FileTexts
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.data.wikitext import articles, detokenize
@@ -45,18 +45,14 @@ class LocalTexts(FileTexts):
     """
 
     def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
-        self.splits, self.files, self.layout = tuple(files), files, layout
+        self.splits, self.found, self.layout = tuple(files), {"files": files}, layout
         self.cut = CUTS.get(corpus, uncut)
-
-    def groups(self, split: str) -> list[Sequence[str]]:
-        """The files of each shard."""
-        return in_groups(self.files[split])
 
     @property
     def origin(self) -> str:
         """A description for readers."""
-        folders = {str(pathlib.Path(path).parent) for files in self.files.values() for path in files}
-        plain = any(kind(path) == PLAIN for files in self.files.values() for path in files)
+        paths = list(itertools.chain(*self.found["files"].values()))
+        folders, plain = {str(pathlib.Path(path).parent) for path in paths}, PLAIN in map(kind, paths)
         whole = plain and self.cut is uncut and not self.layout.separator
         return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
 
@@ -107,9 +103,6 @@ def open_texts(
 
     Args:
         tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
-
-    Raises:
-        UserError: if there is no such corpus.
     """
     if files:
         return LocalTexts(files, corpus, layout)

@@ -35,17 +35,13 @@ def answer(**fields) -> None:
 
 
 def open_task(request: dict):
-    """The documents that the first request names: `diffeqformer.data.sources.FileTexts`, or the same by SeqIO.
-
-    Raises:
-        UserError: if the corpus, or the module that adds it, doesn't exist, or SeqIO is needed and isn't installed.
-    """
+    """The documents that the first request names: `diffeqformer.data.sources.FileTexts`, or the same by SeqIO."""
     module, files, tfds_dir = request["module"], request["files"], request["tfds_dir"]
     if files or not_installed():
         if module and not files:
             check_installed(f"config.data.module: {module}")
         texts = open_texts(request["task"], files, tfds_dir, Layout(*request["layout"]))
-        texts.found = request.get("found")
+        texts.found = request.get("found", texts.found)
         return texts
     import_tensorflow()
     from diffeqformer.data import corpora, tasks
@@ -55,11 +51,7 @@ def open_task(request: dict):
 
 
 def plan(texts, task: str) -> None:
-    """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards.
-
-    Raises:
-        UserError: if it can't be fetched.
-    """
+    """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards."""
     texts.fetch()
     for split in SPLITS:
         if split not in texts.splits:

@@ -124,7 +124,7 @@ def _task_documents(
         )
     tasks.configure(options.module or "", _tfds_dir(options, opened), "--module")
     of_seqio = tasks.add_task(task, opened.tokenizer, files, layout=layout)
-    tasks.fetch(of_seqio)
+    tasks.fetch(of_seqio.source)
     _check_split(options, task, of_seqio.splits)
     try:
         with quiet.quiet():  # otherwise a broken document is reported twice, with a full traceback

@@ -21,6 +21,7 @@ from diffeqformer.config import base_config
 def get_config(model="gpt"):
     config = base_config("mine", model)
 """
+FILES = {"data__train_files": "a", "data__validation_files": "b"}
 CONFIGS = {
     "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
     "is no Python": ("def (", "the file can't be loaded, SyntaxError: invalid syntax"),
@@ -71,6 +72,10 @@ def test_a_config_file(what, tmp_path, config_option):
     [
         ({"name": ""}, "name: must be printable text of 1 to 200"),
         ({"data__task": "a" * 300}, "data.task: must be one of "),
+        *(
+            (FILES | {f"data__{name}": "here,gs://a/b"}, f"data.{name}: must be on this machine's disk, and not a URL")
+            for name in ("train_files", "validation_files", "tokenizer_file")
+        ),
         ({"model__num_steps": 10**8}, "model.num_steps: must be at most 65,536"),
         ({"model__training_depths": "2,99999"}, "model.training_depths: must be "),
         *(({name: 10**23}, rf"{name}: must be between -2\*\*31 and") for name in ("steps", "eval_every", "batch_size")),

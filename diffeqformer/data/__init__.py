@@ -1,8 +1,8 @@
-"""Data: SeqIO task -> token store -> `batch(step)`.
+"""Data: corpus -> token store -> `batch(step)`.
 
-`corpora`, `tasks`, `language_model` and `builders` import TensorFlow; so do the processes of `worker`, and commands
-that score a corpus. Training doesn't: it leaves preparation to those processes. Where SeqIO isn't installed, they make
-the same store from `sources` and `texts`.
+`corpora`, `tasks`, `language_model` and `builders` import TensorFlow; so do commands that score a corpus. Training
+doesn't: it leaves preparation to the processes of `worker`, which read a corpus by SeqIO. Local files, and where SeqIO
+isn't installed the corpora, are read by `sources` and `texts` alone, with the same ids.
 """
 
 CORPUS_NAMES = ("python_stdlib", "wikitext103", "wikitext103_raw", "openwebtext")

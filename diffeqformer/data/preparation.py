@@ -190,7 +190,7 @@ class Worker:
         self.process = subprocess.Popen(command, env={**os.environ, "TMPDIR": temporary}, **pipes)
         self.ask(task)
 
-    def ask(self, request: dict) -> None:
+    def ask(self, request: dict | list) -> None:
         """Send a request. After a failure, `answers` sets the reason."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -210,7 +210,6 @@ class Worker:
 
     def plan(self) -> dict:
         """Let it fetch the corpus and return the plan of the work. A UserError says why it can't."""
-        self.ask({"plan": True})
         for answer in self.answers():
             return answer
         raise UserError(self.failure)
@@ -252,7 +251,7 @@ def _follow(worker: Worker, partial: pathlib.Path, progress: "ShardProgress", re
     """Let a worker write shards until none remains, or it fails."""
     try:
         for shard in remaining:
-            worker.ask({"folder": str(partial), "shard": shard})
+            worker.ask([str(partial), shard])
             for answer in worker.answers():
                 progress.told[answer["split"], answer["shard"]] = answer
                 if answer["done"]:

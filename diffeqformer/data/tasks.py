@@ -128,11 +128,9 @@ def configure(module: str, tfds_dir: str, option: str = "config.data.module") ->
         seqio.set_tfds_data_dir_override(tfds_dir)
 
 
-def examples(task: seqio.Task, split: str, index: int, count: int) -> Iterator[tuple[bytes, np.ndarray]]:
-    """The examples of one of `count` shards in order: their text as UTF-8, and their ids."""
-    shard_info = seqio.ShardInfo(index, count) if count > 1 else None
-    dataset = task.get_dataset(split=split, sequence_length=None, shuffle=False, shard_info=shard_info)
-    for example in dataset.as_numpy_iterator():
+def examples(task: seqio.Task, split: str) -> Iterator[tuple[bytes, np.ndarray]]:
+    """The examples of a split in order: their text as UTF-8, and their ids."""
+    for example in task.get_dataset(split=split, sequence_length=None, shuffle=False).as_numpy_iterator():
         yield example["targets_pretokenized"], example["targets"]
 
 

@@ -1,9 +1,10 @@
 """A process that reads text for `diffeqformer.data.preparation`, which itself imports no TensorFlow.
 
 Requests arrive as lines of JSON on standard input. Answers are lines of JSON on the original standard output; anything
-else that is printed goes to standard error. The first request names the task. `plan` fetches the corpus and asks for
-the list of work, and `shard` writes one shard. Shard i of n holds the documents of the i-th of the source's n files, so
-the shards don't depend on the number of processes. SeqIO reads a corpus if it is installed.
+else that is printed goes to standard error. The first request names the task. If it doesn't say what was `found`, the
+corpus is fetched, and the answer is the list of work. Each other request is a folder and a shard to write into it.
+Shard i of n holds the documents of the i-th of the source's n files, so the shards don't depend on the number of
+processes. SeqIO reads a corpus if it is installed.
 """
 
 import hashlib
@@ -104,13 +105,12 @@ def main() -> None:
     first = json.loads(line)
     try:
         tokenizer, texts = restore_tokenizer(*first["tokenizer"]), open_task(first)
+        if "found" not in first:
+            plan(texts, first["task"])
         for line in sys.stdin:
-            request = json.loads(line)
-            if "plan" in request:
-                plan(texts, first["task"])
-            else:
-                with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-                    write_shard(texts, tokenizer, pathlib.Path(request["folder"]), *request["shard"])
+            folder, shard = json.loads(line)
+            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+                write_shard(texts, tokenizer, pathlib.Path(folder), *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except UserError as error:

@@ -26,18 +26,6 @@ def test_the_standard_library_task_agrees_with_its_files():
     assert first["targets"][-1] == vocabulary.eos_id == 256
 
 
-def test_windows_have_all_ids_of_the_documents():
-    def ids(sequence_length, number):
-        task = seqio.get_mixture_or_task("python_stdlib_bytes")
-        examples = task.get_dataset(split="validation", sequence_length=sequence_length, shuffle=False)
-        return [example["targets"] for example in examples.take(number).as_numpy_iterator()]
-
-    documents = np.concatenate(ids(None, 5))
-    windows = ids({"targets": 128}, len(documents) // 128)
-    assert len(windows) > 20 and {len(window) for window in windows} == {128}
-    assert np.array_equal(np.concatenate(windows), documents[: 128 * len(windows)])
-
-
 def test_the_names_of_corpora_are_known_without_tensorflow():
     assert tuple(corpora.CORPORA) == CORPUS_NAMES
 

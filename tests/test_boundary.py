@@ -21,7 +21,7 @@ from diffeqformer.config import base_config
 def get_config(model="gpt"):
     config = base_config("mine", model)
 """
-FILES = {"data__train_files": "a", "data__validation_files": "b"}
+FILES = {"data__train_files": "a", "data__validation_files": "b", "data__tokenizer": "gpt2"}
 CONFIGS = {
     "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
     "is no Python": ("def (", "the file can't be loaded, SyntaxError: invalid syntax"),

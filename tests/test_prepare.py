@@ -133,18 +133,9 @@ def test_files_can_be_mended_before_anything_is_finished(tmp_path):
 
 
 @pytest.mark.long
-def test_a_remote_store_is_that_of_the_files_if_they_are_here(corpus, store):
-    data = toy_config(data__dir=str(store.parent), data__remote="memory://stores").data
-    for folder in (corpus[0], "another/machine"):
-        data.update(train_files=f"{folder}/train-*", validation_files=f"{folder}/validation-*")
-        assert preparation.open_prepared(data, TOKENIZER, 16)["train"].size > 10_000
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        (b'{"text": "caf\xe9"}\n', "broken.jsonl: byte 13 isn't UTF-8"),
         (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
         (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 has no string 'text'"),
     ],
@@ -224,10 +215,7 @@ def test_a_worker_that_is_killed_is_said(tmp_path):
     with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock, str(tmp_path)) as worker:
         worker.process.kill()
         assert list(worker.answers()) == []
-        assert (
-            worker.failure
-            == "a process that prepares the store ended with status -9 (killed, perhaps because memory ran out)"
-        )
+    assert worker.failure.endswith("ended with status -9 (killed, perhaps because memory ran out)")
 
 
 def test_a_worker_holds_the_lock(tmp_path, monkeypatch):

@@ -10,12 +10,7 @@ import tensorflow_datasets as tfds
 
 from diffeqformer.data.sources import DetokenizedWikitext, HubTexts, OpenWebText, RawWikitext
 
-MANUAL = """\
-To work without a network, put the files into `wikitext103/detokenized`, `wikitext103/raw` or `openwebtext` in
-manual_dir. WikiText needs one or more files for each split. Their names begin with train, valid or test (or with
-wiki.train, ...), and they are .parquet, .jsonl, .txt, .tokens or .raw files. OpenWebText takes any number of .parquet
-or .jsonl files, which are read in the order of their names.
-"""
+MANUAL = "docs/data.md of diffeqformer says which files in manual_dir replace a download."
 
 
 def _find(texts: HubTexts, dl_manager: tfds.download.DownloadManager) -> None:

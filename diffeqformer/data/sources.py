@@ -30,12 +30,6 @@ def validation_rows(count: int) -> np.ndarray:
     return np.random.default_rng(VALIDATION_SEED).permutation(count)[: math.ceil(VALIDATION_FRACTION * count)]
 
 
-def downloads_folder(tfds_dir: str) -> str:
-    """Where TFDS downloads to. An empty `tfds_dir` means its own default."""
-    usual = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
-    return os.path.join(tfds_dir or os.path.expanduser(usual), "downloads")
-
-
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
     """Turn errors of the disk that gets a corpus into a UserError."""
@@ -101,7 +95,8 @@ class HubTexts(FileTexts):
 
     def fetch(self) -> None:
         """Find the files in the folders that TFDS would use."""
-        downloads = downloads_folder(self.tfds_dir)
+        usual = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
+        downloads = os.path.join(self.tfds_dir or os.path.expanduser(usual), "downloads")
         with writing():
             self.find(downloads, os.path.join(downloads, "manual"))
 

@@ -24,11 +24,6 @@ from diffeqformer.errors import UserError
 VALIDATION_PART = 50  # one in this many files of the standard library
 
 
-def uncut(text: str) -> Iterator[str]:
-    """A text as one document."""
-    yield text
-
-
 CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext103_raw": articles}
 """What splits a local text file that replaces a corpus into documents; other corpora leave it whole."""
 
@@ -46,20 +41,20 @@ class LocalTexts(FileTexts):
 
     def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
         self.splits, self.found, self.layout = tuple(files), {"files": files}, layout
-        self.cut = CUTS.get(corpus, uncut)
+        self.cut = CUTS.get(corpus)
 
     @property
     def origin(self) -> str:
         """A description for readers."""
         paths = list(itertools.chain(*self.found["files"].values()))
         folders, plain = {str(pathlib.Path(path).parent) for path in paths}, PLAIN in map(kind, paths)
-        whole = plain and self.cut is uncut and not self.layout.separator
+        whole = plain and not (self.cut or self.layout.separator)
         return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
 
     def texts(self, path: str) -> Iterator[str]:
         """The documents of a file."""
         texts = read_texts(path, self.layout)
-        return itertools.chain.from_iterable(map(self.cut, texts)) if kind(path) == PLAIN else texts
+        return itertools.chain.from_iterable(map(self.cut, texts)) if self.cut and kind(path) == PLAIN else texts
 
 
 class StandardLibrary(FileTexts):

@@ -138,6 +138,10 @@ class HubTexts(FileTexts):
                 )
         return found
 
+    def number(self, split: str) -> int:
+        """A number that the documents don't exceed."""
+        return 2**32
+
 
 class DetokenizedWikitext(HubTexts):
     """WikiText-103 as prose. The hub's rows are used unchanged. Whether each is one article couldn't be checked."""
@@ -215,7 +219,7 @@ class OpenWebText(HubTexts):
         return super().groups(split) if split == "train" else [self.found["files"]["train"]]
 
     def number(self, split: str) -> int:
-        """The number of documents."""
+        """The number of documents itself."""
         count = sum(self.found["counts"].values())
         rows = len(validation_rows(count))
         return rows if split == "validation" else count - rows

@@ -25,7 +25,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (others take them from here)
+from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (for others)
 from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
 from diffeqformer.data.store import Split

@@ -15,6 +15,7 @@ import hashlib
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 
@@ -275,8 +276,16 @@ def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int 
 
 def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:
     """`verify` by seal in the background, where hashing leaves Python free. Ask the result if the store is whole."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    return pool.submit(lambda: verify(folder, read_about(folder), vocab_size, by_seal=True))
+    done = concurrent.futures.Future()
+
+    def work():
+        try:
+            done.set_result(verify(folder, read_about(folder), vocab_size, by_seal=True))
+        except Exception as error:  # whoever asks for the result gets it
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="verifying", daemon=True).start()
+    return done
 
 
 def open_store(

@@ -28,8 +28,7 @@ from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (for others)
 from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
-from diffeqformer.data.store import Split
-from diffeqformer.data.texts import LocalTexts, stored_documents
+from diffeqformer.data.texts import LocalTexts
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, reason_of
 
@@ -152,20 +151,6 @@ def windows(dataset: tf.data.Dataset, sequence_length: Mapping[str, int | None] 
     return ids.rebatch(sequence_length["targets"], drop_remainder=True)
 
 
-def stored_source(stored: Split, tokenizer: Tokenizer) -> seqio.DataSource:
-    """The documents of a token store's validation split: `targets`, and `targets_pretokenized`, their decoded text."""
-
-    def documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
-        return tf.data.Dataset.from_generator(
-            lambda: (
-                {"targets": ids, "targets_pretokenized": text} for text, ids in stored_documents(stored, tokenizer)
-            ),
-            output_signature={"targets": IDS, "targets_pretokenized": TEXT},
-        )
-
-    return seqio.FunctionDataSource(documents, splits=("validation",))
-
-
 def task_name(corpus: str, tokenizer: str, suffix: str = "") -> str:
     """The name of a corpus's task. SeqIO allows no hyphen in it."""
     return f"{corpus}_{tokenizer}{suffix}".replace("-", "_")
@@ -178,7 +163,6 @@ def add_task(
     suffix: str = "",
     *,
     layout: Layout = Layout(),
-    stored: Split | None = None,
     preprocessors: Sequence[Callable] = (with_text, windows),
     **more,
 ) -> seqio.Task:
@@ -188,11 +172,10 @@ def add_task(
         tokenizer: as for `TokenizerVocabulary`.
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
         layout: how documents lie in these files.
-        stored: its validation split in a token store, which does the same.
         preprocessors: those that come after the tokenization.
         more: other arguments of `seqio.TaskRegistry.add`. Without metrics among them, the task has `Perplexity`.
     """
-    if corpus not in CORPORA and not (files or stored):
+    if corpus not in CORPORA and not files:
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
     if not re.fullmatch(TASK_NAME, corpus):
         raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
@@ -200,14 +183,10 @@ def add_task(
     name = task_name(corpus, vocabulary.name, suffix)
     if name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(name)
-    if stored:
-        source, tokenize = stored_source(stored, tokenizer), []
-    else:
-        source = LocalFiles(files, corpus, layout) if files else CORPORA[corpus].source
-        tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
+    tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,
-        source=source,
+        source=LocalFiles(files, corpus, layout) if files else CORPORA[corpus].source,
         preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
         **(more if {"metric_objs", "metric_fns"} & more.keys() else {**more, "metric_objs": [Perplexity()]}),

@@ -128,7 +128,7 @@ def _task_documents(
     _check_split(options, task, of_seqio.splits)
     try:
         with quiet.quiet():  # otherwise a broken document is reported twice, with a full traceback
-            return [(text.decode(), ids.tolist()) for text, ids in tasks.examples(of_seqio, options.split, 0, 1)]
+            return [(text.decode(), ids.tolist()) for text, ids in tasks.examples(of_seqio, options.split)]
     except tensorflow.errors.OpError as error:
         raise UserError(tasks.one_sentence(error)) from None
 

@@ -32,7 +32,7 @@ from diffeqformer.data.texts import LocalTexts
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, reason_of
 
-TEXT, IDS = tf.TensorSpec([], tf.string), tf.TensorSpec([None], tf.int32)
+TEXT = tf.TensorSpec([], tf.string)
 
 
 class TokenizerVocabulary(seqio.Vocabulary):

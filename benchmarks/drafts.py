@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 from common import NUM_STEPS, alternate, print_table, with_quartiles
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import whole_numbers
 from diffeqformer.inference import speculation

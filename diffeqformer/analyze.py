@@ -5,17 +5,17 @@ Writes one HTML report with figures, together with the numbers behind them. docs
 
 from absl import flags
 
-from diffeqformer import checkpoint
 from diffeqformer.analysis.common import check_text
 from diffeqformer.analysis.lyapunov import check_published
 from diffeqformer.analysis.registry import ANALYSES
 from diffeqformer.analysis.report import Section, write
 from diffeqformer.analysis.spectra import check_heads
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, title, whole_numbers
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
-from diffeqformer.finite import logits_of
 from diffeqformer.inference.text_file import read_text
 from diffeqformer.parallel import hosts
 

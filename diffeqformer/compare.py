@@ -17,8 +17,8 @@ import jax
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import REPLACED
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import REPLACED
 from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure

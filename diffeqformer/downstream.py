@@ -18,13 +18,13 @@ import jax
 from absl import flags
 from flax import nnx
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import Step
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.finite import logits_of
+from diffeqformer.checkpoints.folder import Step
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
-from diffeqformer.finite import logits_of
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.inference.task_table import PERCENT, describe, scores_of_documents, summary
 from diffeqformer.inference.tasks import SEED, Tasks, load_tasks

@@ -14,14 +14,14 @@ import jax
 from absl import flags
 from flax import nnx
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
 from diffeqformer.errors import UserError
-from diffeqformer.finite import logits_of
 from diffeqformer.inference.perplexity_report import heading, plot, table, write_curves
 from diffeqformer.inference.reader import with_solver, without_depth
 from diffeqformer.inference.scoring import Scorer, Stretch, lead, window_size

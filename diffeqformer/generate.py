@@ -9,13 +9,13 @@ import time
 
 from absl import flags, logging
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, counted, printable
-from diffeqformer.finite import logits_of
 from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver

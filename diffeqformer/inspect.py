@@ -13,8 +13,8 @@ from absl import flags, logging
 from etils import epath
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import REPLACED, Damaged, Step, best_step, once_more, steps_of
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import REPLACED, Damaged, Step, best_step, once_more, steps_of
 from diffeqformer.config import base_config, field_names, get_field
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
@@ -109,7 +109,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
 
     Args:
         workdir: its folder, which can be on gs://.
-        step: see `diffeqformer.checkpoint_folder.Step`.
+        step: see `diffeqformer.checkpoints.folder.Step`.
         with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
 
     Returns:

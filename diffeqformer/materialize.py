@@ -16,13 +16,13 @@ from absl import flags, logging
 from etils import epath
 from flax import traverse_util
 
-from diffeqformer import checkpoint, checksums
-from diffeqformer.checkpoint_folder import REPLACED, Step, begin_save, once_more
+from diffeqformer.checkpoints import checkpoint, checksums
+from diffeqformer.checkpoints.finite import not_finite
+from diffeqformer.checkpoints.folder import REPLACED, Step, begin_save, once_more
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_link
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.errors import UserError, reason_of
-from diffeqformer.finite import not_finite
 from diffeqformer.inference.discretize import discretized_arrays, discretized_config
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import MODELS, Path
@@ -42,7 +42,7 @@ def materialize(
         num_steps: steps of depth; None: as trained.
         dtype: float32 or bfloat16, for both the weights and the computation; None: the run's compute type.
         output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.
-        step: see `diffeqformer.checkpoint_folder.Step`.
+        step: see `diffeqformer.checkpoints.folder.Step`.
 
     Returns:
         The folder. The model in it is numbered by the training step of its source.

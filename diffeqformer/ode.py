@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from diffeqformer import checkpoint
-from diffeqformer.analysis.ode import convergence, curves, perplexities, plot, smoothness, table, trained_times
+from diffeqformer.analysis.convergence import convergence, curves, perplexities, plot, smoothness, table, trained_times
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import check_output, header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps
 from diffeqformer.analysis.common import check_text
-from diffeqformer.checkpoint import Checkpoint, load
+from diffeqformer.checkpoints.checkpoint import Checkpoint, load
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver

@@ -147,7 +147,7 @@ def run(tmp_path_factory):
     """The folder of a run with a checkpoint: an untrained byte-level model with large random weights."""
     import jax.numpy as jnp
 
-    from diffeqformer import checkpoint
+    from diffeqformer.checkpoints import checkpoint
     from helpers import drawn, toy_config
 
     workdir, config = tmp_path_factory.mktemp("run"), toy_config(model__max_length=64)

@@ -16,7 +16,7 @@ import sentencepiece
 from flax import nnx
 
 import authors
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import base_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.depth.depths import drawn_depth

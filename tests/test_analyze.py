@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer import analyze, checkpoint
+from diffeqformer import analyze
 from diffeqformer.analysis import common, induction, lyapunov, report, sensitivity, spectra
 from diffeqformer.analysis.registry import ANALYSES
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import figures
 from diffeqformer.console.results import write_json
 from diffeqformer.console.terminal import PrintableOutput

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer import checkpoint, checksums
+from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.data.tokenizers import GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.materialize import materialize

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 from absl import flags
 
-from diffeqformer import checkpoint, checkpoint_folder
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from helpers import drawn, save_params, toy_config

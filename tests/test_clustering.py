@@ -8,7 +8,7 @@ import pytest
 from diffeqformer.analysis import simulation
 from diffeqformer.analysis.clustering import relative_distances
 from diffeqformer.analysis.simulation import simulate
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 
 
 def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():

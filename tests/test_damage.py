@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer import checkpoint, checkpoint_folder, checksums
+from diffeqformer.checkpoints import checkpoint, checksums
+from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError

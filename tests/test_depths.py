@@ -13,7 +13,7 @@ from diffeqformer.config import check_config
 from diffeqformer.depth.depths import are_depths, drawn_depth, shares_of_depths
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
-from diffeqformer.training import loop, memory
+from diffeqformer.training import loop, room
 from diffeqformer.training.run import Run
 from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import new_model
@@ -83,8 +83,8 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     for times, most in (("fixed", 260), ("shifted", 261)):
         with pytest.raises(UserError, match=f"T = {most} is more than 256"):
             Program(toy_config(**sizes, model__training_depths="2,260", model__training_times=times), ONE_DEVICE)
-    needed, bytes_of_program = [], memory.bytes_of_program
-    monkeypatch.setattr(memory, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
+    needed, bytes_of_program = [], room.bytes_of_program
+    monkeypatch.setattr(room, "bytes_of_program", lambda step: needed.append(bytes_of_program(step)) or needed[-1])
     deep = {"model__num_steps": 40}
     for changes in (
         {"model__training_depths": "1,40"},
@@ -93,7 +93,7 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
         deep | {"model__training_depths": "1"},
     ):
         program = Program(toy_config(**changes), ONE_DEVICE)
-        memory.check_memory(program.config, program, program.state_shapes, True)
+        room.check_memory(program.config, program, program.state_shapes, True)
     # Of train steps, and of the weights and the evaluation: in the first at 6 steps and at 40
     two_depths, deep, one, validated_deep = needed[:5], needed[5:8], needed[8:11], needed[11:]
     assert two_depths[0] == deep[0] > one[0] == validated_deep[0] > 0

@@ -11,7 +11,8 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from diffeqformer import checkpoint, downstream
+from diffeqformer import downstream
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.inference import task_table, tasks
 from diffeqformer.inference.lm_eval_model import HarnessModel

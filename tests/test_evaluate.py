@@ -12,8 +12,9 @@ from lm_eval.api.instance import Instance
 from scipy.special import log_softmax
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from diffeqformer import checkpoint, transformer
 from diffeqformer import evaluate as evaluation_command
+from diffeqformer import transformer
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, set_aside, small_disk
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.store import read_about
 from diffeqformer.errors import printable
 from diffeqformer.training import loop

@@ -12,7 +12,8 @@ from etils import epath
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from diffeqformer import checkpoint, prepare
+from diffeqformer import prepare
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError

@@ -11,8 +11,8 @@ import types
 import numpy as np
 import pytest
 
-from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice

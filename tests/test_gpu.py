@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import pytest
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.fields import attention
 from diffeqformer.orbax import ocp
 from diffeqformer.parallel import memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training.memory import check_memory
+from diffeqformer.training.room import check_memory
 from diffeqformer.training.step import Program
 from helpers import change, first_state, load_config, normal, tokens_of, toy_config
 from runs import curves, finish, start

@@ -8,7 +8,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from scipy.special import log_softmax
 
-from diffeqformer import checkpoint, transformer
+from diffeqformer import transformer
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import reader, scoring

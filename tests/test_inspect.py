@@ -15,7 +15,8 @@ from clu import parameter_overview
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer import checkpoint, inspect, stored_arrays
+from diffeqformer import inspect
+from diffeqformer.checkpoints import checkpoint, stored_arrays
 from diffeqformer.config import field_names
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.errors import UserError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 
-from diffeqformer import checkpoint, stored_arrays
+from diffeqformer.checkpoints import checkpoint, stored_arrays
+from diffeqformer.checkpoints.stored_arrays import StoredArray
 from diffeqformer.console.results import header
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import ByteTokenizer
@@ -17,7 +18,6 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize, save_one_by_one
-from diffeqformer.stored_arrays import StoredArray
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import abstract_model, select, split_model

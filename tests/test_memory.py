@@ -15,7 +15,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, memory, run, validation
+from diffeqformer.training import loop, room, run, validation
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import weights_at
@@ -42,23 +42,23 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert needed > 3 * 4 * parameters  # with Adam's two moments
     for free, will_train in ((needed, False), (10**9, True)):
-        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
-        memory.check_memory(config, program, state, will_train)
+        monkeypatch.setattr(room, "free_bytes", lambda _, free=free: free)
+        room.check_memory(config, program, state, will_train)
     for free, sentence in ((needed, "config.batch_size: a train step needs"), (needed - 1, "config.model: its para")):
-        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(room, "free_bytes", lambda _, free=free: free)
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
-            memory.check_memory(config, program, state, True)
+            room.check_memory(config, program, state, True)
 
-    monkeypatch.setattr(memory.hosts, "min_over_processes", lambda free: free - 1)  # another host has less
-    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(room.hosts, "min_over_processes", lambda free: free - 1)  # another host has less
+    monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     with pytest.raises(UserError, match="^config.model: its para"):
-        memory.check_memory(config, program, state, True)
+        room.check_memory(config, program, state, True)
     monkeypatch.undo()
-    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
     for more in (0, 1):
         sizes = iter((0, beside_moments, beside_moments + more))  # of a train step, the weights and the evaluation
-        monkeypatch.setattr(memory, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
+        monkeypatch.setattr(room, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
         said = (
             pytest.raises(
                 UserError, match="^config.model.num_steps: a validation in 6 steps needs 0.0 GB for its evaluation on"
@@ -67,24 +67,24 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
             else nullcontext()
         )
         with said:
-            memory.check_memory(config, program, state, True)
+            room.check_memory(config, program, state, True)
 
     def refuse(compiled):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    monkeypatch.setattr(memory, "free_bytes", lambda _: needed)
-    monkeypatch.setattr(memory, "bytes_of_program", refuse)
+    monkeypatch.setattr(room, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(room, "bytes_of_program", refuse)
     with pytest.raises(UserError, match="^config.batch_size: a train step needs more memory on each device, but"):
-        memory.check_memory(config, program, state, True)
+        room.check_memory(config, program, state, True)
 
 
 def test_devices_that_share_examples_are_one_part_of_the_batch(monkeypatch):
     program, asked = Program(toy_config("gpt", model__vocab_multiple=8), make_mesh((2, 2, 2))), []
     state = program.state_shapes
-    monkeypatch.setattr(memory, "free_bytes", lambda _: sum(map(memory.bytes_on_device, jax.tree.leaves(state))))
-    monkeypatch.setattr(memory, "remedies", lambda _, parts, *others: asked.append(parts))
+    monkeypatch.setattr(room, "free_bytes", lambda _: sum(map(room.bytes_on_device, jax.tree.leaves(state))))
+    monkeypatch.setattr(room, "remedies", lambda _, parts, *others: asked.append(parts))
     with pytest.raises(UserError, match="^config.batch_size: a train step needs"):
-        memory.check_memory(program.config, program, state, True)
+        room.check_memory(program.config, program, state, True)
     assert asked == [4]
 
 
@@ -102,14 +102,14 @@ def test_dynamics_too_large_are_said_to_be_so(changes, monkeypatch):
     """In chunks, the weights of all steps are made for them alone."""
     config = toy_config(dynamics_every=1, model__remat="step", **changes)
     program = Program(config, ONE_DEVICE)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(room, "free_bytes", lambda _: 10**9)
     sizes = iter([0, 2 * 10**9] if changes else [0, 0, 0, 2 * 10**9])
-    monkeypatch.setattr(memory, "bytes_of_program", lambda _: next(sizes))
+    monkeypatch.setattr(room, "bytes_of_program", lambda _: next(sizes))
     sentence = (
         "a validation in 6 steps needs 2.0 GB for its dynamics on each device, but .* take config.dynamics_every=0"
     )
     with pytest.raises(UserError, match=f"^config.dynamics_every: {sentence}"):
-        memory.check_memory(config, program, program.state_shapes, True)
+        room.check_memory(config, program, program.state_shapes, True)
 
 
 def test_a_donated_state_counts_once():
@@ -134,7 +134,7 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
     ids = np.arange(16 * 16, dtype=np.uint16)
     split = Split((ids,), text_bytes=len(ids), sha256="")
     with jax.log_compiles():
-        memory.check_memory(config, program, program.state_shapes, True)
+        room.check_memory(config, program, program.state_shapes, True)
         state = first_state(program)
         for depth in (None, 8):
             validation.validate(program, state["params"], split, config, depth)
@@ -149,10 +149,10 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
 
 def test_depths_that_need_most_memory():
     """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
-    assert memory.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
+    assert room.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
     model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
-    assert memory.largest_depths(chunk_lengths(model)) == [52, 48]
-    assert memory.largest_depths({24: 24, 100: 20, 101: 1, 60: 20}) == [101, 100, 24]
+    assert room.largest_depths(chunk_lengths(model)) == [52, 48]
+    assert room.largest_depths({24: 24, 100: 20, 101: 1, 60: 20}) == [101, 100, 24]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
@@ -161,7 +161,7 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
     remedy = "take config.kernels=xla if it is the hypernetwork's, or other config.model.heads if it is attention's"
     with pytest.raises(UserError, match=f"^A kernel's .* memory space vmem .* {remedy}$"):
-        memory.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
+        room.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     ],
 )
 def test_what_would_save_memory(remat, devices, excess, said):
-    assert memory.remedies(toy_config(model__remat=remat), devices, excess).startswith(said)
+    assert room.remedies(toy_config(model__remat=remat), devices, excess).startswith(said)
 
 
 def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
@@ -186,9 +186,9 @@ def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
-    assert ", XLA_CLIENT_MEM_FRACTION=.92" in memory.remedies(toy_config(), 1, 1.5)
+    assert ", XLA_CLIENT_MEM_FRACTION=.92" in room.remedies(toy_config(), 1, 1.5)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")  # the older name
-    assert "MEM_FRACTION" not in memory.remedies(toy_config(), 1, 1.5)
+    assert "MEM_FRACTION" not in room.remedies(toy_config(), 1, 1.5)
 
 
 def free_with(root, groups: str, files: dict[str, str]) -> int:

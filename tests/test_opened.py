@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import diffeqformer
-from diffeqformer.checkpoint import About, Checkpoint
+from diffeqformer.checkpoints.checkpoint import About, Checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.opened import OpenedRun

@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.store import Split
 from diffeqformer.depth.depths import drawn_depth, trained_depths
 from diffeqformer.errors import UserError

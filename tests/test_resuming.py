@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from diffeqformer import checkpoint, compare, inspect
-from diffeqformer.checkpoint_folder import folder_of, move_aside, steps_of
+from diffeqformer import compare, inspect
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.training import loop, resuming

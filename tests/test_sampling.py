@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError, printable
-from diffeqformer.finite import NotFinite
 from diffeqformer.inference.cached import CHUNK, read_prompt, read_token
 from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import Samples, encode_prompt, generate, write_tokens

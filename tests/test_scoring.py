@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from diffeqformer import transformer
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.errors import UserError
-from diffeqformer.finite import NotFinite
 from diffeqformer.inference import scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh

@@ -20,11 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 from etils import epath
 
-from diffeqformer import checkpoint, checkpoint_folder, data
+from diffeqformer import data
 from diffeqformer import evaluate as evaluation_command
 from diffeqformer.analysis.registry import Section
 from diffeqformer.analysis.report import highlighted, paragraph, table
 from diffeqformer.analysis.report import write as write_report
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console.results import check_links, results_folder, whole_numbers, write_text
 from diffeqformer.console.terminal import PrintableOutput, json_line
 from diffeqformer.data import files, tokenizers

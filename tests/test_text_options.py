@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.store import SPLITS
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError

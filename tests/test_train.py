@@ -18,7 +18,7 @@ from etils import epath
 from flax import nnx
 from scipy.special import log_softmax
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.config import check_config
 from diffeqformer.console.progress import Progress
 from diffeqformer.data import lock

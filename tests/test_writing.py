@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer import checkpoint
 from diffeqformer import generate as generate_command
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import cached, sampling, speculation

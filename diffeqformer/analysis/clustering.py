@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from diffeqformer.analysis.common import check_text, in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.transformer import weights_at
 

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 from diffeqformer.analysis import lyapunov
 from diffeqformer.analysis.common import check_text, in_float32
 from diffeqformer.analysis.report import Section, paragraph
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.errors import UserError
 from diffeqformer.fields.layers import Context

@@ -18,7 +18,7 @@ from diffeqformer.analysis.attention_maps import maps
 from diffeqformer.analysis.common import in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph, table
 from diffeqformer.analysis.spectra import Spectrum, spectra
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import printable

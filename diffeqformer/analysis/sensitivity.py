@@ -7,11 +7,11 @@ from jaxtyping import Array, Float, Int
 from diffeqformer.analysis import attention_maps, lyapunov
 from diffeqformer.analysis.common import check_text, in_float32
 from diffeqformer.analysis.report import Section, highlighted, paragraph, show_text
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.console import figures
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.finite import NotFinite
 from diffeqformer.transformer import Transformer, weights_at
 
 LABELS = 130  # number of token labels that are readable side by side

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from diffeqformer.analysis.clustering import QUANTILES, quantile_bands, relative_distances
 from diffeqformer.analysis.report import Section, paragraph
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 
 HORIZON = 10.0  # end of the simulated time

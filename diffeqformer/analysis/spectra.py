@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from diffeqformer.analysis.common import in_float32, time_label
 from diffeqformer.analysis.report import Section, paragraph, table
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import figures
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge

@@ -53,7 +53,7 @@ class _Step(flags.ArgumentParser):
 
 
 def define_step() -> flags.FlagHolder:
-    """The option --step, for the commands that open a run (`diffeqformer.checkpoint_folder.Step`)."""
+    """The option --step, for the commands that open a run (`diffeqformer.checkpoints.folder.Step`)."""
     help_text = "Training step of the checkpoint; best: the one with the lowest validation loss; by default the newest."
     return flags.DEFINE(_Step(), "step", None, help_text)
 

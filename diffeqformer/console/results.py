@@ -88,7 +88,7 @@ def header(workdir: os.PathLike | str, opened) -> dict:
 
     Args:
         workdir: folder of the run.
-        opened: the `diffeqformer.checkpoint.Checkpoint`.
+        opened: the `diffeqformer.checkpoints.checkpoint.Checkpoint`.
     """
     config = opened.config
     trained = config.model.to_dict() | (opened.about.materialized_from or {}).get("model", {})

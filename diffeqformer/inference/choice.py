@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.cross_entropy import of_vocabulary
 from diffeqformer.errors import UserError
-from diffeqformer.finite import NotFinite
 
 
 class Choice(NamedTuple):

@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
+from diffeqformer.checkpoints.stored_arrays import BYTES_AT_ONCE, StoredArray
 from diffeqformer.depth.grid import Grid
 from diffeqformer.depth.low_rank import merge
 from diffeqformer.depth.weights import DepthWeights, in_type, weight_axes
 from diffeqformer.fields.layers import Linear, Norm, multiplying
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.stored_arrays import BYTES_AT_ONCE, StoredArray
 from diffeqformer.transformer import MODELS, Path, Transformer, abstract_model, parameter_metadata, split_model
 
 

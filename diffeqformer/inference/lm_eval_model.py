@@ -19,7 +19,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
-from diffeqformer import __version__, checkpoint, checksums
+from diffeqformer import __version__
+from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError

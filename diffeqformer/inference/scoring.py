@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
-from diffeqformer.finite import NotFinite
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from absl import flags
 
-from diffeqformer.checkpoint import Checkpoint
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data import CORPUS_NAMES, quiet
 from diffeqformer.data.files import OPENERS, Layout

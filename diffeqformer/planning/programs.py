@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.depth.depths import chunk_length, longest_grid
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_params

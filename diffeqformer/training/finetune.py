@@ -13,8 +13,8 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import BEST, NoSuchStep, Step, work_folder
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import BEST, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, counted, reachable

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint_folder import newest, work_folder
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import newest, work_folder
 from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.results import title

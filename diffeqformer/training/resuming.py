@@ -10,9 +10,9 @@ import os
 from etils import epath
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.about import About
-from diffeqformer.checkpoint_folder import folder_of, move_aside, steps_of
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.about import About
+from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
 from diffeqformer.config import CHANGEABLE, field_names, get_field
 from diffeqformer.errors import UserError, reachable
 from diffeqformer.rules import decay_start

@@ -15,9 +15,10 @@ from etils import epath
 from jaxtyping import Array, Int
 from ml_collections import ConfigDict
 
-from diffeqformer import checkpoint
-from diffeqformer.checkpoint import About
-from diffeqformer.checkpoint_folder import (
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.checkpoint import About
+from diffeqformer.checkpoints.checksums import Differs
+from diffeqformer.checkpoints.folder import (
     Damaged,
     folder_of,
     may_pass,
@@ -26,7 +27,6 @@ from diffeqformer.checkpoint_folder import (
     set_aside,
     set_validations_aside,
 )
-from diffeqformer.checksums import Differs
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared, store_folder
@@ -40,7 +40,7 @@ from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.rules import decay_start
 from diffeqformer.training import finetune, resuming
 from diffeqformer.training.goodput import Stopwatch
-from diffeqformer.training.memory import check_memory
+from diffeqformer.training.room import check_memory
 from diffeqformer.training.step import Program
 from diffeqformer.training.utilisation import utilisation
 from diffeqformer.transformer import merge_trees

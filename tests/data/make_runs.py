@@ -26,7 +26,7 @@ import numpy as np
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from diffeqformer import checkpoint  # noqa: E402
+from diffeqformer.checkpoints import checkpoint  # noqa: E402
 from diffeqformer.config import base_config  # noqa: E402
 from diffeqformer.console.progress import read_curves  # noqa: E402
 from diffeqformer.errors import Stopped  # noqa: E402

@@ -21,7 +21,7 @@ class About:
         materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
         time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
         earlier_rates: higher peak rates that a run with the schedule `wsd` had, by the last step of each; None: none.
-        checksums: of the saved arrays, by path (`diffeqformer.checksums`); None: an earlier version, or not yet saved.
+        checksums: of the saved arrays, by path (`checksums`); None: an earlier version, or not yet saved.
     """
 
     config: dict

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from diffeqformer.checksums import named
+from diffeqformer.checkpoints.checksums import named
 from diffeqformer.errors import UserError
 
 

@@ -4,7 +4,7 @@
     <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
-`about` (`diffeqformer.about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint
+`about` (`about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint
 can be opened on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
@@ -21,9 +21,10 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from diffeqformer import checksums, stored_arrays
-from diffeqformer.about import About
-from diffeqformer.checkpoint_folder import (
+from diffeqformer.checkpoints import checksums, stored_arrays
+from diffeqformer.checkpoints.about import About
+from diffeqformer.checkpoints.finite import check_parameters
+from diffeqformer.checkpoints.folder import (
     Damaged,
     NoCheckpoint,
     Step,
@@ -42,7 +43,6 @@ from diffeqformer.config import saved_config
 from diffeqformer.data.seals import from_json, sealed, unsealed
 from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
-from diffeqformer.finite import check_parameters
 from diffeqformer.orbax import awaited, ocp
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from diffeqformer import stored_arrays
+from diffeqformer.checkpoints import stored_arrays
 from diffeqformer.data.seals import from_json, unsealed
 from diffeqformer.errors import UserError, out_of_memory, reachable, reason_of
 from diffeqformer.orbax import ocp

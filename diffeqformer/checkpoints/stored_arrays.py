@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from diffeqformer import checksums
+from diffeqformer.checkpoints import checksums
 from diffeqformer.orbax import ocp
 from diffeqformer.parallel import memory
 
@@ -41,7 +41,7 @@ class StoredArray:
     Args:
         store: the open array.
         reading: the context in which it is read, which may translate errors.
-        name, checksum: those under which it was saved (`diffeqformer.checksums`); None: of an earlier version.
+        name, checksum: those under which it was saved (`checksums`); None: of an earlier version.
     """
 
     store: ts.TensorStore

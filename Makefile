@@ -6,7 +6,7 @@
 # make test-faults  an hour (or MINUTES=10) of signals, full disks, damage and more, all of which runs must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
-# make lint       style, formatting, and the order of imports
+# make lint       style, formatting, the order of imports, and the sizes of code and pages
 # make docs-figures  draw the pictures of docs/ (an hour on two cores)
 # make format     format Python and Markdown
 # make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
@@ -54,6 +54,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/totals.py
 	$(MDFORMAT) --check $(MARKDOWN)
 
 format: $(VENV)/installed-test

@@ -8,9 +8,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 21_200, "tests/**/*.py": 17_300}
-WORDS = {"docs/**/*.md": 25_300, "README.md": 1_200, "benchmarks/README.md": 2_200, "CHANGELOG.md": 400}
-FIELDS = 74
+LINES = {"diffeqformer/**/*.py": 19_800, "tests/**/*.py": 16_700}
+WORDS = {"docs/**/*.md": 19_300, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
+FIELDS = 75
 
 
 def number_of_fields() -> int:

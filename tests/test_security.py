@@ -47,7 +47,7 @@ from runs import command
 
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     """A module runs code, so only the user's own option can name one."""
-    imported, task = [], types.SimpleNamespace(splits=["validation"])
+    imported, task = [], types.SimpleNamespace(splits=["validation"], source=None)
     fake = types.SimpleNamespace(CORPORA={"python_stdlib": ...}, fetch=lambda task: None)
     fake.configure = lambda module, *_: imported.append(module)
     fake.add_task, fake.examples = (lambda *_, **__: task), (lambda *_: [(b"a", np.array([97, 256]))])

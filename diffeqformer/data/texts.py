@@ -64,7 +64,7 @@ class StandardLibrary(FileTexts):
 
     def groups(self, split: str) -> list[Sequence[str]]:
         """All files, sorted by path, as one shard."""
-        return [stdlib_files(split)]
+        return [list(map(str, stdlib_files(split)))]
 
     def texts(self, path: str) -> Iterator[str]:
         """The file, unless it isn't UTF-8."""

@@ -21,7 +21,6 @@ from diffeqformer.console.results import write_text
 from diffeqformer.inference.task_table import PERCENT, Column, Value, columns_of, in_order, shown_metric, table
 from diffeqformer.inference.tasks import TASKS
 
-RESULTS = flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
 SEED = re.compile(r"seed-\d+")
 
 # Tong et al., Neural ODE Transformers (ICLR 2025), appendix C.7: per cent, with the standard error.
@@ -169,7 +168,7 @@ def plot(columns: list[Column], tasks: list[str], path: pathlib.Path) -> None:
 
 
 def main(_) -> None:
-    folder = pathlib.Path(RESULTS.value)
+    folder = pathlib.Path(flags.FLAGS.results)
     runs, documents = (json.loads((folder / f"{name}.json").read_text()) for name in ("results", "documents"))
     runs = [{**run, "documents": scored["documents"]} for run, scored in zip(runs["runs"], documents, strict=True)]
     rows, columns = runs[0]["tasks"], columns_of(runs)
@@ -186,4 +185,5 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
     app.run(main)

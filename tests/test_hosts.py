@@ -292,7 +292,7 @@ def test_a_process_that_lost_another_one_says_so(monkeypatch):
     monkeypatch.setattr(hosts.jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "leave", lambda *of: said.append(of))
     for reason in ("UNKNOWN: Gloo AllGather failed: Connection reset by peer", "another\nreason"):
-        with hosts.together():
+        with hosts.ending_together():
             raise RuntimeError(reason)
     assert said[0] == (1, "process 0 of 2 failed: it lost another one; start all of them again")
     assert said[1][1].startswith("process 0 of 2 failed: RuntimeError: another; DIFFEQFORMER_TRACEBACK=1 shows")

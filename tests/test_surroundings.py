@@ -91,7 +91,7 @@ def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path)
         "    config = base_config('mine', model)\n    config.data.tokenizer_file = '~/absent'\n    return config"
     )
     done = command("prepare", "--config=~/mine.py", environment=home, folder=tmp_path)
-    assert done.stderr.startswith(f"diffeqformer: {tmp_path}/absent: ")
+    assert done.stderr.startswith(f"diffeqformer: config.data.tokenizer_file: {tmp_path}/absent")
     done = command("main", "--config=tiny", "--config.data.dir=~nobody-here", folder=tmp_path)
     assert done.stderr.startswith("diffeqformer: config.data.dir: there is no home folder ~nobody-here;")
     assert not list(tmp_path.glob("~*"))

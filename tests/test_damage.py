@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffeqformer.checkpoints import checkpoint, checksums
+from diffeqformer.checkpoints import checkpoint, checksums, damage
 from diffeqformer.checkpoints import folder as checkpoint_folder
 from diffeqformer.console.progress import Progress, read_curves
 from diffeqformer.data.store import sha256
@@ -218,13 +218,13 @@ def test_a_damaged_record_is_passed_over(tmp_path, monkeypatch):
             checkpoint.check(checkpoints, wait=True)
     records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
-    assert checkpoint.newest_readable(tmp_path)[0].data_sha256 == "1"
+    assert damage.newest_readable(tmp_path)[0].data_sha256 == "1"
     with monkeypatch.context() as patch, pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
-        patch.setattr(checkpoint, "_read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
-        checkpoint.newest_readable(tmp_path)
+        patch.setattr(checkpoint, "read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
+        damage.newest_readable(tmp_path)
     records[0].write_text("{")
     with pytest.raises(checkpoint.Damaged, match="checkpoints/1: "):
-        checkpoint.newest_readable(tmp_path)
+        damage.newest_readable(tmp_path)
 
 
 @pytest.mark.long

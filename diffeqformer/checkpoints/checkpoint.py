@@ -4,8 +4,8 @@
     <workdir>/frozen/0/params: the frozen parameters, if there are any; saved once
 
 A checkpoint's folder gets its name, the step, only when it is complete (on gs://, it then has `commit_success.txt`).
-`about` (`about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint
-can be opened on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
+`about` (`about.About`) holds the config, the tokenizer and the hash of the training data, so a checkpoint can be opened
+on any machine without other files. A materialized model (`diffeqformer.materialize`) has no optimizer.
 """
 
 import contextlib
@@ -25,14 +25,11 @@ from diffeqformer.checkpoints import checksums, stored_arrays
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.finite import check_parameters
 from diffeqformer.checkpoints.folder import (
-    Damaged,
     NoCheckpoint,
     Step,
     begin_save,
     chosen_step,
     folder_of,
-    may_pass,
-    older,
     once_more,
     open_checkpoints,
     readable,
@@ -133,10 +130,10 @@ def check(checkpoints: ocp.training.Checkpointer, wait: bool = False) -> None:
 def read_about(folder: epath.Path, step: int) -> About:
     """The metadata stored in a checkpoint."""
     with readable(folder, step):
-        return About.from_json(_read_json(folder, step))
+        return About.from_json(read_json(folder, step))
 
 
-def _read_json(folder: epath.Path, step: int) -> dict:
+def read_json(folder: epath.Path, step: int) -> dict:
     """What Orbax saved as `about`, without waiting for other processes, as Orbax would."""
     about = folder / str(step) / "about"
     try:
@@ -174,10 +171,10 @@ def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
 def saved_arrays(folder: epath.Path, step: int, remedy: str = "") -> dict[Path, Any]:
     """Shape and dtype of the parameters of a checkpoint, by path, without reading the parameters."""
     with readable(folder, step, remedy):
-        return traverse_util.flatten_dict(_saved_tree(folder, step, "params"))
+        return traverse_util.flatten_dict(saved_tree(folder, step, "params"))
 
 
-def _saved_tree(folder: epath.Path, step: int, item: str) -> Any:
+def saved_tree(folder: epath.Path, step: int, item: str) -> Any:
     """What Orbax knows of an item's arrays. `ocp.metadata` wouldn't say why it can't be read."""
     return awaited(ocp.handlers.PyTreeHandler().metadata(folder / str(step) / item))
 
@@ -197,21 +194,6 @@ def open_arrays(
     saved = saved_arrays(folder, step, remedy)
     with reading():
         return stored_arrays.open_arrays(folder / str(step) / "params", saved, reading, recorded)
-
-
-def damage(folder: epath.Path, step: int) -> Damaged | None:
-    """What is wrong with a checkpoint, as this process finds by reading all of it by itself; None if nothing is."""
-    reading = functools.partial(readable, folder, step)
-    try:
-        with reading():  # Orbax's own way would wait for other processes
-            recorded = About.from_json(_read_json(folder, step)).checksums
-            arrays = open_arrays(folder, step, recorded)
-            rest = [tuple(name.split("/")) for name in checksums.named(_saved_tree(folder, step, "optimizer"))]
-            where = folder / str(step) / "optimizer"
-            for array in (arrays | stored_arrays.open_arrays(where, rest, reading, recorded, "/".join)).values():
-                array.verify()
-    except Damaged as found:
-        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,38 +238,6 @@ def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step 
         return Opened(folder, step, about, saved_config(about.config))
 
 
-def damaged_records(folder: epath.Path) -> list[Damaged]:
-    """What is wrong with the metadata of the newest checkpoints, down to the first of which nothing is.
-
-    Raises:
-        Damaged: if something is wrong with all of them, or one can't be read for a reason that may pass.
-    """
-    found = []
-    for step in reversed(steps_of(folder)):
-        try:
-            read_about(folder, step)
-            return found
-        except Damaged as error:
-            if may_pass(error):
-                raise
-            found.append(error)
-    if found:
-        raise found[-1]
-    return found
-
-
-def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict]:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged.
-
-    Raises:
-        NoCheckpoint: if there is none.
-        Damaged: if they can't be read.
-    """
-    passed = damaged_records(folder_of(workdir))
-    opened = open_to_read(workdir, step=older(passed[-1].directory, passed[-1].step) if passed else None)
-    return opened.about, opened.config
-
-
 def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir") -> ConfigDict:
     """The config of a checkpoint. Its parameters aren't read."""
     return once_more(lambda: open_to_read(workdir, of, step)).config
@@ -322,7 +272,7 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[s
     if not there:
         raise UserError(f"{folder}: the frozen weights that this run's adapters belong to are missing; {remedy}")
     with readable(folder, 0, remedy):
-        theirs = unsealed(_read_json(folder, 0))
+        theirs = unsealed(read_json(folder, 0))
         recorded = theirs.pop("checksums", None)
     if theirs != base:
         raise UserError(f"{folder}: these frozen weights belong to other adapters than this run's; {remedy}")
@@ -375,7 +325,7 @@ def _load(workdir: epath.PathLike, mesh: Mesh | None, step: Step, of: str) -> Ch
     trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
     replaced = "start again, with the newest checkpoint"  # a running training removes old ones
     with readable(folder, step, "" if step == max(steps_of(folder), default=step) else replaced):
-        target = jax.tree.map(_placed, trained, _saved_tree(folder, step, "params"), select(placed, model.trains))
+        target = jax.tree.map(_placed, trained, saved_tree(folder, step, "params"), select(placed, model.trains))
         parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
         check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
         restored = ocp.load(folder / str(step), target, checkpointable_name="params")

@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.folder import BEST, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.depth.depths import trained_depths
@@ -51,7 +51,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
     try:
-        about, ours = checkpoint.newest_readable(workdir)
+        about, ours = damage.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         about = ours = None
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):

@@ -10,7 +10,7 @@ import os
 from etils import epath
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
 from diffeqformer.config import CHANGEABLE, field_names, get_field
@@ -104,7 +104,7 @@ def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathL
 def set_decayed_aside(config: ConfigDict, workdir: epath.Path) -> None:
     """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed."""
     try:
-        saved = checkpoint.newest_readable(workdir)[1]
+        saved = damage.newest_readable(workdir)[1]
     except checkpoint.NoCheckpoint:
         return
     limit, folder = last_stable(config, saved), folder_of(workdir)

@@ -15,7 +15,7 @@ from etils import epath
 from jaxtyping import Array, Int
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.checkpoint import About
 from diffeqformer.checkpoints.checksums import Differs
 from diffeqformer.checkpoints.folder import (
@@ -102,7 +102,7 @@ class Run:
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
     try:
-        saved, there = checkpoint.newest_readable(workdir)
+        saved, there = damage.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         return None
     return (saved.tokenizer, saved.tokenizer_data) if there.data.tokenizer == config.data.tokenizer else None
@@ -215,7 +215,7 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         UserError: if it can't be resumed with this config.
     """
     try:
-        saved, config_there = checkpoint.newest_readable(workdir)
+        saved, config_there = damage.newest_readable(workdir)
     except checkpoint.NoCheckpoint:
         return None
     if saved.materialized_from is not None:
@@ -257,7 +257,7 @@ def newest_step(run: Run) -> int | None:
         UserError: if processes see different ones, or there is none before a damaged one.
     """
     with hosts.all_succeed("the newest checkpoint"):
-        for error in checkpoint.damaged_records(run.checkpoints.directory) if hosts.is_first() else ():
+        for error in damage.damaged_records(run.checkpoints.directory) if hosts.is_first() else ():
             print(f"{error.found}; {moved_aside(error)}, and the one before it is taken", flush=True)
     run.checkpoints.reload()
     step = newest(run.checkpoints)
@@ -327,7 +327,7 @@ def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
     Returns:
         what was found and done; None if nothing was.
     """
-    found = checkpoint.damage(folder, step)
+    found = damage.of_checkpoint(folder, step)
     if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
         return None
     return f"{found.found}; {moved_aside(found)}"

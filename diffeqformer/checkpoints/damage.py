@@ -1,0 +1,58 @@
+"""Damage: what is wrong with checkpoints, and which is the newest without any."""
+
+import functools
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from diffeqformer.checkpoints import checksums, stored_arrays
+from diffeqformer.checkpoints.about import About
+from diffeqformer.checkpoints.checkpoint import open_arrays, open_to_read, read_about, read_json, saved_tree
+from diffeqformer.checkpoints.folder import Damaged, folder_of, may_pass, older, readable, steps_of
+
+
+def of_checkpoint(folder: epath.Path, step: int) -> Damaged | None:
+    """What is wrong with a checkpoint, as this process finds by reading all of it by itself; None if nothing is."""
+    reading = functools.partial(readable, folder, step)
+    try:
+        with reading():  # Orbax's own way would wait for other processes
+            recorded = About.from_json(read_json(folder, step)).checksums
+            arrays = open_arrays(folder, step, recorded)
+            rest = [tuple(name.split("/")) for name in checksums.named(saved_tree(folder, step, "optimizer"))]
+            where = folder / str(step) / "optimizer"
+            for array in (arrays | stored_arrays.open_arrays(where, rest, reading, recorded, "/".join)).values():
+                array.verify()
+    except Damaged as found:
+        return found
+
+
+def damaged_records(folder: epath.Path) -> list[Damaged]:
+    """What is wrong with the metadata of the newest checkpoints, down to the first of which nothing is.
+
+    Raises:
+        Damaged: if something is wrong with all of them, or one can't be read for a reason that may pass.
+    """
+    found = []
+    for step in reversed(steps_of(folder)):
+        try:
+            read_about(folder, step)
+            return found
+        except Damaged as error:
+            if may_pass(error):
+                raise
+            found.append(error)
+    if found:
+        raise found[-1]
+    return found
+
+
+def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict]:
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        Damaged: if they can't be read.
+    """
+    passed = damaged_records(folder_of(workdir))
+    opened = open_to_read(workdir, step=older(passed[-1].directory, passed[-1].step) if passed else None)
+    return opened.about, opened.config

@@ -70,6 +70,7 @@ def open(workdir, step: int | str | None = None):
     Raises:
         UserError: if there is no such checkpoint, or it can't be read.
     """
-    from diffeqformer.opened import OpenedRun  # JAX and Flax take seconds
+    from diffeqformer.checkpoints.checkpoint import load  # JAX and Flax take seconds
+    from diffeqformer.opened import OpenedRun
 
-    return OpenedRun.of(workdir, step)
+    return OpenedRun(load(workdir, step=step))

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from diffeqformer.analysis import attention_maps
 from diffeqformer.analysis.common import check_text
-from diffeqformer.checkpoints.checkpoint import Checkpoint, load
+from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.inference.sampling import encode_prompt, generate
+from diffeqformer.inference.sampling import generate
 from diffeqformer.inference.scoring import Scorer, sliding_windows
 from diffeqformer.transformer import Transformer, check_weights, split_model, weights_at
 
@@ -68,11 +68,6 @@ class OpenedRun:
     checkpoint: Checkpoint
     num_steps: int | None = None
 
-    @classmethod
-    def of(cls, workdir, step: int | str | None = None) -> "OpenedRun":
-        """Open a run; see `diffeqformer.open`."""
-        return cls(load(workdir, step=step))
-
     @property
     def model(self) -> Transformer:
         """The model itself."""
@@ -91,11 +86,8 @@ class OpenedRun:
 
     def generate(self, prompt: str = "", tokens: int | None = None, temperature: float = 0.8, seed: int = 0) -> str:
         """A prompt and its continuation, of up to `tokens` tokens (None: up to 256, as far as there are positions)."""
-        tokenizer, key = self.checkpoint.tokenizer, jax.random.key(seed)
-        if tokens is None:
-            tokens = max(1, min(256, self.model.max_length - len(encode_prompt(tokenizer, prompt))))
-        choice, steps = Choice(temperature), self.num_steps
-        [text] = generate(self.model, tokenizer, prompt, tokens=tokens, key=key, choice=choice, num_steps=steps)
+        how = dict(tokens=tokens, key=jax.random.key(seed), choice=Choice(temperature), num_steps=self.num_steps)
+        [text] = generate(self.model, self.checkpoint.tokenizer, prompt, **how)
         return prompt + text
 
     def score(self, text: str) -> Score:
@@ -123,9 +115,11 @@ class OpenedRun:
         """{layer: {kernel | bias | scale | shift: ...}}: the weights at a time from 0 to 1, in fp32.
 
         Raises:
-            UserError: if they aren't functions of time.
+            UserError: if they aren't functions of time, or the time is another one.
         """
         depth = self.model.depth
+        if not 0 <= time <= 1:
+            raise UserError(f"time: must be between 0 and 1, but it is {time}")
         if not depth.generated:
             raise UserError(
                 f"time: the weights of model.kind {self.checkpoint.config.model.kind} aren't functions of time; "

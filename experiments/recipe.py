@@ -30,7 +30,7 @@ from diffeqformer.console.results import spread, write_text
 
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 FORMS = flags.DEFINE_string("forms", None, "The forms to run, with semicolons between them; by default all.")
-RATES = flags.DEFINE_list("rates", ["2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
 FOLDER = flags.DEFINE_string("folder", "runs/recipe", "Folder of the runs, the corpus and the tables.")

@@ -58,7 +58,7 @@ def test_a_reader_beside_a_training_tries_the_newest_checkpoint_once_more(tmp_pa
     monkeypatch.setattr(checkpoint.ocp, "load", load_or_lose)
     assert checkpoint.load(tmp_path).step == 2 and read == ["1", "2"]
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
-    with pytest.raises(checkpoint.Damaged, match="/2: this checkpoint can't be read: "):
+    with pytest.raises(checkpoint_folder.Damaged, match="/2: this checkpoint can't be read: "):
         checkpoint.load(tmp_path)
 
 
@@ -79,7 +79,8 @@ def test_a_damaged_validation_is_named_and_set_aside(tmp_path, content, capsys):
     folder = checkpoint_folder.folder_of(tmp_path)
     file = folder / "1" / "metrics" / "metrics"
     file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(checkpoint.Damaged, match="1/metrics/metrics: this validation is damaged: .*; restore it, or"):
+    said = "1/metrics/metrics: this validation is damaged: .*; restore it, or"
+    with pytest.raises(checkpoint_folder.Damaged, match=said):
         opened(tmp_path, "best")
     assert opened(tmp_path, None) == 3  # which doesn't need it
     checkpoint_folder.set_validations_aside(folder)

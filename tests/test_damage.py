@@ -171,7 +171,7 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(tmp_path
         for step in (1, 2):
             checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}, "step": jnp.int32(step)}, about)
     folder = checkpoints.directory
-    with pytest.raises(checkpoint.Damaged):
+    with pytest.raises(checkpoint_folder.Damaged):
         checkpoint.restore_state(folder, 2, {"params": {"other": None}, "step": None})
     assert set_aside_if_damaged(folder, 2) is None
     for error, aside in (
@@ -180,7 +180,7 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(tmp_path
         (ValueError("Error decompressing"), True),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "open_arrays", mock.Mock(side_effect=error))
+            patch.setattr(damage, "open_arrays", mock.Mock(side_effect=error))
             assert set_aside_if_damaged(folder, 1) is None
             assert bool(set_aside_if_damaged(folder, 2)) == aside == (tmp_path / "damaged" / "2").is_dir()
 
@@ -204,7 +204,7 @@ def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, dam
         raise error
 
     monkeypatch.setattr(checkpoint.ocp.handlers.PyTreeHandler, "_background_load", fail)
-    with pytest.raises(checkpoint.Damaged if damaged else type(error)) as found:
+    with pytest.raises(checkpoint_folder.Damaged if damaged else type(error)) as found:
         checkpoint.restore_state(checkpoints.directory, 1, {"params": {"w": None}, "step": None})
     assert not damaged or checkpoint_folder.may_pass(found.value)
     assert not damaged or str(found.value).endswith("; see that it can be read, and start again")
@@ -219,11 +219,11 @@ def test_a_damaged_record_is_passed_over(tmp_path, monkeypatch):
     records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
     assert damage.newest_readable(tmp_path)[0].data_sha256 == "1"
-    with monkeypatch.context() as patch, pytest.raises(checkpoint.Damaged, match="checkpoints/2: "):
+    with monkeypatch.context() as patch, pytest.raises(checkpoint_folder.Damaged, match="checkpoints/2: "):
         patch.setattr(checkpoint, "read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
         damage.newest_readable(tmp_path)
     records[0].write_text("{")
-    with pytest.raises(checkpoint.Damaged, match="checkpoints/1: "):
+    with pytest.raises(checkpoint_folder.Damaged, match="checkpoints/1: "):
         damage.newest_readable(tmp_path)
 
 

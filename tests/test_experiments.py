@@ -289,8 +289,8 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path):
     assert done.returncode == 0, done.stderr
     trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
     tuned = [line for line in trained if "python_packages" in line]
-    assert len(tuned) == 2 * 4 and all("seed_0" in line for line in tuned)
-    assert len(trained) == len(tuned) + 2 * 2 + 2 and all("-8e-3-" in line for line in trained[8:])
+    assert len(tuned) == 2 * 5 and all("seed_0" in line for line in tuned)
+    assert len(trained) == len(tuned) + 2 * 2 + 2 and all("-8e-3-" in line for line in trained[10:])
     assert "| llama | 1,234 | 8e-3 | 2.505 ± 0.007 |  |" in done.stdout
     assert "| llama's block, unit | 1,234 | 8e-3 | 2.405 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
     assert "| llama's block, unit, equal time | 1,234 | 8e-3 | 2.410 ± 0.007 | -0.095 ± 0.000 |" in done.stdout

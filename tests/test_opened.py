@@ -61,6 +61,8 @@ def test_weights_at_a_time_are_those_of_a_step_that_ends_there(run):
     for layer, each in opened.weights(0.5).items():
         for name, value in each.items():
             np.testing.assert_allclose(value, of_steps[layer][name][1], rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="^time: must be between 0 and 1, but it is 1.5"):
+        opened.weights(1.5)
 
 
 def test_a_model_with_layers_says_what_it_lacks():
@@ -68,7 +70,7 @@ def test_a_model_with_layers_says_what_it_lacks():
     opened = OpenedRun(Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), About({}, "bytes")))
     with pytest.raises(UserError, match="^time: the weights of model.kind gpt aren't functions of time"):
         opened.weights(0.5)
-    with pytest.raises(UserError, match="has weights for|weights for"):
+    with pytest.raises(UserError, match="weights for"):
         opened.at(num_steps=opened.model.num_steps + 1)
     with pytest.raises(UserError, match="^--solver: must be one of"):
         opened.at(solver="heun")

@@ -4,6 +4,8 @@ Importing it registers `wikitext103/detokenized`, `wikitext103/raw` and `openweb
 those of `diffeqformer.data.sources`.
 """
 
+from collections.abc import Callable
+
 import tensorflow_datasets as tfds
 
 from diffeqformer.data.sources import DetokenizedWikitext, HubTexts, OpenWebText, RawWikitext
@@ -15,8 +17,7 @@ class _HubBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version("1.0.0")
     MANUAL_DOWNLOAD_INSTRUCTIONS = "docs/data.md of diffeqformer says which files in manual_dir replace a download."
 
-    def texts(self) -> HubTexts:
-        raise NotImplementedError
+    texts: Callable[[], HubTexts]
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
@@ -57,5 +58,4 @@ class Wikitext103(_HubBuilder):
 class Openwebtext(_HubBuilder):
     """Web pages that Reddit links to (Gokaslan and Cohen, 2019)."""
 
-    def texts(self) -> HubTexts:
-        return OpenWebText()
+    texts = OpenWebText

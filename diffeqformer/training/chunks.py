@@ -106,17 +106,17 @@ class Chunks:
         inputs = state, features, depth, step_sizes, keys
         if self.model.remat == "binomial":
             return last_state(self.advance, self.model.snapshots, *inputs)
-        return last_of_reversible(self, *inputs) if self.model.remat == "reversible" else self.walk(STATES, *inputs)
+        return last_of_reversible(self, *inputs) if self.model.remat == "reversible" else self.walk(*inputs)
 
-    def walk(self, policy: Callable | None, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
-        """The same with a policy of `jax.checkpoint` for a chunk."""
+    def walk(self, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
+        """The same. A backward pass through it stores the states before all steps."""
 
         def one_chunk(state, inputs):
             number, step_sizes, features = inputs
             return self.advance(state, features, depth, number, step_sizes, keys), None
 
         inputs = jnp.arange(len(step_sizes)), step_sizes, features
-        return jax.lax.scan(jax.checkpoint(one_chunk, policy=policy, prevent_cse=False), state, inputs)[0]
+        return jax.lax.scan(jax.checkpoint(one_chunk, policy=STATES, prevent_cse=False), state, inputs)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -135,7 +135,7 @@ gathered.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def last_of_reversible(chunks: Chunks, state: PyTree, features, depth: dict, step_sizes, keys) -> PyTree:
     """A reversible solver's state after all chunks, of which the backward pass stores nothing else."""
-    return chunks.walk(None, state, features, depth, step_sizes, keys)
+    return chunks.walk(state, features, depth, step_sizes, keys)
 
 
 def _forward(chunks, *inputs):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint, damage
-from diffeqformer.checkpoints.folder import BEST, NoSuchStep, Step, work_folder
+from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, counted, reachable
@@ -151,7 +151,7 @@ def _reading_base(config: ConfigDict) -> Iterator[None]:
             f"config.base: {config.base} is still being trained, and its checkpoint at step {error.step:,} has been "
             "replaced meanwhile; start again, with one that is there"
         ) from error
-    except checkpoint.Damaged as error:
+    except Damaged as error:
         remedy = "restore its files, or begin with another checkpoint (config.base=FOLDER@STEP) or run"
         raise UserError(f"config.base: {error.found}; {remedy}") from error
 

@@ -2,9 +2,9 @@
 
     python experiments/recipe.py --at_once=2     # configs/tiny.py on two CPU cores; some hours
 
-Every form has the same budget. Each of --rates is tried with the seed 0 on the text of python_packages.py, and the best
-is used with --seeds others on the config's own text, which the choice hasn't seen. A form "at equal time" takes as many
-steps as fit into the time of its baseline's. Step times are measured once, in alternating rounds, on the CPU.
+Every form has the same budget. Rates are tried with the seed 0 on the text of python_packages.py, from the middle one
+of --rates on until those beside the best are worse. The best is used with other seeds on the config's own text, which
+the choice hasn't seen. Step times are measured once, in alternating rounds with the baseline's, on the CPU.
 
 Runs that --results holds aren't run again, and interrupted ones go on where they were. A table and a picture,
 <config>-recipe.md and .png in --folder, show the forms that have finished runs.
@@ -30,7 +30,7 @@ from diffeqformer.console.results import spread, write_text
 
 CONFIG = flags.DEFINE_string("config", "configs/tiny.py", "The config to vary.")
 FORMS = flags.DEFINE_string("forms", None, "The forms to run, with semicolons between them; by default all.")
-RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates that each form tries.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"], "Learning rates, in rising order.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of each run.")
 FOLDER = flags.DEFINE_string("folder", "runs/recipe", "Folder of the runs, the corpus and the tables.")
@@ -39,37 +39,29 @@ AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its par
 
 
 class Form(NamedTuple):
-    """A kind of model and the fields that differ from the config's, and the baseline that it is compared with.
-
-    equal_time: it is also run for as long as its baseline.
-    """
+    """A kind of model and the fields that differ from the config's, and the baseline that it is compared with."""
 
     model: str
     baseline: str
     changes: dict[str, float | str | bool] = {}
-    equal_time: bool = False
 
 
 MUON = {"optimizer.name": "muon"}
 UNIT = {"model.solver": "lie_trotter", "model.generator_start": "unit"}
 LLAMA = {"model.field": "llama"}
 PLAIN = LLAMA | {"model.norm_of_norm": False}
-AS_LARGE = {"model.time_embed_dim": 3}  # B and E matrices P: as many as tiny.py's GPT and Llama have layers
-KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # those layers, as functions of time
-ELASTIC = {"model.training_depths": "2,3,4", "model.training_times": "mixed"}
+KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # the layers of tiny.py's Llama, as functions of time
+ELASTIC = {"model.training_depths": "2:1,4:3"}
 
 FORM = {
     "gpt": Form("gpt", "gpt"),
     "gpt's block, published": Form("diffeqformer", "gpt"),
-    "gpt's block, unit": Form("diffeqformer", "gpt", UNIT, equal_time=True),
-    "gpt's block, unit, equal size": Form("diffeqformer", "gpt", UNIT | AS_LARGE),
+    "gpt's block, unit": Form("diffeqformer", "gpt", UNIT),
     "gpt, muon": Form("gpt", "gpt, muon", MUON),
     "gpt's block, unit, muon": Form("diffeqformer", "gpt, muon", UNIT | MUON),
-    "gpt's block, interpolated, muon": Form("interpolated", "gpt, muon", KNOTS),
     "llama": Form("llama", "llama"),
     "llama's block, published": Form("diffeqformer", "llama", LLAMA),
-    "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT, equal_time=True),
-    "llama's block, unit, equal size": Form("diffeqformer", "llama", PLAIN | UNIT | AS_LARGE),
+    "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT),
     "llama, muon": Form("llama", "llama, muon", MUON),
     "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
     "llama's block, interpolated, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS),
@@ -84,14 +76,13 @@ class Run(NamedTuple):
     form: str
     rate: str
     seed: int
-    steps: int
     tuning: bool = False
 
     def name(self) -> str:
         """Its key in the results, and its folder."""
         form = self.form.replace(", ", "-").replace("'s ", "s_").replace(" ", "_")
         text = "packages" if self.tuning else "own_text"
-        return f"{pathlib.Path(CONFIG.value).stem}-{form}-{self.rate}-seed_{self.seed}-{self.steps}_steps-{text}"
+        return f"{pathlib.Path(CONFIG.value).stem}-{form}-{self.rate}-seed_{self.seed}-{STEPS.value}_steps-{text}"
 
 
 def options_of(form: str) -> list[str]:
@@ -106,7 +97,7 @@ def options_of(form: str) -> list[str]:
 def measure(corpus: list[str], run: Run, cores: list[int] | None) -> dict:
     """Train one run. Returns validation bits/byte by step, and the number of parameters."""
     options = [*options_of(run.form), f"--config.optimizer.learning_rate={run.rate}", f"--config.seed={run.seed}"]
-    options += [f"--config.steps={run.steps}", f"--config.eval_every={max(1, run.steps // 5)}"]
+    options += [f"--config.steps={STEPS.value}", f"--config.eval_every={max(1, STEPS.value // 5)}"]
     options += ["--config.checkpoints_kept=1", *(corpus if run.tuning else [])]
     workdir = pathlib.Path(FOLDER.value) / run.name()
     train(workdir, options, cores)
@@ -122,10 +113,23 @@ def end(result: dict) -> float:
     return list(result["bits_per_byte"].values())[-1]
 
 
+def tried_rates(results: dict[str, dict], form: str) -> dict[str, float]:
+    """The bits/byte at the end, by the rates that a form has tried."""
+    runs = {rate: results.get(Run(form, rate, 0, tuning=True).name()) for rate in RATES.value}
+    return {rate: end(result) for rate, result in runs.items() if result}
+
+
+def missing_rates(results: dict[str, dict], form: str) -> list[str]:
+    """The best of a form's rates so far, at first the middle one, and those beside it: those that weren't tried."""
+    tried = tried_rates(results, form)
+    best = RATES.value.index(min(tried, key=tried.get)) if tried else len(RATES.value) // 2
+    return [rate for rate in RATES.value[max(0, best - 1) : best + 2] if rate not in tried]
+
+
 def best_rate(results: dict[str, dict], form: str) -> str | None:
-    """The best rate of a form; None while one hasn't been tried."""
-    tried = {rate: results.get(Run(form, rate, 0, STEPS.value, tuning=True).name()) for rate in RATES.value}
-    return min(tried, key=lambda rate: end(tried[rate])) if all(tried.values()) else None
+    """The best rate of a form; None while one beside it hasn't been tried."""
+    tried = tried_rates(results, form)
+    return None if missing_rates(results, form) else min(tried, key=tried.get)
 
 
 class Step:
@@ -156,26 +160,23 @@ def time_ratio(form: str) -> dict:
     return {"ratio": round(statistics.median(own / other for own, other in pairs), 3)}
 
 
-def steps_at_equal_time(results: dict[str, dict], form: str) -> int | None:
-    """The steps that a form makes in the time of its baseline's; None if its times weren't measured."""
-    measured = results.get(time_key(form))
-    return measured and round(STEPS.value / measured["ratio"])
-
-
 def time_key(form: str) -> str:
     """The key of `time_ratio` in the results."""
     return f"{pathlib.Path(CONFIG.value).stem}-{form}-time"
 
 
 class Comparison(NamedTuple):
-    """A form against its baseline: bits/byte at the end by seed, and the differences of equal seeds."""
+    """A form against its baseline: bits/byte at the end by seed, and the differences of equal seeds.
 
-    title: str
+    time: its step's, in that of the baseline's; None before it was measured.
+    """
+
     form: str
     rate: str
     ends: list[float]
     differences: list[float]
     parameters: int
+    time: float | None
 
     def difference(self) -> str:
         """The mean difference and its standard error."""
@@ -187,30 +188,30 @@ class Comparison(NamedTuple):
 
 def comparisons(results: dict[str, dict]) -> list[Comparison]:
     """What is known so far."""
+
+    def by_seed(form):
+        runs = {seed: Run(form, best_rate(results, form), seed).name() for seed in range(1, 1 + SEEDS.value)}
+        return {seed: results[name] for seed, name in runs.items() if name in results}
+
     found = []
     for form, of in FORM.items():
-        rate, baseline = best_rate(results, form), best_rate(results, of.baseline)
-        for title, steps in ((form, STEPS.value), (f"{form}, equal time", steps_at_equal_time(results, form))):
-            if not (rate and baseline and steps):
-                continue
-            seeds = range(1, 1 + SEEDS.value)
-            own, theirs = (
-                {seed: result for seed in seeds if (result := results.get(Run(name, at, seed, number).name()))}
-                for name, at, number in ((form, rate, steps), (of.baseline, baseline, STEPS.value))
-            )
-            if own:
-                differences = [end(own[seed]) - end(theirs[seed]) for seed in own if seed in theirs]
-                parameters = next(iter(own.values()))["parameters"]
-                found.append(Comparison(title, form, rate, list(map(end, own.values())), differences, parameters))
+        own, theirs = by_seed(form), by_seed(of.baseline)
+        if own and theirs:
+            differences = [end(own[seed]) - end(theirs[seed]) for seed in own if seed in theirs]
+            parameters = next(iter(own.values()))["parameters"]
+            time = results.get(time_key(form), {}).get("ratio")
+            ends = list(map(end, own.values()))
+            found.append(Comparison(form, best_rate(results, form), ends, differences, parameters, time))
     return found
 
 
 def table(found: list[Comparison]) -> str:
     """The comparisons as Markdown."""
-    lines = ["| form | parameters | rate | bits/byte | against its baseline |", "|" + " --- |" * 5]
+    lines = ["| form | parameters | time | rate | bits/byte | against its baseline |", "|" + " --- |" * 6]
     for each in found:
-        against = "" if FORM[each.form].baseline == each.title else each.difference()
-        lines.append(f"| {each.title} | {each.parameters:,} | {each.rate} | {spread(each.ends, 3)} | {against} |")
+        against = "" if FORM[each.form].baseline == each.form else each.difference()
+        row = each.form, f"{each.parameters:,}", each.time or "", each.rate, spread(each.ends, 3), against
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -218,7 +219,7 @@ def plot(found: list[Comparison], path: pathlib.Path) -> None:
     """Plot the differences from the baselines: a line for each comparison, a point for each seed."""
     from diffeqformer.console.figures import COLOURS, new_figure
 
-    found = [each for each in found if FORM[each.form].baseline != each.title and each.differences][::-1]
+    found = [each for each in found if FORM[each.form].baseline != each.form and each.differences][::-1]
     figure, [[panel]] = new_figure(1, 1, (8, 1 + 0.35 * len(found)))
     for row, each in enumerate(found):
         colour = COLOURS[list(FORM).index(FORM[each.form].baseline) % len(COLOURS)]
@@ -226,7 +227,7 @@ def plot(found: list[Comparison], path: pathlib.Path) -> None:
         panel.plot(statistics.mean(each.differences), row, "|", color=colour, markersize=14, markeredgewidth=3)
     panel.axvline(0, color="black", linewidth=1)
     panel.set(yticks=range(len(found)), ylabel="form", xlabel="bits/byte above the baseline (less is better)")
-    panel.set_yticklabels([each.title for each in found], fontsize=8)
+    panel.set_yticklabels([each.form for each in found], fontsize=8)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
@@ -250,17 +251,13 @@ def main(_) -> None:
     def finish(runs):
         return run_rows(runs, Run.name, functools.partial(measure, corpus), path, AT_ONCE.value, show)
 
-    tried = [Run(form, rate, 0, STEPS.value, tuning=True) for form in wanted for rate in RATES.value]
-    results = finish(tried)
+    results = read_results(path)
+    while tried := [Run(form, rate, 0, tuning=True) for form in wanted for rate in missing_rates(results, form)]:
+        results = finish(tried)
     for form in wanted:
-        if FORM[form].equal_time and time_key(form) not in results:
+        if FORM[form].baseline != form and time_key(form) not in results:
             results = add_results(path, {time_key(form): time_ratio(form)})
-    rates, seeds = {form: best_rate(results, form) for form in wanted}, range(1, 1 + SEEDS.value)
-    runs = [Run(form, rates[form], seed, STEPS.value) for seed in seeds for form in wanted]
-    for form in wanted:
-        if steps := FORM[form].equal_time and steps_at_equal_time(results, form):
-            runs += [Run(form, rates[form], seed, steps) for seed in seeds]
-    finish(runs)
+    finish([Run(form, best_rate(results, form), seed) for seed in range(1, 1 + SEEDS.value) for form in wanted])
     show(read_results(path))
     print(table(comparisons(read_results(path))))
 

@@ -289,11 +289,11 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path):
     assert done.returncode == 0, done.stderr
     trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
     tuned = [line for line in trained if "python_packages" in line]
-    assert len(tuned) == 2 * 5 and all("seed_0" in line for line in tuned)
-    assert len(trained) == len(tuned) + 2 * 2 + 2 and all("-8e-3-" in line for line in trained[10:])
-    assert "| llama | 1,234 | 8e-3 | 2.505 ± 0.007 |  |" in done.stdout
-    assert "| llama's block, unit | 1,234 | 8e-3 | 2.405 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
-    assert "| llama's block, unit, equal time | 1,234 | 8e-3 | 2.410 ± 0.007 | -0.095 ± 0.000 |" in done.stdout
+    assert len(tuned) == 2 * 4 and all("seed_0" in line for line in tuned)
+    assert not any("-1e-3-" in line for line in tuned) and sum("-1.6e-2-" in line for line in tuned) == 2
+    assert len(trained) == len(tuned) + 2 * 2 and all("-8e-3-" in line for line in trained[8:])
+    assert "| llama | 1,234 |  | 8e-3 | 2.515 ± 0.007 |  |" in done.stdout
+    assert "| llama's block, unit | 1,234 | 2.0 | 8e-3 | 2.415 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
     assert (tmp_path / "tiny-recipe.png").stat().st_size > 5_000
     again = command("pretended_recipe", *options, "--forms=llama;llama's block, unit")
     assert "trained" not in again.stdout and again.stdout.endswith(done.stdout[done.stdout.index("| form") :])

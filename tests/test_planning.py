@@ -260,7 +260,7 @@ def test_chips_that_are_not_known_are_refused(topology, sentence):
     [
         (["--topology=h100:2", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for TPUs"),
         (["--json=/proc/none/plan.json"], "--json: /proc/none: "),
-        (["--config.model.training_depths=2,2"], "config.model.training_depths: must "),
+        (["--topology=h100:2", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
     ],
 )
 def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):

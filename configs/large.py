@@ -13,7 +13,7 @@ The corpus, about 40 GB of text, is downloaded and prepared at the first start. 
 the same --config does that beforehand.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
@@ -25,4 +25,4 @@ def get_config(model: str = "diffeqformer"):
     config.mesh.fsdp = 8
     config.optimizer.update(learning_rate=3e-4, epsilon=1e-6)
     config.optimizer.beta2 = 0.95 if model in ("diffeqformer", "alternative", "looped") else 0.999  # C.5
-    return config
+    return as_recipe(config) if model == "recipe" else config

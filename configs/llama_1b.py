@@ -16,7 +16,7 @@ The corpus, about 40 GB of text, is downloaded and prepared at the first start. 
 the same options does that beforehand.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
@@ -38,4 +38,4 @@ def get_config(model: str = "diffeqformer"):
     config.data.tokenizer = "sentencepiece"
     config.mesh.fsdp = 4
     config.optimizer.update(learning_rate=3e-4, weight_decay=1e-5, beta2=0.95)
-    return config
+    return as_recipe(config) if model == "recipe" else config

@@ -11,7 +11,7 @@ The corpus, about 40 GB of text, is downloaded and prepared at the first start. 
 the same --config does that beforehand.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
@@ -23,4 +23,4 @@ def get_config(model: str = "diffeqformer"):
     config.model.remat = "products"
     config.mesh.fsdp = 8
     config.optimizer.learning_rate = 3e-4
-    return config
+    return as_recipe(config) if model == "recipe" else config

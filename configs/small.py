@@ -11,11 +11,11 @@ The corpus, about 40 GB of text, is downloaded and prepared at the first start. 
 the same --config does that beforehand.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
     config = base_config("small", model)  # its defaults are this configuration
     config.microbatches = 16  # of 4 sequences on each of 8 devices
     config.model.update(vocab_multiple=128, remat="products")
-    return config
+    return as_recipe(config) if model == "recipe" else config

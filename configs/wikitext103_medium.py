@@ -10,7 +10,7 @@ What to expect: not run; the authors saw GPT overfit at this size.
 The corpus, about 0.5 GB of detokenized text, is downloaded at the first start.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
@@ -23,4 +23,4 @@ def get_config(model: str = "diffeqformer"):
     config.mesh.fsdp = 8
     config.optimizer.learning_rate = 3e-4
     config.data.task = "wikitext103"
-    return config
+    return as_recipe(config) if model == "recipe" else config

@@ -10,7 +10,7 @@ What to expect: not run.
 The corpus, about 0.5 GB of detokenized text, is downloaded at the first start.
 """
 
-from diffeqformer.config import base_config
+from diffeqformer.config import as_recipe, base_config
 
 
 def get_config(model: str = "diffeqformer"):
@@ -20,4 +20,4 @@ def get_config(model: str = "diffeqformer"):
     config.microbatches = 8  # of 4 sequences on each of 8 devices
     config.model.update(vocab_multiple=128, remat="products")
     config.data.task = "wikitext103"
-    return config
+    return as_recipe(config) if model == "recipe" else config

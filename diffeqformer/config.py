@@ -194,6 +194,15 @@ def saved_config(fields: dict) -> ConfigDict:
     return config
 
 
+def as_recipe(config: ConfigDict) -> ConfigDict:
+    """The config with the best form that is known (docs/recipe.md): a Llama's layers as knots of depth, and Muon."""
+    steps = config.model.num_steps
+    config.model.update(kind="interpolated", field="llama", norm_of_norm=False, solver="lie_trotter")
+    config.model.update(time_embed_dim=steps, span=float(steps))  # steps of length 1, as a Llama's
+    config.optimizer.update(name="muon", beta2=0.95)
+    return config
+
+
 def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
     """The dotted names of all fields."""
     names = []

@@ -33,7 +33,7 @@ RECIPE = {"solver": "lie_trotter", "generator_start": "unit", "base_width": 96}
 
 def config_of(changes: dict):
     """The config of tiny.py with changes of its model, and a constant rate."""
-    config = runpy.run_path(str(CONFIG))["get_config"]()
+    config = runpy.run_path(str(CONFIG))["get_config"]("diffeqformer")
     config.update(steps=10**6, sequence_length=64)
     config.model.update({"field": BLOCK.value, "norm_of_norm": False, "generator_start": "published"} | changes)
     config.model.update(heads=config.model.width // 24, mlp=4 * config.model.width)

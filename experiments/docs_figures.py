@@ -31,7 +31,7 @@ RUNS = {
     "wikitext": ["--config.steps=2000"],
     "deep": ["--config.model.num_steps=18", "--config.steps=3000"],
 }
-"""What a run changes in configs/tiny.py. `wikitext` reads 50 articles of WikiText, and is validated on the rest."""
+"""What a run changes in configs/tiny.py:diffeqformer. `wikitext` reads 50 articles of WikiText, and is validated on the rest."""
 
 
 class Drawn(NamedTuple):
@@ -99,7 +99,7 @@ def draw(name: str, drawn: Drawn) -> None:
     if drawn.run == "wikitext":
         folder.mkdir(parents=True, exist_ok=True)
         texts = articles_of_wikitext(WIKITEXT.value, folder, "articles", slice(50), slice(50, None))
-    train(workdir, ["--config=configs/tiny.py", *RUNS[drawn.run], *texts])
+    train(workdir, ["--config=configs/tiny.py:diffeqformer", *RUNS[drawn.run], *texts])
     with tempfile.TemporaryDirectory() as scratch:
         output = pathlib.Path(scratch) / "out"
         command = [sys.executable, "-m", f"diffeqformer.{drawn.command}", f"--workdir={workdir}", f"--output={output}"]

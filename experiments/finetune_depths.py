@@ -43,7 +43,7 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.")
 AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
 
 MODELS = {
-    "diffeqformer": ["--config=configs/tiny.py", "--config.model.num_steps=6"],
+    "diffeqformer": ["--config=configs/tiny.py:diffeqformer", "--config.model.num_steps=6"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
     "elastic": ["--config=configs/tiny.py:elastic"],
 }
@@ -106,8 +106,8 @@ def run(
         depth = depth or DEPTHS[base.model][0]
         options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
         workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
-        kind = "" if base.model == "gpt" else ":discretized"
-        options = [f"--config=configs/tiny.py{kind}", *options]
+        kind = "gpt" if base.model == "gpt" else "discretized"
+        options = [f"--config=configs/tiny.py:{kind}", *options]
     options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
     options += [*texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
     train(workdir, options, cores)

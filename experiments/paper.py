@@ -196,7 +196,7 @@ def finetuned(pretraining: str, task: str, split: str) -> tuple[Command, ...]:
 
 WIKITEXT_MODELS = [f"wikitext103_{size}{model}" for size in ("small", "medium") for model in ("", ":gpt", ":shared")]
 SIMULATION = (
-    Command("-m diffeqformer.main --config=configs/tiny.py --config.steps=1 --workdir={folder}/one_step"),
+    Command("-m diffeqformer.main --config=configs/tiny.py:diffeqformer --config.steps=1 --workdir={folder}/one_step"),
     analyze("one_step", "simulation", "simulation"),
 )  # the same for every checkpoint
 SPECTRA_OF_MEDIUM = tuple(

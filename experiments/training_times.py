@@ -30,7 +30,7 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each model.", lower_bound=1)
 LOW, PUBLISHED = (f"--config.model.time_frequency={frequency}" for frequency in (10, 1000))
 FIXED, SHIFTED = (f"--config.model.training_times={times}" for times in ("fixed", "shifted"))
 EULER = "--config.model.solver=euler"
-ONE, MANY = "--config=configs/tiny.py", "--config=configs/tiny.py:elastic"
+ONE, MANY = "--config=configs/tiny.py:diffeqformer", "--config=configs/tiny.py:elastic"
 KINDS = {
     "one": {
         "published": (ONE,),

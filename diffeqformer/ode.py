@@ -35,10 +35,10 @@ def examine(options) -> dict:
     """Examine a checkpoint according to the options, then write and print the results."""
     opened = checkpoint.load_on_all(options.workdir, options.step)
     model, config = opened.model, opened.config.model
-    if not model.depth.generates_kernels or model.num_steps < 2:
+    if not model.depth.generated or model.num_steps < 2:
         raise UserError(
-            "--workdir: must hold a model whose kernels are generated for at least 2 times, but it is a model of the "
-            f"kind {config.kind} with {counted(model.num_steps, 'step')}"
+            "--workdir: must hold a model whose weights are functions of time, in at least 2 steps, but it is a model "
+            f"of the kind {config.kind} with {counted(model.num_steps, 'step')}"
         )
     most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
     if options.refinements > most:
@@ -60,7 +60,7 @@ def examine(options) -> dict:
     ids = hosts.from_first(ids)[: hosts.from_first(np.array(number))]
     results = {
         **header(options.workdir, opened),
-        "time_frequency": config.time_frequency,
+        "time_frequency": config.time_frequency if model.depth.sinusoidal else None,
         "training_times": config.training_times,
         "task": task,
         "split": options.split,

@@ -76,7 +76,8 @@ ROWS = [
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
     # what is small
     Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
-    Row(r"(gpt .*?) --config\.model\.time_\S+ --config\.model\.sinusoidal\S+", r"\1"),  # which a GPT doesn't have
+    # what a GPT and tiny.py's own model don't have
+    Row(r"((gpt|tiny(\.py(:discretized)?)?) .*?)( --config\.model\.(time_embed|sinusoidal)_dim=4){2}", r"\1"),
     # runs/tiny alone has the standard library
     Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),
     Row(r"\bmain .*schedule=wsd", add="--config.optimizer.warmup_steps=1"),

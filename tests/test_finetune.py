@@ -324,6 +324,11 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
         with pytest.raises(UserError, match=f"^{sentence}"):
             loop.train(new_config(tmp_path / base, **changes), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    file = new_config(tmp_path / "ours", model__width=64, model__dropout=0.25)  # a file that is for other models, too
+    inherited = finetune.inherit(file, tmp_path / "new", {"base"}).model
+    assert (inherited.width, inherited.dropout) == (32, 0.25)
+    with pytest.raises(UserError, match="^config.model.width: must be the base's, 32, but it is 64"):
+        finetune.inherit(file, tmp_path / "new", {"base", "model.width"})
     with pytest.raises(
         UserError, match="^config.data.tokenizer: must be the tokenizer of config.base, bytes, .* gives other ids"
     ):

@@ -68,7 +68,7 @@ def test_weights_made_in_parts_walk_as_all_at_once():
     np.testing.assert_allclose(convergence.last_state(model, 12, x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["diffeqformer", "alternative"])
+@pytest.mark.parametrize("kind", ["diffeqformer", "alternative", "interpolated"])
 def test_curves_pass_through_the_trained_weights(kind):
     model = lively_model(kind, time_frequency=1000.0)
     times, values, trained = convergence.curves(model, points=600)
@@ -106,11 +106,11 @@ def test_the_command_reports_on_a_run(run, tmp_path):
         assert results["perplexities"][name] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "looped"])
-def test_models_without_generated_kernels_are_refused(kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["gpt", "shared"])
+def test_models_whose_weights_are_no_functions_of_time_are_refused(kind, monkeypatch):
     opened = type("Opened", (), {"model": lively_model(kind), "config": toy_config(kind)})
     monkeypatch.setattr(command_module.checkpoint, "load_on_all", lambda *_: opened)
-    with pytest.raises(UserError, match=f"^--workdir: must hold a model whose kernels are generated .* {kind} with 6"):
+    with pytest.raises(UserError, match=f"^--workdir: must hold a model whose weights are functions .* {kind} with 6"):
         command_module.examine(type("Options", (), {"workdir": "runs/gpt", "step": None}))
 
 

@@ -94,12 +94,13 @@ def curves(model: Transformer, points: int = 1000, entries: int = 4) -> tuple[np
 
 @functools.partial(jax.jit, static_argnames=("graph", "name", "rows", "columns"))
 def _entries(graph, params, features, name, rows, columns):
-    """Entries of one kernel at several times. The rest of the kernel isn't generated."""
-    layers, chosen = params["depth"]["layers"], (jnp.array(rows), jnp.array(columns))
-    projection, constant = layers[name]["projection"][chosen[0], :, chosen[1]], layers[name]["constant"][chosen]
-    alone = {**layers[name], "projection": projection[:, :, None], "constant": constant[:, None]}  # one output
-    depth = nnx.merge(graph, {**params, "depth": {**params["depth"], "layers": {**layers, name: alone}}}).depth
-    return depth.from_features(features)[name]["kernel"][:, :, 0]
+    """Entries of one kernel at several times. A few kernels are in memory at a time, and no other layer's."""
+    depth = nnx.merge(graph, params).depth
+
+    def at(feature):
+        return depth.from_features(feature[None])[name]["kernel"][0][jnp.array(rows), jnp.array(columns)]
+
+    return jax.lax.map(at, features, batch_size=20)
 
 
 def grids(model: Transformer, depths: Collection[int]) -> dict[str, tuple[Solver, int]]:
@@ -216,10 +217,11 @@ def plain(perplexity: float) -> str:
 
 def table(results: dict) -> str:
     """The findings in Markdown."""
+    frequency = results["time_frequency"]
+    features = "" if frequency is None else f", time frequency {frequency:g}"
     times = "" if results["training_times"] == "fixed" else f", {results['training_times']} times"
     lines = [
-        f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}, "
-        f"time frequency {results['time_frequency']:g}{times}",
+        f"{results['title']} at step {results['checkpoint_step']:,}, {as_trained(results)}{features}{times}",
         "",
         "| kernel | distance from its neighbours' mean | half its neighbours' difference | ratio |",
         "|---|---|---|---|",

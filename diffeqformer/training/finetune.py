@@ -38,16 +38,17 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
 
     Args:
         given: names of the fields that a command line sets, maybe to their defaults
-            (`diffeqformer.config.given_fields`). None: all that aren't the default are meant.
+            (`diffeqformer.config.given_fields`). Without `base` among them, or with None, all fields that aren't the
+            default are meant for this base.
 
     Raises:
-        UserError: if there is no base, or a field that is given, or isn't the default, isn't the base's.
+        UserError: if there is no base, or a field that is given or meant for the base isn't the base's.
     """
     if not config.base:
         return config
     for rule in (rule for rule in RULES if rule.field in ("model.kind", "model.num_steps")):
         check_rule(rule, config)
-    if given is None or "base" not in given:  # a file or a notebook names this base
+    if meant := given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
     try:
@@ -55,10 +56,10 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     except checkpoint.NoCheckpoint:
         about = ours = None
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
-        return _with_model(config, ours.model, given)
+        return _with_model(config, ours.model, given, meant)
     model = _model_of_base(config)
     _check_depth(config, model, given)
-    return _with_model(config, model, given)
+    return _with_model(config, model, given, meant)
 
 
 def _suits(kind: str, config: ConfigDict) -> bool:
@@ -73,13 +74,17 @@ def _suits(kind: str, config: ConfigDict) -> bool:
     return named in ("diffeqformer", kind) and not (layers and MODELS[kind].weights.generated)
 
 
-def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str]) -> ConfigDict:
-    """The config with a base's `model`, except for what is the run's own."""
+def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: bool) -> ConfigDict:
+    """The config with a base's `model`, except for what is the run's own.
+
+    Args:
+        meant: fields that aren't the default are meant for this base, so that they must be the base's.
+    """
     config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
     sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
     for name in default:
         named, ours, theirs = f"model.{name}" in given, config.model[name], model[name]
-        wanted = named or ours != default[name]
+        differs = ours != default[name]
         if name == "num_steps":
             inherits = not named
         elif sampled and name in OF_GENERATED and not named:
@@ -87,8 +92,8 @@ def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str]) -> Confi
         elif name in OWN or name.startswith("lora_"):
             inherits = False
         else:
-            inherits = not (name in OF_TRAINING and wanted)
-            if inherits and name != "kind" and wanted and ours != theirs:
+            inherits = not (name in OF_TRAINING and (named or differs))
+            if inherits and name != "kind" and (named or (meant and differs)) and ours != theirs:
                 raise UserError(
                     f"config.model.{name}: must be the base's, {theirs!r}, but it is {ours!r}; leave it out"
                 )

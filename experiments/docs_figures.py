@@ -31,7 +31,7 @@ RUNS = {
     "wikitext": ["--config.steps=2000"],
     "deep": ["--config.model.num_steps=18", "--config.steps=3000"],
 }
-"""What a run changes in configs/tiny.py:diffeqformer. `wikitext` reads 50 articles of WikiText, validated on the rest."""
+"""What a run changes in tiny.py:diffeqformer. `wikitext` reads 50 articles of WikiText; the rest validates."""
 
 
 class Drawn(NamedTuple):

@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import REPLACED
-from diffeqformer.config import CHANGEABLE, field_names, get_field
+from diffeqformer.config import field_names, get_field
+from diffeqformer.config_fields import CHANGEABLE
 from diffeqformer.console import command_line
 from diffeqformer.console.figures import COLOURS, new_figure
 from diffeqformer.console.progress import read_curves
@@ -50,7 +51,7 @@ class Validated(NamedTuple):
 
     def setting(self) -> dict:
         """What decides its result but for the seed: fields of the config, and the text by the hashes of its splits."""
-        names = [name for name in field_names(self.config) if name != "seed" and not name.startswith(CHANGEABLE)]
+        names = [name for name in field_names(self.config) if name not in CHANGEABLE | {"seed"}]
         fields = {name: get_field(self.config, name) for name in names}
         fields |= {"data": self.data_sha256[:8], "validation data": self.validation_sha256[:8]}
         rates = ", ".join(f"{rate:g} until step {step}" for step, rate in (self.earlier_rates or {}).items())

@@ -1,24 +1,17 @@
-"""The requirements on the fields of a config (`diffeqformer.config`), as a table."""
+"""The requirements on a config as a table: on each field by itself, then on several together."""
 
-import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from diffeqformer.data import CORPUS_NAMES, TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.tokenizers import TOKENIZERS
-from diffeqformer.depth.depths import MOST_STEPS, are_depths, chunk_length, longest_grid, trained_depths
-from diffeqformer.depth.generated import GENERATOR_STARTS
-from diffeqformer.depth.grid import TRAINING_TIMES
-from diffeqformer.depth.low_rank import ADAPTER_STARTS
-from diffeqformer.depth.projection import KERNELS
+from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
+from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
 from diffeqformer.fields import FIELDS
-from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.solvers.solver import REMAT, x_alone
-from diffeqformer.transformer import MODELS, vector_field
+from diffeqformer.solvers.solver import x_alone
+from diffeqformer.transformer import MODELS
 
 
 class Rule(NamedTuple):
@@ -35,41 +28,12 @@ class Rule(NamedTuple):
     alone: bool = False
 
 
-def _every(fields: str, holds: Callable[[Any], bool], says: str) -> list[Rule]:
-    """The same requirement for each of several fields."""
-    return [Rule(field, lambda value, _: holds(value), says, alone=True) for field in fields.split()]
-
-
 def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str) -> Rule:
     return Rule(
         field,
         lambda value, c: holds(value) or MODELS[c.model.kind].weights.generated,
         f"must be {must_be} for model.kind {{c.model.kind}}, which has no hypernetwork",
     )
-
-
-def traced_steps(text: str) -> range:
-    """The steps of training in a text such as "100-102", which are three, or "100"; empty: none.
-
-    Raises:
-        ValueError: if it is no such text.
-    """
-    if not re.fullmatch(r"(\d+(-\d+)?)?", text):
-        raise ValueError(text)
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1) if text else range(0)
-
-
-def _are_steps(text: str) -> bool:
-    """Whether `traced_steps` can read a text."""
-    try:
-        traced_steps(text)
-    except ValueError:
-        return False
-    return True
-
-
-SCHEDULES = ("cosine", "wsd")
 
 
 def decay_start(config: ConfigDict) -> int | None:
@@ -79,10 +43,6 @@ def decay_start(config: ConfigDict) -> int | None:
     return config.steps - round(config.optimizer.decay_fraction * config.steps)
 
 
-def _one_of(field: str, names: Iterable[str]) -> Rule:
-    return Rule(field, lambda value, _: value in names, f"must be one of {', '.join(names)}", names, alone=True)
-
-
 def remembers(config: ConfigDict) -> bool:
     """Whether a step of the config's solver depends on the one before."""
     solver = SOLVERS[config.model.solver]
@@ -90,50 +50,22 @@ def remembers(config: ConfigDict) -> bool:
 
 
 RULES = [
-    *_every(
-        "steps batch_size microbatches model.width model.heads model.mlp model.num_steps model.vocab_size "
-        "model.vocab_multiple model.max_length model.time_embed_dim model.sinusoidal_dim log_every eval_every "
-        "checkpoint_every checkpoints_kept model.snapshots",
-        lambda v: v >= 1,
-        "must be at least 1",
+    *(
+        Rule(field.name, lambda value, _, holds=holds: holds(value), says, names, alone=True)
+        for field in CONFIG_FIELDS
+        for holds, says, names in field.values
     ),
-    *_every("sequence_length sample.length", lambda v: v >= 2, "must be at least 2"),
-    *_every("model.num_steps", lambda v: v <= MOST_STEPS, f"must be at most {MOST_STEPS:,}"),
-    *_every("name", lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters"),
-    *_every("seed", lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
-    *_every(
-        "optimizer.learning_rate optimizer.epsilon model.time_frequency model.lora_alpha model.span",
-        lambda v: 0 < v < math.inf,
-        "must be a positive number",
-    ),
-    *_every(
-        "optimizer.weight_decay optimizer.clip_norm sample.temperature",
-        lambda v: 0 <= v < math.inf,
-        "must not be negative",
-    ),
-    *_every("model.dropout optimizer.beta1 optimizer.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
-    _one_of("optimizer.name", ("adamw", "muon")),
-    _one_of("optimizer.schedule", SCHEDULES),
     Rule(
         "optimizer.warmup_steps",
         lambda v, c: v <= decay_start(c) if c.optimizer.schedule == "wsd" else True,
         "must not be above the steps before the decay, of which config.steps ({c.steps}) and optimizer.decay_fraction "
         "({c.optimizer.decay_fraction}) leave fewer",
     ),
-    *_every(
-        "optimizer.warmup_fraction optimizer.decay_fraction optimizer.final_fraction",
-        lambda v: 0 <= v <= 1,
-        "must be between 0 and 1",
-    ),
-    _one_of("kernels", KERNELS),
-    _one_of("model.kind", MODELS),
-    _one_of("model.field", FIELDS),
     Rule(
         "model.field",
         lambda v, c: v == (MODELS[c.model.kind].field or v),
         "must be the same as model.kind, {c.model.kind}",
     ),
-    _one_of("model.solver", SOLVERS),
     Rule(
         "model.solver",
         lambda v, c: len(SOLVERS[v].nodes) == 1 or not MODELS[c.model.kind].weights.fixed_depth,
@@ -166,12 +98,6 @@ RULES = [
         "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
     _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
-    _one_of("model.training_times", TRAINING_TIMES),
-    *_every(
-        "model.training_depths",
-        are_depths,
-        f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1",
-    ),
     Rule(
         "model.training_depths",
         lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
@@ -188,12 +114,6 @@ RULES = [
         "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "
         "of a moved grid can be much shorter than the second",
     ),
-    *_every(
-        "dynamics_every optimizer.warmup_steps model.generate_chunk model.lora_rank data.processes model.base_width",
-        lambda v: v >= 0,
-        "must not be negative",
-    ),
-    *_every("profile_steps", _are_steps, "must be the first and the last step to trace, such as 100-102, or empty"),
     Rule(
         "profile_steps",
         lambda v, c: not v or 1 <= traced_steps(v).start < traced_steps(v).stop <= c.steps + 1,
@@ -210,19 +130,11 @@ RULES = [
         lambda v, c: not v or c.base,
         "must come with config.base, the run whose weights it adapts",
     ),
-    _one_of("model.lora_start", ADAPTER_STARTS),
-    _one_of("model.generator_start", GENERATOR_STARTS),
     Rule(
         "model.base_width",
         lambda v, c: not v or MODELS[c.model.kind].weights.generates_kernels or c.model.kind == "discretized",
         "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
-    *_every(
-        "model.dtype",
-        lambda v: v in ("float32", "bfloat16"),
-        "must be float32 or bfloat16",
-    ),
-    _one_of("model.generator_precision", PRECISIONS),
     Rule(
         "model.generator_precision",
         lambda v, c: v == "default" or MODELS[c.model.kind].weights.generates_kernels,
@@ -233,7 +145,6 @@ RULES = [
         lambda v, c: v == "default" or c.model.dtype == "bfloat16",
         "must be default for model.dtype {c.model.dtype}, in which all products are at the highest",
     ),
-    _one_of("model.remat", REMAT),
     Rule(
         "model.remat",
         lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
@@ -271,18 +182,14 @@ RULES = [
         lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
         "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})",
     ),
-    _one_of("optimizer.decay", ("as_published", "everything", "matrices")),
     Rule(
         "data.task",
         lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
         f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
         "config.data.train_files",
     ),
-    *_every("data.task", lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
     Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
-    *_every("data.text_field", bool, "must name the field or column that has the text"),
-    _one_of("data.tokenizer", TOKENIZERS),
     Rule(
         "data.tokenizer_file",
         lambda v, c: v or c.data.tokenizer != "sentencepiece",
@@ -293,12 +200,6 @@ RULES = [
         lambda v, c: not v or c.data.tokenizer != "bytes",
         "must be empty for the tokenizer bytes, which needs none",
     ),
-    *_every(
-        "data.dir data.train_files data.validation_files data.tokenizer_file",
-        lambda v: "://" not in v,
-        "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores",
-    ),
-    *_every("data.remote", lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
     Rule("model.heads", lambda v, c: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
     Rule(
         "model.heads",
@@ -315,60 +216,3 @@ RULES = [
     ),
 ]
 """Every requirement on a config, in the order in which they are checked."""
-
-
-class Ignored(NamedTuple):
-    """Fields that a run doesn't use if its config satisfies a condition.
-
-    `why` may hold {}-fields, filled from the config `c`.
-    """
-
-    fields: str
-    condition: Callable[[ConfigDict], bool]
-    why: str
-
-
-IGNORED = [
-    Ignored(
-        "model.time_embed_dim",
-        lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
-        "model.kind {c.model.kind} has no hypernetwork",
-    ),
-    Ignored(
-        "model.sinusoidal_dim model.time_frequency",
-        lambda c: not (c.base or MODELS[c.model.kind].weights.sinusoidal),
-        "model.kind {c.model.kind} reads no sines of the time",
-    ),
-    Ignored(
-        "kernels",
-        lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
-        "layers and adapters generate no weights",
-    ),
-    Ignored(
-        "model.generator_start kernels",
-        lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,
-        "model.kind {c.model.kind} generates no kernels",
-    ),
-    Ignored(
-        "data.tfds_dir",
-        lambda c: c.data.train_files or c.data.task == "python_stdlib",
-        "this text doesn't come from TensorFlow Datasets",
-    ),
-    Ignored("data.text_field data.separator", lambda c: not c.data.train_files, "this text doesn't come from files"),
-    Ignored("model.lora_alpha model.lora_layers model.lora_start", lambda c: not c.model.lora_rank, "lora_rank is 0"),
-    Ignored(
-        "model.norm_of_norm",
-        lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
-        "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
-    ),
-    Ignored("model.snapshots", lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
-    Ignored("optimizer.warmup_fraction", lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps"),
-    Ignored(
-        "optimizer.warmup_steps optimizer.decay_fraction",
-        lambda c: c.optimizer.schedule != "wsd",
-        "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
-    ),
-    Ignored("optimizer.decay", lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
-]
-"""What a command line may not set, because nothing would come of it. A file may: it serves several kinds of model. With
-a base, the model's fields are the base's, and another value is refused (`diffeqformer.training.finetune.inherit`)."""

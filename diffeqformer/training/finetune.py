@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.folder import BEST, Damaged, NoSuchStep, Step, work_folder
 from diffeqformer.config import base_config, check_rule, place
+from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.depth.depths import trained_depths
 from diffeqformer.errors import UserError, counted, reachable
 from diffeqformer.inference.discretize import discretize, discretized_config
@@ -23,13 +24,7 @@ from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, abstract_model, split_model
 
-OWN = tuple("dropout dtype generator_precision remat snapshots generate_chunk".split())
-"""The fields of `config.model` that a run sets itself, besides the `lora_` fields. It inherits all others."""
-
-OF_TRAINING = ("training_times", "training_depths")
-"""Fields that it inherits unless it sets them."""
-
-OF_GENERATED = ("solver", "generator_precision", *OF_TRAINING)
+OF_GENERATED = ("solver", "generator_precision", "training_times", "training_depths")
 """Fields that `discretized_config` resets, since only generated weights can have some of their values."""
 
 
@@ -82,17 +77,18 @@ def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: b
     """
     config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
     sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
-    for name in default:
-        named, ours, theirs = f"model.{name}" in given, config.model[name], model[name]
+    for field in (field for field in CONFIG_FIELDS if field.name.startswith("model.")):
+        name, named = field.name.removeprefix("model."), field.name in given
+        ours, theirs = config.model[name], model[name]
         differs = ours != default[name]
         if name == "num_steps":
             inherits = not named
         elif sampled and name in OF_GENERATED and not named:
             inherits = True
-        elif name in OWN or name.startswith("lora_"):
+        elif field.base == "run":
             inherits = False
         else:
-            inherits = not (name in OF_TRAINING and (named or differs))
+            inherits = not (field.base == "either" and (named or differs))
             if inherits and name != "kind" and (named or (meant and differs)) and ours != theirs:
                 raise UserError(
                     f"config.model.{name}: must be the base's, {theirs!r}, but it is {ours!r}; leave it out"

@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import newest, work_folder
-from diffeqformer.config import OF_ONE_HOST, check_config, check_fields, check_tokenizer, field_names, get_field
+from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field
+from diffeqformer.config_fields import OF_ONE_HOST, traced_steps
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.results import title
 from diffeqformer.data.preparation import tokenizer_of
@@ -30,7 +31,7 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
-from diffeqformer.rules import decay_start, traced_steps
+from diffeqformer.rules import decay_start
 from diffeqformer.training import finetune, goodput
 from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace, check_profiler

@@ -13,13 +13,10 @@ from ml_collections import ConfigDict
 from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
-from diffeqformer.config import CHANGEABLE, field_names, get_field
+from diffeqformer.config import field_names, get_field
+from diffeqformer.config_fields import CHANGEABLE, OF_DECAY
 from diffeqformer.errors import UserError, reachable
 from diffeqformer.rules import decay_start
-
-OF_DECAY = ("steps", "optimizer.decay_fraction", "optimizer.final_fraction", "optimizer.learning_rate")
-"""Fields that may differ as well if the schedule is `wsd` and the run goes on from before its decay. The rate may be
-lower."""
 
 
 def schedule_changes(config: ConfigDict, saved: ConfigDict) -> bool:
@@ -38,7 +35,7 @@ def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -
     differing = {}
     for name in names:
         ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
-        if ours != theirs and not name.startswith(CHANGEABLE):
+        if ours != theirs and name not in CHANGEABLE:
             differing[name] = f"config.{name} (there {theirs!r}, now {ours!r})"
     if schedule_changes(config, saved):
         ours, theirs = config.optimizer.learning_rate, saved.optimizer.learning_rate

@@ -1,0 +1,334 @@
+"""Every field of a config, one row each: look fields up here, or with `--help_config`.
+
+What several fields must satisfy together is in `diffeqformer.rules`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+from ml_collections import ConfigDict
+
+from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
+from diffeqformer.data.tokenizers import TOKENIZERS
+from diffeqformer.depth.depths import MOST_STEPS, are_depths
+from diffeqformer.depth.generated import GENERATOR_STARTS
+from diffeqformer.depth.grid import TRAINING_TIMES
+from diffeqformer.depth.low_rank import ADAPTER_STARTS
+from diffeqformer.depth.projection import KERNELS
+from diffeqformer.fields import FIELDS
+from diffeqformer.fields.layers import PRECISIONS
+from diffeqformer.solvers import SOLVERS
+from diffeqformer.solvers.solver import REMAT
+from diffeqformer.transformer import MODELS, vector_field
+
+
+class Values(NamedTuple):
+    """A requirement on a field's value, whatever the other fields are. `names` are all values, if they are names."""
+
+    holds: Callable[[Any], bool]
+    says: str
+    names: Iterable[str] = ()
+
+
+def at_least(least: int) -> list[Values]:
+    return [Values(lambda value: value >= least, f"must be at least {least}")]
+
+
+def at_most(most: int) -> list[Values]:
+    return [Values(lambda value: value <= most, f"must be at most {most:,}")]
+
+
+def one_of(names: Iterable[str]) -> list[Values]:
+    return [Values(lambda value: value in names, f"must be one of {', '.join(names)}", names)]
+
+
+def matching(holds: Callable[[Any], bool], says: str) -> list[Values]:
+    return [Values(holds, says)]
+
+
+def traced_steps(text: str) -> range:
+    """The steps of training in a text such as "100-102", which are three, or "100"; empty: none.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    if not re.fullmatch(r"(\d+(-\d+)?)?", text):
+        raise ValueError(text)
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1) if text else range(0)
+
+
+def _are_steps(text: str) -> bool:
+    """Whether `traced_steps` can read a text."""
+    try:
+        traced_steps(text)
+    except ValueError:
+        return False
+    return True
+
+
+SCHEDULES = ("cosine", "wsd")
+NOT_NEGATIVE = matching(lambda v: 0 <= v < math.inf, "must not be negative")
+POSITIVE = matching(lambda v: 0 < v < math.inf, "must be a positive number")
+BELOW_ONE = matching(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
+FRACTION = matching(lambda v: 0 <= v <= 1, "must be between 0 and 1")
+PRINTABLE = matching(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
+DEPTHS = matching(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
+TRACE = matching(_are_steps, "must be the first and the last step to trace, such as 100-102, or empty")
+LOCAL = matching(
+    lambda v: "://" not in v, "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores"
+)
+
+
+class Ignored(NamedTuple):
+    """When a run doesn't use a field. `why` may hold {}-fields, filled from the config `c`.
+
+    Then a command line may not set the field, because nothing would come of it. A file may: it serves several kinds of
+    model. With a base, the model's fields are the base's, and another value is refused
+    (`diffeqformer.training.finetune.inherit`).
+    """
+
+    condition: Callable[[ConfigDict], bool]
+    why: str
+
+
+NO_HYPERNETWORK = Ignored(
+    lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
+    "model.kind {c.model.kind} has no hypernetwork",
+)
+NO_SINES = Ignored(
+    lambda c: not (c.base or MODELS[c.model.kind].weights.sinusoidal),
+    "model.kind {c.model.kind} reads no sines of the time",
+)
+NO_KERNELS = Ignored(
+    lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,
+    "model.kind {c.model.kind} generates no kernels",
+)
+OF_LAYERS = Ignored(
+    lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
+    "layers and adapters generate no weights",
+)
+NO_SUCH_NORM = Ignored(
+    lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
+    "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
+)
+NO_ADAPTERS = Ignored(lambda c: not c.model.lora_rank, "lora_rank is 0")
+NOT_BINOMIAL = Ignored(lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}")
+NO_DECAY = Ignored(lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0")
+WITH_WSD = Ignored(lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps")
+WITHOUT_WSD = Ignored(
+    lambda c: c.optimizer.schedule != "wsd",
+    "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
+)
+NO_FILES = Ignored(lambda c: not c.data.train_files, "this text doesn't come from files")
+NOT_TFDS = Ignored(
+    lambda c: c.data.train_files or c.data.task == "python_stdlib",
+    "this text doesn't come from TensorFlow Datasets",
+)
+
+
+class ConfigField(NamedTuple):
+    """One field.
+
+    name: dotted.
+    default: also says the type.
+    values: what any value of it must satisfy.
+    help: unit, consequence or choices.
+    ignored: when a run doesn't use it.
+    change: what may change it after a run began. resuming: it affects results by rounding at most; host: even each
+        process of a run may have its own (the text is identified by the SHA-256 of its ids); decay: it decides the end
+        of the schedule wsd, and may change while that hasn't begun; nothing: nothing.
+    base: where a run from a base takes it, if it is a field of the model. base: from there; run: from its own config;
+        either: from its own config if that sets it.
+    """
+
+    name: str
+    default: bool | int | float | str
+    values: list[Values]
+    help: str
+    ignored: tuple[Ignored, ...] = ()
+    change: Literal["nothing", "decay", "resuming", "host"] = "nothing"
+    base: Literal["base", "run", "either"] = "base"
+
+
+# fmt: off
+CONFIG_FIELDS = [
+    ConfigField("name", "", PRINTABLE, "also names the folder of its runs", change="resuming"),
+    ConfigField("base", "", [],
+        "Folder of a run to start from, which also sets the model's shape; empty: random weights. runs/a@1000 is its "
+        "checkpoint of that training step, and runs/a@best that of the best validation, instead of the newest."),
+    ConfigField("seed", 0, matching(lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
+        "of initial parameters, order of data and dropout"),
+    ConfigField("steps", 20_000, at_least(1), "optimizer steps", change="decay"),
+    ConfigField("batch_size", 512, at_least(1), "sequences in one step, over all devices"),
+    ConfigField("kernels", "auto", one_of(KERNELS),
+        "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)",
+        ignored=(OF_LAYERS, NO_KERNELS), change="resuming"),
+    ConfigField("microbatches", 1, at_least(1),
+        "parts of the batch, processed one after the other to save memory for activations", change="resuming"),
+    ConfigField("sequence_length", 1024, at_least(2), "tokens in one sequence"),
+
+    # The model
+    ConfigField("model.kind", "diffeqformer", one_of(MODELS),
+        "diffeqformer, alternative, looped, interpolated, discretized, shared, gpt or llama"),
+    ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt or llama"),
+    ConfigField("model.norm_of_norm", True, [],
+        "The second norm reads the first one's output, as published. Applies to a llama field, except in the kind "
+        "llama.", ignored=(NO_SUCH_NORM,)),
+    ConfigField("model.width", 768, at_least(1), "D, width of the residual stream"),
+    ConfigField("model.heads", 12, at_least(1), "attention heads; must divide the width"),
+    ConfigField("model.mlp", 3072, at_least(1), "F, width of the feed-forward's hidden layer"),
+    ConfigField("model.num_steps", 12, at_least(1) + at_most(MOST_STEPS),
+        "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
+    ConfigField("model.solver", "euler", one_of(SOLVERS),
+        "The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can "
+        "be undone, such as reversible_euler; see docs/solvers.md."),
+    ConfigField("model.unit_steps", False, [],
+        "Steps have the length 1, as in a gpt or llama, and not 1 / num_steps; for a shared model, both are possible."),
+    ConfigField("model.span", 1.0, POSITIVE,
+        "The length of the whole depth: a step adds span / num_steps times the field, a transformer's layer adds it "
+        "once."),
+    ConfigField("model.vocab_size", 50_257, at_least(1), "at least the tokenizer's"),
+    ConfigField("model.vocab_multiple", 1, at_least(1),
+        "embeddings are padded to a multiple of this; padding gets probability 0"),
+    ConfigField("model.max_length", 1024, at_least(1),
+        "tokens of the longest text; a gpt field learns as many positions"),
+    ConfigField("model.time_embed_dim", 20, at_least(1),
+        "E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: the number of knots.",
+        ignored=(NO_HYPERNETWORK,)),
+    ConfigField("model.sinusoidal_dim", 128, at_least(1), "number of frequencies of the time features",
+        ignored=(NO_SINES,)),
+    ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth",
+        ignored=(NO_SINES,)),
+    ConfigField("model.training_times", "fixed", one_of(TRAINING_TIMES),
+        "Times at which weights are trained: fixed, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).",
+        base="either"),
+    ConfigField("model.training_depths", "", DEPTHS,
+        "Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: "
+        "num_steps.", base="either"),
+    ConfigField("model.generator_start", "published", one_of(GENERATOR_STARTS),
+        "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated).",
+        ignored=(NO_KERNELS,)),
+    ConfigField("model.base_width", 0, NOT_NEGATIVE,
+        "The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by "
+        "1."),
+    ConfigField("model.generator_precision", "default", one_of(PRECISIONS),
+        "Products with a hypernetwork's P when the compute type is bfloat16: default (the device's: bf16 on TPUs, TF32 "
+        "on GPUs), or highest: fp32. In float32 all products of the model are fp32.", base="run"),
+    ConfigField("model.lora_rank", 0, NOT_NEGATIVE,
+        "rank of adapters to frozen weights per layer; 0: no adapters, everything is trained", base="run"),
+    ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank",
+        ignored=(NO_ADAPTERS,), base="run"),
+    ConfigField("model.lora_layers", ".*", [], "a regular expression: the linear layers that get adapters",
+        ignored=(NO_ADAPTERS,), base="run"),
+    ConfigField("model.lora_start", "zero", one_of(ADAPTER_STARTS),
+        "initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)",
+        ignored=(NO_ADAPTERS,), base="run"),
+    ConfigField("model.dropout", 0.1, BELOW_ONE, "on the embedding and on each branch's output", base="run"),
+    ConfigField("model.dtype", "bfloat16",
+        matching(lambda v: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+        "Type of matrix products; parameters and times are float32. float32 means fp32 on every device.", base="run"),
+    ConfigField("model.remat", "step", one_of(REMAT),
+        "What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored; "
+        "products: every step except for its products with weights and, if splash or cuDNN computes it, its attention; "
+        "binomial: every step, some of them several times, so that only `snapshots` of the states between steps are "
+        "stored; reversible: every step, from the state after it, so that none is stored; it needs a reversible "
+        "solver, such as reversible_euler.", change="resuming", base="run"),
+    ConfigField("model.snapshots", 8, at_least(1),
+        "States between steps that are stored with the remat binomial, the first among them; with chunks, between "
+        "these.", ignored=(NOT_BINOMIAL,), change="resuming", base="run"),
+    ConfigField("model.generate_chunk", 0, NOT_NEGATIVE,
+        "Training generates the weights of at most so many steps at a time, of the largest number that divides the "
+        "steps; 0: of all. Saves memory in many steps, with the remat step, binomial or reversible; see "
+        "docs/memory.md.", change="resuming", base="run"),
+
+    # The optimizer
+    ConfigField("optimizer.name", "adamw", one_of(("adamw", "muon")),
+        "adamw, or muon for the blocks' matrices (see diffeqformer.training.muon)"),
+    ConfigField("optimizer.learning_rate", 6e-4, POSITIVE, "peak rate, after the warm-up", change="decay"),
+    ConfigField("optimizer.weight_decay", 0.1, NOT_NEGATIVE, "decoupled"),
+    ConfigField("optimizer.decay", "as_published", one_of(("as_published", "everything", "matrices")),
+        "What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).",
+        ignored=(NO_DECAY,)),
+    ConfigField("optimizer.beta1", 0.9, BELOW_ONE, "decay of Adam's first moment, per step; that of Muon's is 0.95"),
+    ConfigField("optimizer.beta2", 0.999, BELOW_ONE, "decay of its second moment"),
+    ConfigField("optimizer.epsilon", 1e-8, POSITIVE, "added to the second moment's root"),
+    ConfigField("optimizer.clip_norm", 1.0, NOT_NEGATIVE,
+        "limit of the gradient's global norm; 0 disables clipping"),
+    ConfigField("optimizer.schedule", "cosine", one_of(SCHEDULES),
+        "After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be "
+        "given more steps, and goes on from before its decay."),
+    ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps",
+        ignored=(WITH_WSD,)),
+    ConfigField("optimizer.warmup_steps", 200, NOT_NEGATIVE, "the warm-up of wsd, in steps", ignored=(WITHOUT_WSD,)),
+    ConfigField("optimizer.decay_fraction", 0.2, FRACTION, "the decay of wsd, as a part of the steps, at their end",
+        ignored=(WITHOUT_WSD,), change="decay"),
+    ConfigField("optimizer.final_fraction", 0.1, FRACTION, "part of the peak rate at which the run ends",
+        change="decay"),
+
+    # The number of devices on each axis of the mesh
+    ConfigField("mesh.data", -1, [],
+        "devices that each hold all parameters, but for a hypernetwork's; -1: all the rest", change="resuming"),
+    ConfigField("mesh.fsdp", 1, [],
+        "devices that divide the parameters, which are gathered step by step; -1: all the rest", change="resuming"),
+    ConfigField("mesh.tensor", 1, [], "devices that divide heads, hidden units and the vocabulary; -1: all the rest",
+        change="resuming"),
+
+    # The text
+    ConfigField("data.task", "openwebtext", matching(lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
+        "a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files"),
+    ConfigField("data.module", "", [],
+        "your own Python module that calls diffeqformer.data.corpora.add_corpus", change="host"),
+    ConfigField("data.train_files", "", LOCAL,
+        "Local files to use instead of a corpus: comma-separated names or patterns of text, .jsonl or .parquet files.",
+        change="host"),
+    ConfigField("data.validation_files", "", LOCAL, "the same for the validation split", change="host"),
+    ConfigField("data.text_field", "text", matching(bool, "must name the field or column that has the text"),
+        "of JSON lines, or the column of Parquet files, that has the text", ignored=(NO_FILES,), change="host"),
+    ConfigField("data.separator", "", [],
+        "What separates documents in plain-text files, such as <|endoftext|>; empty: a file is one document.",
+        ignored=(NO_FILES,), change="host"),
+    ConfigField("data.tokenizer", "gpt2", one_of(TOKENIZERS), "bytes, gpt2 or sentencepiece"),
+    ConfigField("data.tokenizer_file", "", LOCAL,
+        "a SentencePiece model; or a folder with GPT-2's files, to avoid the download", change="host"),
+    ConfigField("data.dir", "token_stores", LOCAL,
+        "folder of the token stores, one subfolder per task and tokenizer", change="host"),
+    ConfigField("data.remote", "",
+        matching(lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
+        "URL of a folder of token stores (gs://bucket/stores), copied to data.dir before use", change="host"),
+    ConfigField("data.tfds_dir", "", [],
+        "download folder for corpora; by default TensorFlow Datasets' own", ignored=(NOT_TFDS,), change="host"),
+    ConfigField("data.processes", 0, NOT_NEGATIVE,
+        "number of processes that prepare a store; 0: one per core", change="host"),
+
+    # What a run shows and stores
+    ConfigField("log_every", 20, at_least(1), "steps between progress lines", change="resuming"),
+    ConfigField("eval_every", 500, at_least(1), "steps between evaluations over the whole validation split",
+        change="resuming"),
+    ConfigField("dynamics_every", 0, NOT_NEGATIVE,
+        "evaluations between measurements of spectral radii and clustering; 0: none", change="resuming"),
+    ConfigField("profile_steps", "", TRACE,
+        "steps to trace for TensorBoard's profiler, such as 100-102; empty: none", change="resuming"),
+    ConfigField("checkpoint_every", 500, at_least(1),
+        "steps between checkpoints; of validations at such steps the best is kept", change="resuming"),
+    ConfigField("checkpoints_kept", 2, at_least(1),
+        "number of newest checkpoints to keep, beside the one that validated best", change="resuming"),
+    ConfigField("sample.prompt", "\n", [], "the text that the sample at the end of training continues",
+        change="resuming"),
+    ConfigField("sample.length", 256, at_least(2), "tokens, including the prompt; at most max_length",
+        change="resuming"),
+    ConfigField("sample.temperature", 0.8, NOT_NEGATIVE, "0 takes the likeliest token", change="resuming"),
+]
+# fmt: on
+
+OF_ONE_HOST = {field.name for field in CONFIG_FIELDS if field.change == "host"}
+"""Fields that may differ between the processes of a run."""
+
+CHANGEABLE = OF_ONE_HOST | {field.name for field in CONFIG_FIELDS if field.change == "resuming"}
+"""Fields that may differ when a run is resumed."""
+
+OF_DECAY = {field.name for field in CONFIG_FIELDS if field.change == "decay"}
+"""Fields that may differ as well if the schedule is `wsd` and the run goes on from before its decay. The rate may only
+be lowered."""

@@ -67,7 +67,6 @@ def make_config(name: str):
         vocab_size=VOCAB_SIZE.value, max_length=SEQUENCE_LENGTH.value, time_embed_dim=TIME_EMBED_DIM.value,
         sinusoidal_dim=SINUSOIDAL_DIM.value, dropout=DROPOUT.value or 0.0, dtype=DTYPE.value, remat=remat,
     )  # fmt: skip
-    config.sample.length = min(256, SEQUENCE_LENGTH.value)
     check_config(config, jax.device_count())
     return config
 

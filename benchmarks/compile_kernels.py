@@ -6,7 +6,7 @@
 Prints what the device gives to blocks. Then it prints a line for each kernel and layer: the layers of GPT-large, whole
 and cut over devices, and one with the most times and the widest E that fit. A line has the program's temporary memory,
 how often it copies an array of P's size, which it should never do, and what it reads and writes, in sizes of P.
---precision=highest compiles them for fp32 products (config.model.generator_precision). --dump=folder keeps all that the
+--precision=highest compiles them for fp32 products. --dump=folder keeps all that the
 compiler writes, with the kernels' instructions (`*final_bundles.txt`).
 """
 

@@ -65,7 +65,6 @@ def config_of(way: str, num_steps: int):
     else:
         config = base_config("small", "diffeqformer", "gpt")
         config.update(steps=1000, batch_size=8, sequence_length=128)
-        config.sample.length = 128
         config.model.update(SMALL)
     config.model.update(num_steps=num_steps, **WAYS[way])
     return config

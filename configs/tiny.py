@@ -50,5 +50,4 @@ def get_config(model: str = "recipe"):
     config.eval_every = 1000
     config.checkpoint_every = 500
     config.sample.prompt = "def "
-    config.sample.length = 128
     return as_recipe(config) if model == "recipe" else config

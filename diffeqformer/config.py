@@ -40,12 +40,15 @@ def _by_section(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 REMOVED = {
+    "model.generator_precision": "default",
     "model.state_dtype": "float32",
     "model.weights_dtype": "float32",
     "model.step_features": 0,  # once a boolean; False is equal to 0
     "optimizer.moment_dtype": "float32",
     "on_damage": None,
     "mesh.generator": None,
+    "sample.length": None,
+    "sample.temperature": None,
 }
 """Fields that configs once had, and the only value that a saved one may have there; None: any, as no result changes."""
 
@@ -196,11 +199,16 @@ def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:
             f"config.model.vocab_size: must not be below the {tokenizer.vocab_size:,} ids of the tokenizer "
             f"{tokenizer.name}, but it is {config.model.vocab_size}"
         )
-    if not 1 <= len(tokenizer.encode(config.sample.prompt)) < config.sample.length:
+    if not 1 <= len(tokenizer.encode(config.sample.prompt)) < sample_length(config):
         raise UserError(
-            f"config.sample.prompt: must have at least one token and fewer than sample.length "
-            f"({config.sample.length}), but it is {config.sample.prompt!r}"
+            f"config.sample.prompt: must have at least one token and fewer than a sample's {sample_length(config)}, "
+            f"but it is {config.sample.prompt!r}"
         )
+
+
+def sample_length(config: ConfigDict) -> int:
+    """The tokens of the sample at the end of training, with its prompt."""
+    return min(256, config.model.max_length)
 
 
 def check_overrides(arguments: list[str]) -> None:

@@ -18,7 +18,6 @@ from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS
-from diffeqformer.fields.layers import PRECISIONS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import REMAT
 from diffeqformer.transformer import MODELS, vector_field
@@ -214,9 +213,6 @@ CONFIG_FIELDS = [
     ConfigField("model.base_width", 0, NOT_NEGATIVE,
         "The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by "
         "1."),
-    ConfigField("model.generator_precision", "default", one_of(PRECISIONS),
-        "Products with a hypernetwork's P when the compute type is bfloat16: default (the device's: bf16 on TPUs, TF32 "
-        "on GPUs), or highest: fp32. In float32 all products of the model are fp32.", base="run"),
     ConfigField("model.lora_rank", 0, NOT_NEGATIVE,
         "rank of adapters to frozen weights per layer; 0: no adapters, everything is trained", base="run"),
     ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank",
@@ -317,9 +313,6 @@ CONFIG_FIELDS = [
         "number of newest checkpoints to keep, beside the one that validated best", change="resuming"),
     ConfigField("sample.prompt", "\n", [], "the text that the sample at the end of training continues",
         change="resuming"),
-    ConfigField("sample.length", 256, at_least(2), "tokens, including the prompt; at most max_length",
-        change="resuming"),
-    ConfigField("sample.temperature", 0.8, NOT_NEGATIVE, "0 takes the likeliest token", change="resuming"),
 ]
 # fmt: on
 

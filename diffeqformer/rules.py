@@ -136,16 +136,6 @@ RULES = [
         "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
     ),
     Rule(
-        "model.generator_precision",
-        lambda v, c: v == "default" or MODELS[c.model.kind].weights.generates_kernels,
-        "must be default for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
-    ),
-    Rule(
-        "model.generator_precision",
-        lambda v, c: v == "default" or c.model.dtype == "bfloat16",
-        "must be default for model.dtype {c.model.dtype}, in which all products are at the highest",
-    ),
-    Rule(
         "model.remat",
         lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
         "must not be reversible for model.solver {c.model.solver}; a solver that can be undone is one of "
@@ -206,13 +196,10 @@ RULES = [
         lambda v, c: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
         "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
     ),
-    *(
-        Rule(
-            field,
-            lambda v, c: v <= c.model.max_length,
-            "must not exceed the number of positions, model.max_length ({c.model.max_length})",
-        )
-        for field in ("sequence_length", "sample.length")
+    Rule(
+        "sequence_length",
+        lambda v, c: v <= c.model.max_length,
+        "must not exceed the number of positions, model.max_length ({c.model.max_length})",
     ),
 ]
 """Every requirement on a config, in the order in which they are checked."""

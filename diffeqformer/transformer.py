@@ -123,7 +123,7 @@ class Transformer(nnx.Module):
 
     @property
     def precision(self) -> str:
-        """The precision of all products but those with a generator's P, which has its own (`depth.precision`)."""
+        """The precision of all products."""
         return precision_in(self.dtype)
 
     def replace(self, **changes) -> "Transformer":

@@ -44,7 +44,6 @@ def shrunken(config, tokenizer_file: str) -> dict:
         "model.num_steps": 8, "model.max_length": 128, "model.vocab_size": 2000, "model.vocab_multiple": 128,
         "data.task": "python_stdlib", "data.tokenizer": "sentencepiece", "data.tokenizer_file": tokenizer_file,
         "log_every": LOG_EVERY, "eval_every": 500, "checkpoint_every": 250, "checkpoints_kept": 1,
-        "sample.length": 128,
     }  # fmt: skip
 
 

@@ -35,7 +35,6 @@ VARIANTS = [
     ("shared", "llama", {"model__solver": "strang"}),
     ("diffeqformer", "gpt", {"kernels": "pallas", **WHOLE_TILES}),
     ("diffeqformer", "llama", {"model__training_depths": "4,6", "model__training_times": "mixed"}),
-    ("diffeqformer", "gpt", {"model__dtype": "bfloat16", "model__generator_precision": "highest"}),
 ]
 CASES = [(kind, field, {}) for kind, field in FAMILY] + VARIANTS
 

@@ -146,7 +146,7 @@ def toy_config(kind: str = "diffeqformer", field: str = "gpt", **changes):
     config.update(steps=6, batch_size=8, sequence_length=16, log_every=1, eval_every=100, checkpoint_every=100)
     config.model.update(authors.model_config(kind, config.model.field, vocab_size=257, generator_start="varying"))
     config.data.update(task="python_stdlib", tokenizer="bytes")
-    config.sample.update(prompt="def ", length=16)
+    config.sample.prompt = "def "
     return change(config, **changes)
 
 

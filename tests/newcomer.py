@@ -15,7 +15,7 @@ SMALL_MODEL = [
 ]  # fmt: skip
 SMALL_RUN = [
     "--config.steps=4", "--config.log_every=2", "--config.eval_every=4", "--config.checkpoint_every=4",
-    "--config.batch_size=2", "--config.microbatches=1", "--config.sequence_length=32", "--config.sample.length=8",
+    "--config.batch_size=2", "--config.microbatches=1", "--config.sequence_length=32",
 ]  # fmt: skip
 """What makes a published config small enough for a test, and nothing else."""
 

@@ -18,7 +18,7 @@ TINY = [
     "--config=configs/tiny.py", "--config.steps=24", "--config.log_every=1", "--config.eval_every=24",
     "--config.checkpoint_every=10", "--config.batch_size=8", "--config.sequence_length=64",
     "--config.model.num_steps=2", "--config.model.time_embed_dim=4", "--config.model.vocab_multiple=8",
-    "--config.model.dropout=0.1", "--config.sample.length=16",
+    "--config.model.dropout=0.1",
 ]  # fmt: skip
 # Gloo writes to the output's descriptor in pieces, from several threads at once. Python alone keeps the real one.
 WITHOUT_GLOO = """

@@ -256,7 +256,7 @@ def test_shrunken_configs_keep_what_is_published(tmp_path):
         assert (fields.pop("batch_size"), fields.pop("sequence_length")) == (9, 128)
         assert fields.pop("model.vocab_multiple", 128) == 128 and fields.pop("model.dtype", "float32") == "float32"
         left = {name for name in fields if not name.startswith(("data.", "log_", "eval_", "checkpoint"))}
-        assert left == {"steps", "mesh.fsdp", "sample.length"}
+        assert left == {"steps", "mesh.fsdp"}
     assert "| llama_1b | 2 | 1.0000 ± 0.7071 | 0.250 ± 0.000 | 0.75 ± 0.00 | 0 ± 0 |" in printed
     assert run() == (printed[printed.index("| config") :], [])
     assert results.with_suffix(".png").stat().st_size > 10_000

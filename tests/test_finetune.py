@@ -46,7 +46,7 @@ def new_config(base, kind="diffeqformer", **changes):
     config.update(base=str(base), steps=4, batch_size=8, sequence_length=16, log_every=1, eval_every=4)
     config.model.update(dtype="float32", dropout=0.1)
     config.data.update(task="python_stdlib", tokenizer="bytes")
-    config.sample.update(prompt="def ", length=16)
+    config.sample.prompt = "def "
     return change(config, **changes)
 
 

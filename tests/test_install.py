@@ -26,7 +26,7 @@ from hub import parquet
 from newcomer import DETOKENIZED, PAGES, RAW
 
 LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
-SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1", "--config.sample.length=8"]
+SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1"]
 
 
 def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():

@@ -123,26 +123,17 @@ def test_to_compute_in_float32_is_to_multiply_in_float32(kind, field, mesh, atte
         assert not [product.arrays for product in found if not product.highest]
 
 
-@pytest.mark.parametrize("kernels", ["xla", "pallas"])
-def test_in_bfloat16_the_generator_alone_has_a_precision(kernels):
-    """Forward, backward and in the update. What comes before h(t), and biases and norms, are fp32 in any case."""
-    config = toy_config(**SHAPES, kernels=kernels, model__dtype="bfloat16")
-    programs = [of_training] if kernels == "pallas" else [of_training, of_inference]
-    usual, found = [], []
-    for precision, into in (("default", usual), ("highest", found)):
-        config.model.generator_precision = precision
-        into += [product for program in programs for product in program(config)]
-    assert sum(each.highest and not each.of_generator for each in usual) == 2  # QK and OV of the dynamics
-    assert [product.arrays for product in found] == [product.arrays for product in usual]
-    assert [product.highest for product in found] == [each.highest or each.of_generator for each in usual]
-    assert sum(new.highest and not old.highest for new, old in zip(found, usual)) >= 28
+def test_in_bfloat16_what_reads_p_has_the_devices_precision():
+    """What comes before h(t), and biases and norms, are fp32 in any case."""
+    config = toy_config(**SHAPES, model__dtype="bfloat16")
+    found = of_training(config) + of_inference(config)
+    assert sum(each.highest and not each.of_generator for each in found) == 2  # QK and OV of the dynamics
+    assert sum(each.of_generator and not each.highest for each in found) >= 28
+    assert sum(each.of_generator and each.highest for each in found) >= 28
 
 
-def test_weights_that_are_generated_in_a_precision_are_stored_without_one():
-    config = toy_config(model__dtype="bfloat16", model__generator_precision="highest")
-    check_config(config, 1)
-    check_config(discretized_config(config, 3, "bfloat16"), 1)
-    config.model.update(generate_chunk=2, solver="reversible_heun", remat="reversible")
+def test_weights_that_are_generated_in_chunks_are_stored_without():
+    config = toy_config(model__generate_chunk=2, model__solver="reversible_heun", model__remat="reversible")
     check_config(discretized_config(config, 3, "bfloat16"), 1)
 
 

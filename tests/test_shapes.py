@@ -83,7 +83,7 @@ def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     options = [
         "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=h100:2",
         "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
-        "--config.sample.length=64", "--config.model.lora_rank=4",
+        "--config.model.lora_rank=4",
     ]  # fmt: skip
     done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
     options = [
         "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=v5e:2x2",
         "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
-        "--config.sample.length=64", "--config.model.lora_rank=4", "--config.model.num_steps=6",
+        "--config.model.lora_rank=4", "--config.model.num_steps=6",
     ]  # fmt: skip
     plan = planned(tmp_path, *options, programs="all")
     assert list(plan["memory"]["by_program"]) == ["weights of the base", "initial state", *of_depth(6)]

@@ -156,7 +156,7 @@ class GeneratedWeights(DepthWeights):
 
     Args:
         config: the `model` part of a config: `time_embed_dim` (E), `sinusoidal_dim` (n), `time_frequency` (c),
-            `generator_start`, a key of `GENERATOR_STARTS`, `base_width`, `dtype` and `generator_precision`.
+            `generator_start`, a key of `GENERATOR_STARTS`, `base_width` and `dtype`.
         layers: the layers of the vector field.
         rngs: source of the initial parameters.
     """
@@ -171,7 +171,7 @@ class GeneratedWeights(DepthWeights):
         # `generator_start` is of generated kernels; without them a command line may not set it (`config_fields`)
         start = GENERATOR_STARTS[config.generator_start if self.generates_kernels else "published"]
         start = dataclasses.replace(start, gain=gain_of(config))
-        self.precision = "highest" if precision_in(config.dtype) == "highest" else config.generator_precision
+        self.precision = precision_in(config.dtype)
         number = 2 * config.sinusoidal_dim + 1
         if self.shared_mlp:
             self.mlp = TimeMLP(number, width, start, rngs)

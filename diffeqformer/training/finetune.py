@@ -24,9 +24,6 @@ from diffeqformer.parallel.memory import check_free
 from diffeqformer.rules import RULES
 from diffeqformer.transformer import MODELS, abstract_model, split_model
 
-OF_GENERATED = ("solver", "generator_precision", "training_times", "training_depths")
-"""Fields that `discretized_config` resets, since only generated weights can have some of their values."""
-
 
 def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
     """The config with its base's model, taken from the run's own newest checkpoint or else from `config.base`.
@@ -83,8 +80,8 @@ def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: b
         differs = ours != default[name]
         if name == "num_steps":
             inherits = not named
-        elif sampled and name in OF_GENERATED and not named:
-            inherits = True
+        elif sampled and not named and (name == "solver" or field.base == "either"):
+            inherits = True  # `discretized_config` has reset it, as only generated weights can have some of its values
         elif field.base == "run":
             inherits = False
         else:

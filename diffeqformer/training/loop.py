@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import newest, work_folder
-from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field
+from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, sample_length
 from diffeqformer.config_fields import OF_ONE_HOST, traced_steps
 from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.console.results import title
@@ -140,10 +140,10 @@ def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transf
 
 
 def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:
-    """The text that `config.sample` asks for: its prompt and the model's continuation."""
+    """The text of `config.sample.prompt` and the model's continuation."""
     prompt, key = config.sample.prompt, random_key(config.seed, "sample")
-    tokens = config.sample.length - len(tokenizer.encode(prompt))
-    [text] = generate(model, tokenizer, prompt, tokens=tokens, key=key, choice=Choice(config.sample.temperature))
+    tokens = sample_length(config) - len(tokenizer.encode(prompt))
+    [text] = generate(model, tokenizer, prompt, tokens=tokens, key=key, choice=Choice())
     return prompt + text
 
 

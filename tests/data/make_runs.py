@@ -53,7 +53,7 @@ def config_of(name: str):
         config.update(base="alternative", steps=STEPS, batch_size=4, sequence_length=16, log_every=1, eval_every=4)
         config.model.update(dtype="float32", num_steps=3, lora_rank=2)
         config.data.update(task="python_stdlib", tokenizer="bytes", dir="stores")
-        config.sample.update(prompt="def ", length=16)
+        config.sample.prompt = "def "
         change(config, optimizer__learning_rate=1e-2, optimizer__beta2=0.95, checkpoint_every=4)
     return config
 

@@ -30,7 +30,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
     config.model.kind, config.model.field = model, model if model in FIELDS else field
     if model in MODELS:
-        config.model.update(solver=MODELS[model].solver, unit_steps=MODELS[model].vanilla)
+        config.model.update(solver=MODELS[model].solver, span=0.0 if MODELS[model].vanilla else 1.0)
     return config.lock()
 
 
@@ -62,6 +62,8 @@ def without_removed(fields: dict) -> dict:
     fields = traverse_util.flatten_dict(fields, sep=".")
     if step := fields.pop("base_step", ""):  # now a part of `base`
         fields["base"] += f"@{step}"
+    if fields.pop("model.unit_steps", False):  # steps of the length 1
+        fields["model.span"] = 0.0
     for name, only in REMOVED.items():
         if (value := fields.pop(name, only)) != only is not None:
             raise ValueError(f"config.{name} is {value!r}, but this version only knows {only!r}")

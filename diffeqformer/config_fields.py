@@ -184,11 +184,9 @@ CONFIG_FIELDS = [
     ConfigField("model.solver", "euler", one_of(SOLVERS),
         "The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can "
         "be undone, such as reversible_euler; see docs/solvers.md."),
-    ConfigField("model.unit_steps", False, [],
-        "Steps have the length 1, as in a gpt or llama, and not 1 / num_steps; for a shared model, both are possible."),
-    ConfigField("model.span", 1.0, POSITIVE,
-        "The length of the whole depth: a step adds span / num_steps times the field, a transformer's layer adds it "
-        "once."),
+    ConfigField("model.span", 1.0, NOT_NEGATIVE,
+        "The length of the whole depth: a step adds span / num_steps times the field. 0: every step adds it once, as "
+        "the layers of a gpt or llama always do; a shared model can have both."),
     ConfigField("model.vocab_size", 50_257, at_least(1), "at least the tokenizer's"),
     ConfigField("model.vocab_multiple", 1, at_least(1),
         "embeddings are padded to a multiple of this; padding gets probability 0"),

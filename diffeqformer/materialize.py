@@ -52,7 +52,7 @@ def materialize(
             can't take that number of steps, or if its solver needs weights at several times within a step.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
-    if config.model.solver not in MODELS["discretized"].solvers(config.model.unit_steps):
+    if config.model.solver not in MODELS["discretized"].solvers(unit_steps=not config.model.span):
         raise UserError(
             f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
             "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "

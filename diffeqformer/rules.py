@@ -73,24 +73,19 @@ RULES = [
         f"(such as {', '.join(MODELS['gpt'].solvers(unit_steps=True))})",
     ),
     Rule(
-        "model.unit_steps",
-        lambda v, c: v or not MODELS[c.model.kind].vanilla,
-        "must be True for model.kind {c.model.kind}",
-    ),
-    Rule(
-        "model.unit_steps",
-        lambda v, c: not v or not MODELS[c.model.kind].weights.generated,
-        "must be False for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
+        "model.span",
+        lambda v, c: not v or not MODELS[c.model.kind].vanilla,
+        "must be 0 for model.kind {c.model.kind}, all of whose steps have the length 1",
     ),
     Rule(
         "model.span",
-        lambda v, c: v == 1 or not c.model.unit_steps,
-        "must be 1 where every step has the length 1 (model.unit_steps)",
+        lambda v, c: v or not MODELS[c.model.kind].weights.generated,
+        "must be a positive number for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
     ),
     Rule(
         "model.solver",
-        lambda v, c: not SOLVERS[v].reversible or not c.model.unit_steps,
-        "must not be reversible where every step has the length 1 (model.unit_steps)",
+        lambda v, c: not SOLVERS[v].reversible or c.model.span,
+        "must not be reversible where every step has the length 1 (model.span is 0)",
     ),
     Rule(
         "kernels",

@@ -47,7 +47,7 @@ class Kind:
 
     weights: the kind of depth weights.
     solver: the name of the default solver.
-    vanilla: a usual transformer: always with `model.unit_steps`, and the norms of the usual block.
+    vanilla: a usual transformer: always with steps of the length 1 (`model.span` 0), and the norms of the usual block.
     field: the only vector field that this kind can have; None: any.
     """
 
@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         kind = MODELS[config.kind]
-        self.num_steps, self.unit_steps, self.span = config.num_steps, config.unit_steps, config.span
+        self.num_steps, self.unit_steps, self.span = config.num_steps, not config.span, config.span or 1.0
         self.most_steps = max(longest_grid(config, depth) for depth in trained_depths(config))  # in training
         self.solver = SOLVERS[config.solver]
         self.dtype, self.dropout, self.remat = jnp.dtype(config.dtype), config.dropout, config.remat

@@ -94,7 +94,7 @@ def variants() -> dict[str, Variant]:
     if STUDY.value == "llama":
         return {"diffeqformer, llama": Variant(changes=(("model.field", "llama"),)), "llama": Variant("llama")}
     if STUDY.value == "shared":
-        vanilla = (("model.unit_steps", True), ("model.solver", "lie_trotter"))
+        vanilla = (("model.span", 0.0), ("model.solver", "lie_trotter"))
         return {"shared, steps of 1/L": Variant("shared"), "shared, a GPT's steps": Variant("shared", vanilla)}
     if STUDY.value == "beta2":
         return {

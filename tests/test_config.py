@@ -85,8 +85,7 @@ WRONG = {
     "model.training_times": "random",
     "model.training_depths": "2,2",
     "model.solver": "rk3",
-    "model.unit_steps": True,
-    "model.span": 0.0,
+    "model.span": -1.0,
     "model.lora_rank": -1,
     "model.lora_alpha": -1.0,
     "model.lora_start": "one",
@@ -168,7 +167,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("gpt", "gpt"),
             {"model__span": 2.0},
-            r"model.span: must be 1 where every step has the length 1 \(model.unit_steps\), but it is 2.0",
+            "model.span: must be 0 for model.kind gpt, all of whose steps have the length 1, but it is 2.0",
         ),
         (
             ("looped", "gpt"),
@@ -183,7 +182,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("gpt", "gpt"),
             {"model__solver": "reversible_euler"},
-            r"model.solver: must not be reversible where every step has the length 1 \(model.unit_steps\), but it is",
+            r"model.solver: must not be reversible where every step has the length 1 \(model.span is 0\), but it is",
         ),
         (
             ("diffeqformer", "gpt"),
@@ -283,6 +282,10 @@ def test_a_saved_config_may_have_removed_fields_at_their_defaults_alone():
     for name, wrong in (("model.step_features", True), ("model.step_features", 8), ("optimizer.moment_dtype", "bf16")):
         with pytest.raises(ValueError, match=rf"^config\.{name} is {wrong!r}, but this version only knows "):
             saved_config(unflatten_dict({**fields, name: wrong}, sep="."))
+    for kind, unit in (("gpt", True), ("shared", True), ("shared", False)):  # what `span` says now
+        config = toy_config(kind, model__span=0.0 if unit else 1.0)
+        saved = flatten_dict(config.to_dict(), sep=".") | {"model.span": 1.0, "model.unit_steps": unit}
+        assert saved_config(unflatten_dict(saved, sep=".")).to_dict() == config.to_dict()
     fields["model.training_times"] = "jittered"
     with pytest.raises(ValueError, match="^config.model.training_times: must be one of .*, but it is 'jittered'"):
         saved_config(unflatten_dict(fields, sep="."))

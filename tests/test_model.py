@@ -371,7 +371,7 @@ def test_layer_norm_is_accurate_and_finite():
 def test_a_shared_model_can_take_a_vanilla_ones_steps():
     """With steps of length 1 and one branch after the other, it is a GPT whose layers are equal."""
     tokens = jnp.asarray(np.random.RandomState(0).randint(64, size=(2, 16)))
-    shared = lively_model("shared", unit_steps=True, solver="lie_trotter")
+    shared = lively_model("shared", span=0.0, solver="lie_trotter")
     params = split_model(shared)[1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * shared.num_steps), params["depth"])
     gpt = nnx.merge(split_model(build_model("gpt"))[0], {**params, "depth": stacked})

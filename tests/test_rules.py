@@ -18,7 +18,7 @@ TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
         ("gpt", {"batch_size": 0}, "batch_size: must be at least 1"),
         ("gpt", {"model__heads": 0}, "model.heads: must be at least 1"),
         ("gpt", {"sequence_length": 1}, "sequence_length: must be at least 2"),
-        ("gpt", {"model__unit_steps": False}, "model.unit_steps: must be True for model.kind gpt"),
+        ("gpt", {"model__span": 1.0}, "model.span: must be 0 for model.kind gpt, all of whose steps have the length 1"),
         ("gpt", {"model__solver": "heun"}, "model.solver: must take weights once in each step, as model.kind gpt has"),
         ("gpt", {"model__training_times": "shifted"}, "model.training_times: must be fixed for model.kind gpt"),
         ("gpt", {"model__lora_rank": 2}, "model.lora_rank: must come with config.base"),

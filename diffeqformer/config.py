@@ -47,6 +47,7 @@ REMOVED = {
     "optimizer.moment_dtype": "float32",
     "on_damage": None,
     "mesh.generator": None,
+    "data.tfds_dir": None,
     "sample.length": None,
     "sample.temperature": None,
 }

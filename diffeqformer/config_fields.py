@@ -122,10 +122,6 @@ WITHOUT_WSD = Ignored(
     "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
 )
 NO_FILES = Ignored(lambda c: not c.data.train_files, "this text doesn't come from files")
-NOT_TFDS = Ignored(
-    lambda c: c.data.train_files or c.data.task == "python_stdlib",
-    "this text doesn't come from TensorFlow Datasets",
-)
 
 
 class ConfigField(NamedTuple):
@@ -292,8 +288,6 @@ CONFIG_FIELDS = [
     ConfigField("data.remote", "",
         matching(lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
         "URL of a folder of token stores (gs://bucket/stores), copied to data.dir before use", change="host"),
-    ConfigField("data.tfds_dir", "", [],
-        "download folder for corpora; by default TensorFlow Datasets' own", ignored=(NOT_TFDS,), change="host"),
     ConfigField("data.processes", 0, NOT_NEGATIVE,
         "number of processes that prepare a store; 0: one per core", change="host"),
 

@@ -313,7 +313,7 @@ FREE = {
     "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
     "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
     "data.text_field", "data.separator",
-    "data.tokenizer_file", "data.dir", "data.remote", "data.tfds_dir", "data.processes", "sample.prompt",
+    "data.tokenizer_file", "data.dir", "data.remote", "data.processes", "sample.prompt",
 }  # fmt: skip
 
 
@@ -338,7 +338,6 @@ def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
         "model.norm_of_norm",
         "data.module",
         "data.separator",
-        "data.tfds_dir",
     }  # any value will do for a diffeqformer
     free.add("sample.prompt")  # what it must be depends on the tokenizer
     assert (

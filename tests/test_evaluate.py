@@ -68,7 +68,7 @@ def results(workdir, text):
 
 
 def options(workdir, **changes) -> types.SimpleNamespace:
-    given = dict.fromkeys("step task files remote module tfds_dir window stride output text_field separator".split())
+    given = dict.fromkeys("step task files remote module window stride output text_field separator".split())
     given |= {"workdir": str(workdir), "split": "validation", "solver": [], "num_steps": [], "batch_size": 8}
     return types.SimpleNamespace(**given | {"perplexity": "both", "per_document": False} | changes)
 
@@ -238,11 +238,12 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path, capsys):
 @pytest.mark.long
 def test_a_corpus_is_read_with_seqio_and_without(workdir, monkeypatch, tmp_path):
     """In the light installation, where a corpus of the user's own says what it needs."""
-    opened, given = checkpoint.load(workdir), options(workdir, tfds_dir=str(tmp_path))
+    opened, given = checkpoint.load(workdir), options(workdir)
     whole = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
     monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
     light = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
     assert whole.documents == light.documents and len(light.documents) > 5
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     manual = tmp_path / "downloads" / "manual" / "wikitext103" / "raw"
     manual.mkdir(parents=True)
     for split in ("train", "validation", "test"):

@@ -23,15 +23,15 @@ from newcomer import DETOKENIZED, LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN, en
 from notebooks import FOLDER, TRAIN, executed, opened_notebook
 from runs import command
 
-TFDS = "--config.data.tfds_dir=tfds"
-SMALL = [*SMALL_MODEL, *SMALL_RUN, TFDS]
+TFDS = {"TFDS_DATA_DIR": "tfds"}
+SMALL = [*SMALL_MODEL, *SMALL_RUN]
 NOWHERE = "http://127.0.0.1:9"
 
 
 def typed(home: pathlib.Path, address: str, name: str, *options: str) -> str:
     """What `python -m diffeqformer.<name>` prints in a folder, with a hub at an address."""
     home.mkdir(exist_ok=True)
-    done = command(name, *options, environment=environment(home, address), folder=home)
+    done = command(name, *options, environment=environment(home, address) | TFDS, folder=home)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,7 +41,7 @@ def typed_without_seqio(home: pathlib.Path, address: str, name: str, *options: s
     home.mkdir(exist_ok=True)
     hidden = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "without_seqio"), str(ROOT)])}
     command = [sys.executable, "-m", f"diffeqformer.{name}", *options]
-    variables = os.environ | environment(home, address) | hidden
+    variables = os.environ | environment(home, address) | TFDS | hidden
     done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -89,7 +89,7 @@ def test_wikitext103_from_nothing(tmp_path):
     """By hand: its store. By download: the same store, training, and the test split at another depth."""
     hand, home, hub = tmp_path / "hand", tmp_path / "download", Hub()
     by_hand(hand, "wikitext103/detokenized", DETOKENIZED)
-    said = typed(hand, NOWHERE, "prepare", "--config=wikitext103_small", TFDS)
+    said = typed(hand, NOWHERE, "prepare", "--config=wikitext103_small")
     assert "Preparing wikitext103 into token_stores/wikitext103-gpt2" in said
     fill(hub)
     said = typed(home, hub.address, "main", "--config=wikitext103_small", *SMALL)
@@ -97,7 +97,7 @@ def test_wikitext103_from_nothing(tmp_path):
     for folder in (hand, home):
         check_store(folder, "wikitext103", DETOKENIZED)
     light, store = tmp_path / "light", "token_stores/wikitext103-gpt2"
-    typed_without_seqio(light, hub.address, "prepare", "--config=wikitext103_small", TFDS)
+    typed_without_seqio(light, hub.address, "prepare", "--config=wikitext103_small")
     check_same(light / store, home / store)
     record = "tfds/downloads/dlwh/wikitext_103_detokenized/downloads.json"
     assert json.loads((light / record).read_text()) == json.loads((home / record).read_text())
@@ -153,11 +153,11 @@ def test_a_data_set_of_ones_own_whose_splits_are_known_once_it_is_written(tmp_pa
     by_hand(tmp_path, "wikitext103/raw", RAW)
     (tmp_path / "my_corpus.py").write_text(MY_CORPUS)
     mine = "--config.data.task=mine", "--config.data.module=my_corpus"
-    assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", TFDS, *mine)
+    assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", *mine)
     texts = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
     check_store(tmp_path, "mine", {split: list(articles(text)) for split, text in texts.items()})
     raw = "--config.data.task=wikitext103_raw"
-    typed_without_seqio(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", TFDS, raw)
+    typed_without_seqio(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", raw)
     stores = tmp_path / "token_stores"
     own, named = (open_store(stores / f"{task}-gpt2", "gpt2", 32) for task in ("mine", "wikitext103_raw"))
     assert {split: own[split].sha256 for split in own} == {split: named[split].sha256 for split in named}

@@ -107,7 +107,7 @@ def test_a_wheel_trains_from_an_empty_folder(trained):
 
 
 @pytest.mark.slow
-def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, tmp_path_factory):
+def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, tmp_path_factory, monkeypatch):
     python = make_environment(tmp_path_factory.mktemp("light"), LIGHT, wheel)
     where = [python, "-c", "import diffeqformer; print(diffeqformer.__file__); import tensorflow"]
     done = subprocess.run(where, cwd="/", env=environment_variables(), capture_output=True, text=True)
@@ -129,9 +129,10 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, t
     again = run(python, empty, "main", *SHORT, *texts).stdout
     assert data.findall(again) == data.findall(said)  # with the hash of all ids
     counts = re.compile("^  (?:from|train:|validation:) .*|.* documents, .*", re.MULTILINE)  # and hashes
-    data_dir = f"--config.data.tfds_dir={tfds}", "--config.sequence_length=64", "--config.data.processes=1"
-    asked = [["prepare", "--config=tiny", f"--config.data.task={task}", *data_dir] for task in CORPUS_NAMES[1:]]
-    for arguments in (*asked, ["evaluate", workdir, "--task=wikitext103", "--split=test", f"--tfds_dir={tfds}"]):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds))
+    small = "--config.sequence_length=64", "--config.data.processes=1"
+    asked = [["prepare", "--config=tiny", f"--config.data.task={task}", *small] for task in CORPUS_NAMES[1:]]
+    for arguments in (*asked, ["evaluate", workdir, "--task=wikitext103", "--split=test"]):
         told = []
         for each in (python, whole):
             told.append(counts.findall(run(each, folder, *arguments).stdout))

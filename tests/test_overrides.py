@@ -1,7 +1,5 @@
 """What a command line may set in a config, and what stops it."""
 
-import contextlib
-
 import pytest
 
 from diffeqformer.config import check_overrides, check_used
@@ -69,13 +67,6 @@ def test_layers_and_adapters_have_no_hypernetwork_to_compute_with():
     for config in (toy_config("discretized", base="b"), toy_config(base="b", model__lora_rank=2)):
         with pytest.raises(UserError, match="^config.kernels: must be left out, because layers and adapters"):
             check_used(["main.py", "--config.kernels=xla"], config)
-
-
-def test_a_folder_for_tensorflows_data_sets_is_refused_where_none_is_read():
-    for task, files, used in (("python_stdlib", "", False), ("wikitext103", "a.txt", False), ("wikitext103", "", True)):
-        config = toy_config(data__task=task, data__train_files=files)
-        with contextlib.nullcontext() if used else pytest.raises(UserError, match="^config.data.tfds_dir: must be"):
-            check_used(["main.py", "--config.data.tfds_dir=/data"], config)
 
 
 def test_right_overrides_pass():

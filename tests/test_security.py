@@ -59,7 +59,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), checkpoint.About({}, "bytes"))
 
     def open_text(task, module):
-        options = dict.fromkeys("tfds_dir files remote text_field separator".split())
+        options = dict.fromkeys("files remote text_field separator".split())
         options = types.SimpleNamespace(**options, module=module, split="validation")
         evaluation_command.open_text(options, opened, task, None, None, 8, 8)
         return imported.pop()

@@ -8,6 +8,8 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -49,8 +51,9 @@ def nowhere(monkeypatch):
 
 
 def fetched(corpus: str, folder) -> sources.HubTexts:
-    texts = open_texts(corpus, None, str(folder))
-    texts.fetch()
+    texts = open_texts(corpus, None)
+    with mock.patch.dict(os.environ, {"TFDS_DATA_DIR": str(folder)} if folder else {}):
+        texts.fetch()
     return texts
 
 
@@ -88,7 +91,7 @@ def test_openwebtext_is_a_shard_for_each_file_without_the_rows_of_validation(tmp
     parts = [PAGES[:900], PAGES[900:901], PAGES[901:]]
     by_hand(tmp_path, "openwebtext", **{f"{i}__parquet": parquet(part) for i, part in enumerate(parts)})
     found = fetched("openwebtext", tmp_path).found
-    texts = open_texts("openwebtext", None, "")
+    texts = open_texts("openwebtext", None)
     texts.found = json.loads(json.dumps(found))
     rows = sources.validation_rows(len(PAGES)).tolist()
     assert list(texts.documents("validation")) == [PAGES[row] for row in rows] and rows != sorted(rows)
@@ -222,7 +225,7 @@ def test_a_split_that_the_hub_lacks_is_named(hub, tmp_path):
     [
         (RuntimeError("Task error: CAS\nmore"), "the hub can't be reached, RuntimeError: Task error: CAS; try again"),
         (OSError("Consistency check failed\nmore"), "the hub can't be reached, OSError: Consistency check failed; try"),
-        (OSError(errno.ENOSPC, "No space left", "0.parquet"), "config.data.tfds_dir: 0.parquet: No space left$"),
+        (OSError(errno.ENOSPC, "No space left", "0.parquet"), "TFDS_DATA_DIR: 0.parquet: No space left$"),
     ],
 )
 def test_a_download_that_breaks_off_is_one_sentence(hub, monkeypatch, tmp_path, error, sentence):
@@ -237,7 +240,7 @@ def test_a_download_that_breaks_off_is_one_sentence(hub, monkeypatch, tmp_path, 
 
 
 def test_corpora_are_not_downloaded_to_a_url():
-    sentence = "^config.data.tfds_dir: .* this machine's disk first, and not to gs://bucket/d"
+    sentence = "^TFDS_DATA_DIR: .* this machine's disk first, and not to gs://bucket/d"
     with pytest.raises(UserError, match=sentence):
         fetched("openwebtext", "gs://bucket/d")
 

@@ -127,7 +127,7 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Pat
     for path in itertools.chain.from_iterable((files or {}).values()):
         check_first(path, layout)  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
-    task = dict(task=data.task, module=data.module, files=files, tfds_dir=data.tfds_dir, layout=layout)
+    task = dict(task=data.task, module=data.module, files=files, layout=layout)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
     workers = [start(task)]
     plan, text = workers[0].plan(), fingerprint(files, layout)

@@ -37,7 +37,7 @@ def writing() -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or "its folder"
-        raise UserError(f"config.data.tfds_dir: {where}: {error.strerror or error}") from None
+        raise UserError(f"TFDS_DATA_DIR: {where}: {error.strerror or error}") from None
 
 
 class FileTexts:
@@ -80,9 +80,6 @@ class HubTexts(FileTexts):
     name: of the TFDS data set, which is also the folder of its files in manual_dir.
     dataset, config: of the hub.
     on_hub: the splits that it has there.
-
-    Args:
-        tfds_dir: folder of TFDS; empty for its own default.
     """
 
     name: str
@@ -90,13 +87,10 @@ class HubTexts(FileTexts):
     config: str | None = None
     splits = on_hub = ("train", "validation", "test")
 
-    def __init__(self, tfds_dir: str = ""):
-        self.tfds_dir = tfds_dir
-
     def fetch(self) -> None:
         """Find the files in the folders that TFDS would use."""
         usual = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
-        downloads = os.path.join(self.tfds_dir or os.path.expanduser(usual), "downloads")
+        downloads = os.path.join(os.path.expanduser(usual), "downloads")
         with writing():
             self.find(downloads, os.path.join(downloads, "manual"))
 
@@ -112,7 +106,7 @@ class HubTexts(FileTexts):
         """
         if "://" in os.fspath(downloads):
             raise UserError(
-                "config.data.tfds_dir: a corpus must be written to this machine's disk first, and not to "
+                "TFDS_DATA_DIR: a corpus must be written to this machine's disk first, and not to "
                 f"{downloads}; choose a folder here"
             )
         folder = pathlib.Path(manual or os.devnull) / self.name

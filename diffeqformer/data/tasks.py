@@ -107,8 +107,8 @@ class LocalFiles(seqio.DataSource):
         )
 
 
-def configure(module: str, tfds_dir: str, option: str = "config.data.module") -> None:
-    """Apply a config's settings: a module that adds corpora, and the folder of TensorFlow Datasets (empty: unchanged).
+def configure(module: str, option: str = "config.data.module") -> None:
+    """Import a module that adds corpora, if one is named.
 
     The module may be in the current folder, even if the command's own script is elsewhere.
 
@@ -123,8 +123,6 @@ def configure(module: str, tfds_dir: str, option: str = "config.data.module") ->
         except (Exception, SystemExit) as error:  # the module is the user's
             reason = f"{type(error).__name__}: {reason_of(error)}"
             raise UserError(f"{option}: {module} can't be imported: {reason}") from None
-    if tfds_dir:
-        seqio.set_tfds_data_dir_override(tfds_dir)
 
 
 def examples(task: seqio.Task, split: str) -> Iterator[tuple[bytes, np.ndarray]]:

@@ -91,20 +91,14 @@ def stdlib_files(split: str) -> list[pathlib.Path]:
     return files
 
 
-def open_texts(
-    corpus: str, files: dict[str, Sequence[str]] | None, tfds_dir: str = "", layout: Layout = Layout()
-) -> FileTexts:
-    """The documents of a corpus, or of the local files of each split that replace it.
-
-    Args:
-        tfds_dir: folder of TFDS for a corpus of the hub; empty for its own default.
-    """
+def open_texts(corpus: str, files: dict[str, Sequence[str]] | None, layout: Layout = Layout()) -> FileTexts:
+    """The documents of a corpus, or of the local files of each split that replace it."""
     if files:
         return LocalTexts(files, corpus, layout)
     if corpus == "python_stdlib":
         return StandardLibrary()
     if corpus in HUB_CORPORA:
-        return HUB_CORPORA[corpus](tfds_dir)
+        return HUB_CORPORA[corpus]()
     raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
 
 

@@ -37,17 +37,17 @@ def answer(**fields) -> None:
 
 def open_task(request: dict):
     """The documents that the first request names: `diffeqformer.data.sources.FileTexts`, or the same by SeqIO."""
-    module, files, tfds_dir = request["module"], request["files"], request["tfds_dir"]
+    module, files = request["module"], request["files"]
     if files or not_installed():
         if module and not files:
             check_installed(f"config.data.module: {module}")
-        texts = open_texts(request["task"], files, tfds_dir, Layout(*request["layout"]))
+        texts = open_texts(request["task"], files, Layout(*request["layout"]))
         texts.found = request.get("found", texts.found)
         return texts
     import_tensorflow()
     from diffeqformer.data import corpora, tasks
 
-    tasks.configure(module, tfds_dir)
+    tasks.configure(module)
     return corpora.SourceTexts(request["task"])
 
 

@@ -38,7 +38,6 @@ def define_text_flags(folder: str) -> None:
         "URL of token stores, gs://bucket/stores, that have the text. It is never taken from the checkpoint.",
     )
     flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
-    flags.DEFINE_string("tfds_dir", None, "Download folder for corpora; by default as in training.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.", 1, 2**16)
     flags.DEFINE_string(
@@ -98,10 +97,6 @@ def open_text(
     return Evaluation(documents, name, window, stride)
 
 
-def _tfds_dir(options, opened: Checkpoint) -> str:
-    return opened.config.data.tfds_dir if options.tfds_dir is None else options.tfds_dir
-
-
 def _check_split(options, task: str, splits: Collection[str]) -> None:
     if options.split not in splits:
         raise UserError(f"--split: {task} has {', '.join(splits)}, but it is '{options.split}'")
@@ -122,7 +117,7 @@ def _task_documents(
             f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
             "--module=NAME"
         )
-    tasks.configure(options.module or "", _tfds_dir(options, opened), "--module")
+    tasks.configure(options.module or "", "--module")
     of_seqio = tasks.add_task(task, opened.tokenizer, files, layout=layout)
     tasks.fetch(of_seqio.source)
     _check_split(options, task, of_seqio.splits)
@@ -139,7 +134,7 @@ def _plain_documents(
     """The same without SeqIO."""
     if opened.config.data.module and not (files or task in CORPUS_NAMES):
         quiet.check_installed(f"the corpus {task}")
-    texts, tokenizer = open_texts(task, files, _tfds_dir(options, opened), layout), opened.tokenizer
+    texts, tokenizer = open_texts(task, files, layout), opened.tokenizer
     _check_split(options, task, texts.splits)
     texts.fetch()
     every = (text for text in texts.documents(options.split) if text.strip())

@@ -14,7 +14,7 @@ from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
-from diffeqformer.rules import RULES, Rule
+from diffeqformer.rules import OF_HEADS, RULES, Rule
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -24,7 +24,7 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
     Args:
         name: the config's name, which is also the default name of its runs.
         model: the kind of model, a key of `diffeqformer.transformer.MODELS`.
-        field: the vector field, gpt or llama, for a kind that doesn't determine its field.
+        field: the vector field, gpt, llama or neox, for a kind that doesn't determine its field.
     """
     config = ConfigDict(_by_section({field.name: field.default for field in CONFIG_FIELDS}))
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
@@ -171,7 +171,7 @@ def check_model(config: ConfigDict) -> None:
         if name.startswith("model."):
             check_type(name, config, base)
     for rule in RULES:
-        if (rule.field.startswith("model.") and rule.alone) or rule.field == "model.heads":
+        if (rule.field.startswith("model.") and rule.alone) or rule.field in OF_HEADS:
             check_rule(rule, config)
 
 
@@ -187,8 +187,7 @@ def check_config(config: ConfigDict, num_devices: int | None, platform: str = "c
     if config.model.lora_rank:
         adapted_layers(vector_field(config.model).layers(), config.model.lora_layers, config.model.lora_rank)
     if num_devices is not None:
-        positions = config.model.max_length if FIELDS[config.model.field].learned_positions else 0
-        check_mesh(config, num_devices, platform, padded_vocabulary(config.model), positions)
+        check_mesh(config, vector_field(config.model), num_devices, platform, padded_vocabulary(config.model))
 
 
 def check_tokenizer(config: ConfigDict, tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 What several fields must satisfy together is in `diffeqformer.rules`.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from diffeqformer.depth.grid import TRAINING_TIMES
 from diffeqformer.depth.low_rank import ADAPTER_STARTS
 from diffeqformer.depth.projection import KERNELS
 from diffeqformer.fields import FIELDS
+from diffeqformer.fields.llama import BIASES
+from diffeqformer.fields.rotary import read_scaling
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import REMAT
 from diffeqformer.transformer import MODELS, vector_field
@@ -59,13 +62,17 @@ def traced_steps(text: str) -> range:
     return range(int(first), int(last or first) + 1) if text else range(0)
 
 
-def _are_steps(text: str) -> bool:
-    """Whether `traced_steps` can read a text."""
-    try:
-        traced_steps(text)
-    except ValueError:
-        return False
-    return True
+def readable(read: Callable[[str], Any], says: str) -> list[Values]:
+    """Texts that a function can read."""
+
+    def reads(text):
+        try:
+            read(text)
+        except ValueError:
+            return False
+        return True
+
+    return [Values(reads, says)]
 
 
 SCHEDULES = ("cosine", "wsd")
@@ -75,7 +82,10 @@ BELOW_ONE = matching(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 FRACTION = matching(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 PRINTABLE = matching(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
 DEPTHS = matching(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
-TRACE = matching(_are_steps, "must be the first and the last step to trace, such as 100-102, or empty")
+TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
+SCALING = readable(
+    read_scaling, "must be four positive numbers, the second below the third, such as 8,1,4,8192, or empty"
+)
 LOCAL = matching(
     lambda v: "://" not in v, "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores"
 )
@@ -113,6 +123,16 @@ NO_SUCH_NORM = Ignored(
     lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
     "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
 )
+
+
+def unless_read(name: str) -> Ignored:
+    """For a field of the model that not every block reads."""
+    return Ignored(
+        lambda c: not c.base and name not in {field.name for field in dataclasses.fields(FIELDS[c.model.field])},
+        "the block of model.field {c.model.field} doesn't read it",
+    )
+
+
 NO_ADAPTERS = Ignored(lambda c: not c.model.lora_rank, "lora_rank is 0")
 NOT_BINOMIAL = Ignored(lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}")
 NO_DECAY = Ignored(lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0")
@@ -167,14 +187,35 @@ CONFIG_FIELDS = [
 
     # The model
     ConfigField("model.kind", "diffeqformer", one_of(MODELS),
-        "diffeqformer, alternative, looped, interpolated, discretized, shared, gpt or llama"),
-    ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt or llama"),
+        "diffeqformer, alternative, looped, interpolated, discretized, shared, gpt, llama or neox"),
+    ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt, llama or neox"),
     ConfigField("model.norm_of_norm", True, [],
         "The second norm reads the first one's output, as published. Applies to a llama field, except in the kind "
         "llama.", ignored=(NO_SUCH_NORM,)),
     ConfigField("model.width", 768, at_least(1), "D, width of the residual stream"),
-    ConfigField("model.heads", 12, at_least(1), "attention heads; must divide the width"),
+    ConfigField("model.heads", 12, at_least(1), "attention heads; must divide the width, unless head_width is given"),
+    ConfigField("model.head_width", 0, NOT_NEGATIVE, "K, width of a head; 0: width / heads"),
+    ConfigField("model.key_value_heads", 0, NOT_NEGATIVE,
+        "of a llama field: keys and values, each shared by as many heads; 0: heads",
+        ignored=(unless_read("key_value_heads"),)),
     ConfigField("model.mlp", 3072, at_least(1), "F, width of the feed-forward's hidden layer"),
+    ConfigField("model.biases", "none", one_of(BIASES),
+        "linear layers of a llama field that have a bias: none, qkv, attention or all",
+        ignored=(unless_read("biases"),)),
+    ConfigField("model.norm_epsilon", 0.0, NOT_NEGATIVE,
+        "of all norms; 0: 1e-5, but 1e-6 within a llama field, except in the kind llama"),
+    ConfigField("model.tied_head", False, [],
+        "logits come from the token embedding in a llama or neox field, too, as in a gpt",
+        ignored=(unless_read("tied_head"),)),
+    ConfigField("model.rope_theta", 10_000.0, POSITIVE,
+        "of a llama or neox field: pair k of R / 2 turns by theta^(-2 k / R) per position",
+        ignored=(unless_read("rope_theta"),)),
+    ConfigField("model.rope_scaling", "", SCALING,
+        "Slower rotations as in Llama 3: factor, low_freq_factor, high_freq_factor and "
+        "original_max_position_embeddings, such as 8,1,4,8192; empty: none.", ignored=(unless_read("rope_scaling"),)),
+    ConfigField("model.rotary_fraction", 0.25, matching(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+        "part of a head that positions rotate in a neox field; a llama's is 1",
+        ignored=(unless_read("rotary_fraction"),)),
     ConfigField("model.num_steps", 12, at_least(1) + at_most(MOST_STEPS),
         "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
     ConfigField("model.solver", "euler", one_of(SOLVERS),

@@ -8,7 +8,7 @@ Tong et al., Neural ODE Transformers, ICLR 2025: sections 4 and A. A block moves
 
     dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t)
 
-and all of its weights depend on the depth t in [0, 1]. There are two blocks, GPT's and Llama's.
+and all of its weights depend on the depth t in [0, 1]. There are three blocks, GPT's, Llama's and GPT-NeoX's.
 """
 
 import jax
@@ -95,18 +95,34 @@ def gpt_feed_forward(w, x):
     return linear(w["mlp_down"], 0.5 * a * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))))
 
 
-def rotate(x):
-    """Rotary positions for x [S, K]: the pair (k, k + K / 2) is rotated by position x 10000^(-2 k / K)."""
-    S, K = x.shape
-    turn = np.exp(1j * np.outer(np.arange(S), 10000.0 ** (-np.arange(K // 2) * 2 / K)))
-    z = (x[:, : K // 2] + 1j * x[:, K // 2 :]) * turn
-    return jnp.concatenate([z.real, z.imag], axis=-1)
+def frequency(k, R, theta, scaling):
+    """Radians by which a position turns pair k of R / 2: theta^(-2 k / R), or less with Llama 3's scaling."""
+    radians = theta ** (-2 * k / R)
+    if not scaling:
+        return radians
+    factor, low, high, length = scaling
+    turns = length * radians / (2 * np.pi)
+    if turns > high or turns < low:
+        return radians if turns > high else radians / factor
+    share = (turns - low) / (high - low)
+    return share * radians + (1 - share) * radians / factor
 
 
-def llama_attention(w, x, heads, epsilon):
+def rotate(x, R, theta=10000.0, scaling=()):
+    """Rotary positions for x [S, K]: the pair (k, k + R / 2) of the first R entries is rotated."""
+    turn = np.exp(1j * np.outer(np.arange(len(x)), [frequency(k, R, theta, scaling) for k in range(R // 2)]))
+    z = (x[:, : R // 2] + 1j * x[:, R // 2 : R]) * turn
+    return jnp.concatenate([z.real, z.imag, x[:, R:]], axis=-1)
+
+
+def llama_attention(w, x, heads, epsilon, **rotary):
+    """Heads share a key and a value if there are fewer of these."""
     y = rms_norm(w["norm_attention"], x, epsilon)
-    q, k, v = (jnp.split(linear(w[name], y), heads, axis=-1) for name in ("query", "key", "value"))
-    outputs = [causal_attention(rotate(q[head]), rotate(k[head]), v[head]) for head in range(heads)]
+    q, k, v = (linear(w[name], y) for name in ("query", "key", "value"))
+    K = q.shape[1] // heads
+    q, k, v = (a.reshape(len(x), -1, K).swapaxes(0, 1) for a in (q, k, v))
+    own = [head * len(k) // heads for head in range(heads)]
+    outputs = [causal_attention(rotate(q[i], K, **rotary), rotate(k[j], K, **rotary), v[j]) for i, j in enumerate(own)]
     return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
 
 
@@ -115,34 +131,55 @@ def llama_feed_forward(w, x, epsilon):
     return linear(w["mlp_down"], silu(linear(w["mlp_gate"], y)) * linear(w["mlp_up"], y))
 
 
+def neox_attention(w, x, heads, epsilon, rotary_fraction, **rotary):
+    """A GPT's, but that positions rotate a part of each head."""
+    qkv = linear(w["qkv"], layer_norm(w["norm_attention"], x, epsilon)).reshape(len(x), heads, 3, -1)
+    R = int(rotary_fraction * qkv.shape[-1])
+    turned = [[rotate(qkv[:, head, i], R, **rotary) for i in (0, 1)] for head in range(heads)]
+    outputs = [causal_attention(q, k, qkv[:, head, 2]) for head, (q, k) in enumerate(turned)]
+    return linear(w["attention_out"], jnp.concatenate(outputs, axis=-1))
+
+
+def neox_feed_forward(w, x, epsilon):
+    """A GPT's with the exact form of GELU."""
+    a = linear(w["mlp_up"], layer_norm(w["norm_mlp"], x, epsilon))
+    return linear(w["mlp_down"], a * (1 + jax.scipy.special.erf(a / np.sqrt(2))) / 2)
+
+
 # ---------------------------------------------------------------- depth
 
 
-def branches(w, heads, epsilon):
-    """The two branches of the block with these weights, each a function of x [S, D]."""
+def branches(w, heads, epsilon, **options):
+    """The two branches of the block with these weights, each a function of x [S, D].
+
+    Args:
+        options: of `rotate`, theta and scaling; and rotary_fraction, which a NeoX's block alone has.
+    """
+    if "rotary_fraction" in options:
+        return lambda x: neox_attention(w, x, heads, epsilon, **options), lambda x: neox_feed_forward(w, x, epsilon)
     if "qkv" in w:
         return lambda x: gpt_attention(w, x, heads), lambda x: gpt_feed_forward(w, x)
-    return lambda x: llama_attention(w, x, heads, epsilon), lambda x: llama_feed_forward(w, x, epsilon)
+    return lambda x: llama_attention(w, x, heads, epsilon, **options), lambda x: llama_feed_forward(w, x, epsilon)
 
 
-def euler(blocks, x, heads, norm_of_norm=True):
+def euler(blocks, x, heads, norm_of_norm=True, epsilon=1e-6, unit_steps=False, **options):
     """x_{n+1} = x_n + (attention + feed-forward)(x_n; t_n) / L: the states [L + 1, S, D].
 
-    As published, Llama's second norm reads the first one's output (`norm_of_norm`).
+    As published, Llama's second norm reads the first one's output (`norm_of_norm`). A NeoX has `unit_steps`.
     """
     states = [x]
     for w in blocks:
-        x, (attention, feed_forward) = states[-1], branches(w, heads, 1e-6)
-        y = rms_norm(w["norm_attention"], x, 1e-6) if norm_of_norm and "qkv" not in w else x
-        states.append(x + (attention(x) + feed_forward(y)) / len(blocks))
+        x, (attention, feed_forward) = states[-1], branches(w, heads, epsilon, **options)
+        y = rms_norm(w["norm_attention"], x, epsilon) if norm_of_norm and "qkv" not in w else x
+        states.append(x + (attention(x) + feed_forward(y)) / (1 if unit_steps else len(blocks)))
     return jnp.stack(states)
 
 
-def lie_trotter(blocks, x, heads):
+def lie_trotter(blocks, x, heads, epsilon=1e-5, **options):
     """Attention, then feed-forward, each added in full: a vanilla transformer's states [L + 1, S, D]."""
     states = [x]
     for w in blocks:
-        attention, feed_forward = branches(w, heads, 1e-5)
+        attention, feed_forward = branches(w, heads, epsilon, **options)
         x = states[-1] + attention(states[-1])
         states.append(x + feed_forward(x))
     return jnp.stack(states)
@@ -182,14 +219,14 @@ def shared_blocks(params, num_steps):
 # ---------------------------------------------------------------- the language model
 
 
-def forward(params, blocks, solver, tokens, heads):
+def forward(params, blocks, solver, tokens, heads, final_epsilon=1e-5):
     """Logits [S, V] and states [L + 1, S, D] of one sequence of tokens [S]."""
     x = params["token_embedding"][tokens]
-    if "lm_head" in params:  # Llama
-        states = solver(blocks, x, heads)
-        return rms_norm(params["final_norm"], states[-1]) @ params["lm_head"], states
-    states = solver(blocks, x + params["position_embedding"][: len(tokens)], heads)
-    return layer_norm(params["final_norm"], states[-1]) @ params["token_embedding"].T, states
+    if "position_embedding" in params:  # GPT
+        x = x + params["position_embedding"][: len(tokens)]
+    states, norm = solver(blocks, x, heads), layer_norm if "qkv" in blocks[0] else rms_norm
+    head = params.get("lm_head", params["token_embedding"].T)
+    return norm(params["final_norm"], states[-1], final_epsilon) @ head, states
 
 
 def loss(logits, tokens):

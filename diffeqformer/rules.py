@@ -11,7 +11,7 @@ from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
 from diffeqformer.fields import FIELDS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
-from diffeqformer.transformer import MODELS
+from diffeqformer.transformer import MODELS, vector_field
 
 
 class Rule(NamedTuple):
@@ -48,6 +48,14 @@ def remembers(config: ConfigDict) -> bool:
     solver = SOLVERS[config.model.solver]
     return solver.begin is not x_alone and not solver.reversible
 
+
+def rotated(config: ConfigDict) -> int:
+    """The number of a head's entries that positions rotate."""
+    return vector_field(config.model).rotated
+
+
+OF_HEADS = ("model.heads", "model.head_width", "model.key_value_heads", "model.rotary_fraction")
+"""Fields whose rules a saved config must satisfy, too, even those that depend on other fields."""
 
 RULES = [
     *(
@@ -185,11 +193,30 @@ RULES = [
         lambda v, c: not v or c.data.tokenizer != "bytes",
         "must be empty for the tokenizer bytes, which needs none",
     ),
-    Rule("model.heads", lambda v, c: c.model.width % v == 0, "must divide model.width ({c.model.width})"),
     Rule(
         "model.heads",
-        lambda v, c: not FIELDS[c.model.field].rotary or c.model.width // v % 2 == 0,
+        lambda v, c: c.model.head_width or c.model.width % v == 0,
+        "must divide model.width ({c.model.width})",
+    ),
+    Rule(
+        "model.rotary_fraction",
+        lambda v, c: c.model.field != "neox" or (rotated(c) > 0 and rotated(c) % 2 == 0),
+        "must leave an even number of entries of each head to rotate",
+    ),
+    Rule(
+        "model.head_width",
+        lambda v, c: not v or rotated(c) % 2 == 0,
+        "must be even for model.field {c.model.field}, which rotates the halves of heads",
+    ),
+    Rule(
+        "model.heads",
+        lambda v, c: rotated(c) % 2 == 0,
         "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
+    ),
+    Rule(
+        "model.key_value_heads",
+        lambda v, c: not v or c.model.heads % v == 0,
+        "must divide model.heads ({c.model.heads}), which share them evenly",
     ),
     Rule(
         "sequence_length",

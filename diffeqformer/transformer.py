@@ -78,6 +78,7 @@ MODELS = {
     "shared": Kind(SharedWeights, "euler"),
     "gpt": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="gpt"),
     "llama": Kind(PerLayerWeights, "lie_trotter", vanilla=True, field="llama"),
+    "neox": Kind(PerLayerWeights, "euler", vanilla=True, field="neox"),  # both branches read the same state
 }
 """The kinds of models by name (`model.kind`)."""
 

@@ -31,6 +31,8 @@ from diffeqformer.transformer import MODELS, Transformer, split_model
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
 FAMILY = [(kind, field) for kind, row in MODELS.items() for field in FIELDS if row.field in (None, field)]
+FAMILY = [(kind, field) for kind, field in FAMILY if field != "neox" or kind in ("diffeqformer", "neox")]
+"""Models by kind and field. A NeoX has a GPT's layers, so other kinds of weights have nothing new in it."""
 LONG_TO_COMPILE = ("midpoint", "strang", "rk4", *(f"reversible_{name}" for name in ONE_STEP if name != "euler"))
 NO_DROPOUT = Context()
 ONE_DEVICE = make_mesh(devices=jax.devices()[:1])

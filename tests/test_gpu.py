@@ -45,16 +45,19 @@ def with_gradients(attend, query, key, value, cotangent):
 
 @pytest.mark.skipif(not AMPERE, reason=CUDNN)
 @pytest.mark.parametrize(
-    "width, length", [(64, 1024), (64, 78), (8, 192), (24, 18), (80, 334), (128, 1022), (256, 512)], ids=str
+    "width, length, shared",
+    [(64, 1024, 1), (64, 1024, 4), (64, 78, 1), (8, 192, 1), (24, 18, 1), (80, 334, 1), (128, 1022, 2), (256, 512, 1)],
+    ids=str,
 )
-def test_attention_by_cudnn_is_plain_attention(width, length):
-    """Values and gradients."""
+def test_attention_by_cudnn_is_plain_attention(width, length, shared):
+    """Values and gradients. A key and a value are `shared` by so many heads."""
     attend, said = attention.fastest(GPU, "bfloat16", length, width)
     if width > 128 and attend is attention.plain:
         pytest.skip(said)
     assert said == "cuDNN"
     random = np.random.RandomState(0)
-    arrays = [jnp.asarray(normal(random, (2, length, 3, width)), jnp.bfloat16) for _ in range(4)]
+    heads = (3 * shared, 3, 3, 3 * shared)
+    arrays = [jnp.asarray(normal(random, (2, length, count, width)), jnp.bfloat16) for count in heads]
     with jax.default_matmul_precision("highest"):  # fp32, and not TF32
         expected = with_gradients(attention.plain, *(array.astype(jnp.float32) for array in arrays))
     found = with_gradients(attend, *arrays)

@@ -90,11 +90,15 @@ def test_all_logits_never_exist():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype, width, close", [("float32", 64, 1e-5), ("bfloat16", 64, 2e-2), ("float32", 128, 1e-5)])
-def test_splash_attention_is_plain_attention(dtype, width, close):
-    """Values and gradients, the kernel interpreted."""
+@pytest.mark.parametrize(
+    "dtype, width, shared, close",
+    [("float32", 64, 1, 1e-5), ("bfloat16", 64, 1, 2e-2), ("float32", 128, 1, 1e-5), ("float32", 64, 2, 1e-5)],
+)
+def test_splash_attention_is_plain_attention(dtype, width, shared, close):
+    """Values and gradients, the kernel interpreted. A key and a value are `shared` by so many heads."""
     random = np.random.RandomState(0)
-    arrays = [jnp.asarray(normal(random, (2, 256, 3, width)), dtype) for _ in range(4)]
+    heads = (3 * shared, 3, 3, 3 * shared)
+    arrays = [jnp.asarray(normal(random, (2, 256, count, width)), dtype) for count in heads]
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(attend, query, key, value, cotangent):
@@ -174,12 +178,13 @@ def test_attention_is_never_silently_plain_on_an_accelerator():
         assert attend is attention.plain and word.startswith("plain: ")
 
 
-@pytest.mark.parametrize("remat, forward_passes", [("step", 2), ("products", 1)])
-def test_a_train_step_for_gpus_calls_cudnn(remat, forward_passes, monkeypatch):
+@pytest.mark.parametrize("field, remat, forward_passes", [("gpt", "step", 2), ("llama", "products", 1)])
+def test_a_train_step_for_gpus_calls_cudnn(field, remat, forward_passes, monkeypatch):
     """Lowered for GPUs that need not exist, on a mesh with all axes; `products` stores the attention's output."""
     library = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91000)
-    config = toy_config(batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)
+    config = toy_config(field=field, batch_size=16, sequence_length=128, microbatches=2, model__remat=remat)
+    config.model.key_value_heads = 4  # a gpt has one for each head
     config.model.update(max_length=128, vocab_multiple=16, width=64, heads=8, mlp=64, dtype="bfloat16")
     program = Program(config, make_mesh((2, 2, 2)), (attention.cudnn, "cuDNN"))
     shapes = program.state_shapes, jax.ShapeDtypeStruct((16, 128), "int32")

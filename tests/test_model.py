@@ -10,7 +10,7 @@ from diffeqformer.depth.generated import project, time_features
 from diffeqformer.errors import UserError
 from diffeqformer.fields.field import VectorField
 from diffeqformer.fields.layers import Context, dropout, layer_norm, random_words
-from diffeqformer.fields.llama import rotary_table
+from diffeqformer.fields.rotary import rotary_table
 from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.solver import REMAT

@@ -45,6 +45,8 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
         ("llama", "--config.model.norm_of_norm=true", "model.kind llama with the block of model.field llama has no"),
+        ("gpt", "--config.model.tied_head=true", "the block of model.field gpt doesn't read it"),
+        ("neox", "--config.model.biases=qkv", "the block of model.field neox doesn't read it"),
     ],
 )
 def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
@@ -92,7 +94,7 @@ def test_right_overrides_pass():
         (
             ["--config=configs/tiny.py:bert"],
             "config.model.kind: must be one of diffeqformer, alternative, looped, interpolated, discretized, shared, "
-            "gpt, llama, but it is 'bert'\n",
+            "gpt, llama, neox, but it is 'bert'\n",
         ),
         (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),

@@ -109,6 +109,8 @@ def test_the_baselines_have_the_logits_of_hugging_face(kind, name):
 def reference_blocks(kind, params, num_steps):
     if kind in ("diffeqformer", "alternative", "looped"):
         return reference.generated_blocks(params, num_steps, 8), reference.euler
+    if kind == "neox":
+        return reference.per_layer_blocks(params, num_steps), functools.partial(reference.euler, unit_steps=True)
     if kind in ("gpt", "llama"):
         return reference.per_layer_blocks(params, num_steps), reference.lie_trotter
     blocks = {
@@ -121,6 +123,10 @@ def reference_blocks(kind, params, num_steps):
 
 def parameters(kind, field, num_steps):
     """The authors' parameters for their models; for the others a rearrangement of these."""
+    if field == "neox":  # a GPT's, with another head
+        params = parameters("gpt" if kind == "neox" else kind, "gpt", num_steps)
+        others = {name: value for name, value in params.items() if name != "position_embedding"}
+        return {**others, "lm_head": params["token_embedding"][::-1].T}
     if kind == "diffeqformer":
         return authors.load(kind, field)[1]
     if kind == "alternative":
@@ -160,6 +166,8 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
 
         def loss_of(params):
             blocks, solver = reference_blocks(kind, params, num_steps)
+            if field == "neox":
+                solver = functools.partial(solver, rotary_fraction=0.25, epsilon=1e-5)
             if not norm_of_norm:
                 solver = functools.partial(solver, norm_of_norm=False)
             logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)

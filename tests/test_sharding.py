@@ -49,6 +49,12 @@ def run_and_score(config, mesh):
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
         ("diffeqformer", "gpt", {"optimizer__name": "muon"}, [(2, 2, 2)]),
         pytest.param("gpt", "gpt", {"optimizer__name": "muon"}, [(8, 1, 1)], marks=pytest.mark.slow),
+        (
+            "llama",
+            "llama",
+            {"model__key_value_heads": 2, "model__biases": "all", "model__tied_head": True},
+            [(2, 2, 2)],
+        ),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):

@@ -44,7 +44,7 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
     size = width // heads
     for head in (0, heads - 1):
         here = slice(head * size, (head + 1) * size)
-        if field == "gpt":
+        if field in ("gpt", "neox"):
             query, key, value = (last("qkv")[:, (3 * head + i) * size : (3 * head + i + 1) * size] for i in range(3))
         else:
             query, key, value = (last(name)[:, here] for name in ("query", "key", "value"))
@@ -55,7 +55,7 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
             assert np.abs(values[:, None] - expected).min(0).max() < 1e-4 * np.abs(expected[0])
             singular = np.linalg.svd(dense, compute_uv=False)[:size]
             assert np.allclose(found[name].singular_values[-1, head], singular, atol=1e-4 * singular[0])
-    names = {"gpt": {"up·down": "mlp_up"}, "llama": {"up·down": "mlp_up", "gate·down": "mlp_gate"}}[field]
+    names = {"up·down": "mlp_up"} | ({"gate·down": "mlp_gate"} if field == "llama" else {})
     assert set(found) == {"QK", "OV", *names}
     for name, first in names.items():
         largest = np.abs(np.linalg.eigvals(last(first) @ last("mlp_down"))).max()

@@ -8,9 +8,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 19_800, "tests/**/*.py": 16_700}
+LINES = {"diffeqformer/**/*.py": 20_030, "tests/**/*.py": 16_850}
 WORDS = {"docs/**/*.md": 19_300, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
-FIELDS = 70
+FIELDS = 78
 
 
 def number_of_fields() -> int:

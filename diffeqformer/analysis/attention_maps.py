@@ -22,8 +22,9 @@ from diffeqformer.solvers import walk
 from diffeqformer.transformer import Transformer, split_model, weights_at
 
 
-def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S H K"]) -> Float[Array, "B H S S"]:
+def probabilities(query: Float[Array, "B S H K"], key: Float[Array, "B S G K"]) -> Float[Array, "B H S S"]:
     """The causal attention from each token (rows) to each token (columns), fp32."""
+    key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)

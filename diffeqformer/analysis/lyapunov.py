@@ -50,7 +50,7 @@ class LastToken(VectorField):
 
         def keep(query, key, value):
             kept.append((key, value))
-            return value
+            return query  # of the right shape; the result isn't used
 
         self.field.attention(weights, self.x, context._replace(attend=keep))
         [(key, value)] = kept

@@ -3,5 +3,6 @@
 from diffeqformer.fields.field import Block
 from diffeqformer.fields.gpt import GPT
 from diffeqformer.fields.llama import Llama
+from diffeqformer.fields.neox import NeoX
 
-FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama}
+FIELDS: dict[str, type[Block]] = {"gpt": GPT, "llama": Llama, "neox": NeoX}

@@ -1,4 +1,7 @@
-"""Causal attention, equation (1) of the paper for every head, with the fastest implementation for each platform."""
+"""Causal attention, equation (1) of the paper for every head, with the fastest implementation for each platform.
+
+H / G queries in a row share each key and value, of which no implementation makes copies.
+"""
 
 from collections.abc import Callable
 
@@ -9,14 +12,14 @@ BLOCKS = (512, 384, 256, 128)  # positions of a tile of splash attention
 
 
 def plain(
-    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+    query: Float[Array, "B S H K"], key: Float[Array, "B S G K"], value: Float[Array, "B S G K"]
 ) -> Float[Array, "B S H K"]:
     """For all platforms: XLA's own attention, which holds all S x S scores of each head."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def cudnn(
-    query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+    query: Float[Array, "B S H K"], key: Float[Array, "B S G K"], value: Float[Array, "B S G K"]
 ) -> Float[Array, "B S H K"]:
     """For NVIDIA GPUs: cuDNN's flash attention."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
@@ -24,8 +27,8 @@ def cudnn(
 
 def splash(
     query: Float[Array, "B S H K"],
-    key: Float[Array, "B S H K"],
-    value: Float[Array, "B S H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
     interpret: bool = False,
 ) -> Float[Array, "B S H K"]:
     """For TPUs: the Pallas kernel that comes with JAX. Its backward pass recomputes the scores, tile by tile."""

@@ -35,21 +35,25 @@ class Block(VectorField):
 
     A block is a frozen dataclass of sizes. It lists its layers; the depth weights turn that list into parameters.
 
+    head_width, key_value_heads: K and G; a key and a value serve H / G heads in a row.
     learned_positions: the model adds a learned position embedding to the tokens.
-    rotary: positions rotate pairs of a head's entries, so the width of a head must be even.
+    rotated: the number of a head's entries that positions rotate in pairs, so that it must be even.
     tied_head: logits come from the transposed token embedding.
     embedding_stddev: standard deviation of the token embedding at initialisation.
     generator_decays: if a hypernetwork generates the weights, weight decay acts on all parameters (the authors' runs).
     """
 
     learned_positions: ClassVar[bool]
-    rotary: ClassVar[bool]
-    tied_head: ClassVar[bool]
-    embedding_stddev: ClassVar[float]
     generator_decays: ClassVar[bool]
 
     width: int
     heads: int
+    head_width: int
+    key_value_heads: int
+    mlp: int
+    rotated: int
+    tied_head: bool
+    embedding_stddev: float
 
     @classmethod
     @abc.abstractmethod
@@ -72,9 +76,14 @@ class Block(VectorField):
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
         """Query, key and value matrices [..., H, D, K], and the parts [..., H, K, D] of the output matrix, by head.
 
-        Biases and rotations are ignored.
+        Heads that share a key and a value have copies of their matrices. Biases and rotations are ignored.
         """
 
     @abc.abstractmethod
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
         """Pairs of matrices [..., D, F] and [..., F, D], by name, whose products carry a state through the branch."""
+
+
+def head_width_of(config) -> int:
+    """The width of a head, K, from the `model` part of a config."""
+    return config.head_width or config.width // config.heads

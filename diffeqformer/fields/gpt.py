@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffeqformer.fields.field import Block
+from diffeqformer.fields.field import Block, head_width_of
 from diffeqformer.fields.layers import Context, Linear, Norm, dropout, layer_norm, linear
 
 
@@ -21,11 +21,12 @@ class GPT(Block):
 
     width: int
     heads: int
+    head_width: int
     mlp: int
-    epsilon: float = 1e-5
+    epsilon: float
 
     learned_positions: ClassVar[bool] = True
-    rotary: ClassVar[bool] = False
+    rotated: ClassVar[int] = 0
     tied_head: ClassVar[bool] = True
     embedding_stddev: ClassVar[float] = 0.02
     generator_decays: ClassVar[bool] = False
@@ -33,7 +34,12 @@ class GPT(Block):
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "GPT":
         """The same block for a GPT and for a DiffEqFormer."""
-        return cls(config.width, config.heads, config.mlp)
+        return cls(config.width, config.heads, head_width_of(config), config.mlp, config.norm_epsilon or 1e-5)
+
+    @property
+    def key_value_heads(self) -> int:
+        """Every head has its own key and value."""
+        return self.heads
 
     def layers(self) -> dict[str, Linear | Norm]:
         """Name, shape and logical axes of every weight of the block.
@@ -41,10 +47,11 @@ class GPT(Block):
         The outputs of `qkv` are ordered [head, (query, key, value), head width], so that a
         contiguous part of them holds whole heads.
         """
+        inner = self.heads * self.head_width
         return {
             "norm_attention": Norm(self.width),
-            "qkv": Linear(self.width, 3 * self.width, ("embed", "heads")),
-            "attention_out": Linear(self.width, self.width, ("heads", "embed")),
+            "qkv": Linear(self.width, 3 * inner, ("embed", "heads")),
+            "attention_out": Linear(inner, self.width, ("heads", "embed")),
             "norm_mlp": Norm(self.width),
             "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp")),
             "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed")),
@@ -53,7 +60,7 @@ class GPT(Block):
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch F of equation (4), its norm included."""
         y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
-        mixed = context.attend(*context.make_heads(weights["qkv"], y, self.width // self.heads, parts=3))
+        mixed = context.attend(*context.make_heads(weights["qkv"], y, self.head_width, parts=3))
         return dropout(
             linear(weights["attention_out"], mixed.reshape(*x.shape[:2], -1), context.total), context, site=0
         )

@@ -116,7 +116,7 @@ def linear(weights: dict, x: Float[Array, "*B inputs"], total: Callable = identi
     return y + weights["bias"] if "bias" in weights else y
 
 
-Heads = tuple[Float[Array, "B S H K"], ...]
+Heads = tuple[Float[Array, "B S any K"], ...]
 
 
 def heads(weights: dict, x: Float[Array, "B S inputs"], head_width: int, parts: int = 1) -> Heads:

@@ -1,38 +1,37 @@
-"""The Llama vector field: RMSNorm, rotary positions, SwiGLU feed-forward, no biases.
+"""The Llama vector field: RMSNorm, rotary positions, SwiGLU feed-forward; biases and grouped queries if asked for.
 
 @article{touvron2023llama,
   title={LLaMA: Open and Efficient Foundation Language Models},
   author={Touvron, Hugo and Lavril, Thibaut and Izacard, Gautier and others},
   journal={arXiv:2302.13971},
   year={2023}}
+
+@inproceedings{ainslie2023gqa,
+  title={{GQA}: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints},
+  author={Ainslie, Joshua and Lee-Thorp, James and de Jong, Michiel and others},
+  booktitle={Conference on Empirical Methods in Natural Language Processing},
+  year={2023}}
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.fields.field import Block
-from diffeqformer.fields.layers import Context, Linear, Norm, dropout, linear, rms_norm, rows_from
+from diffeqformer.fields.field import Block, head_width_of
+from diffeqformer.fields.layers import Context, Linear, Norm, dropout, linear, rms_norm
+from diffeqformer.fields.rotary import rotary_table, rotate
 
-
-@functools.cache
-def rotary_table(positions: int, head_width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of position x 10000^(-2 k / K), each [positions, K / 2] fp32, from float64 on the host.
-
-    @article{su2021roformer,
-      title={RoFormer: Enhanced Transformer with Rotary Position Embedding},
-      author={Su, Jianlin and Lu, Yu and Pan, Shengfeng and Murtadha, Ahmed and Wen, Bo and Liu, Yunfeng},
-      journal={arXiv:2104.09864},
-      year={2021}}
-    """
-    angles = np.outer(np.arange(positions), 10_000.0 ** (-2 * np.arange(head_width // 2) / head_width))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+BIASES = {
+    "none": (),
+    "qkv": ("query", "key", "value"),
+    "attention": ("query", "key", "value", "attention_out"),
+    "all": ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down"),
+}
+"""The linear layers that have a bias (`model.biases`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,68 +42,94 @@ class Llama(Block):
     `norm_of_norm` it reads x, like the first.
 
     Args:
-        width, heads, mlp: D, H, F; the head width D / H must be even.
+        width, heads, key_value_heads, head_width, mlp: D, H, G, K, F; K must be even.
         positions: the longest sequence, for which rotations are tabulated.
+        rope_theta, rope_scaling: see `rotary_table`.
         norm_of_norm: the second norm reads the first one's output.
-        epsilon: epsilon of the block's norms; the final norm has 1e-5.
+        epsilon, final_epsilon: of the block's norms, and of the final norm.
         shift: whether the block's norms have a shift.
+        biases: the linear layers that have one.
+        tied_head: logits come from the transposed token embedding.
     """
 
     width: int
     heads: int
+    key_value_heads: int
+    head_width: int
     mlp: int
     positions: int
+    rope_theta: float
+    rope_scaling: str
     norm_of_norm: bool
     epsilon: float
+    final_epsilon: float
     shift: bool
+    biases: tuple[str, ...]
+    tied_head: bool
 
     learned_positions: ClassVar[bool] = False
-    rotary: ClassVar[bool] = True
-    tied_head: ClassVar[bool] = False
-    embedding_stddev: ClassVar[float] = 1.0
     generator_decays: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config, vanilla: bool) -> "Llama":
-        """Norms have epsilon 1e-6 and a shift, as published, or 1e-5 and no shift in a vanilla Llama."""
-        sizes = config.width, config.heads, config.mlp, config.max_length
-        if vanilla:
-            return cls(*sizes, norm_of_norm=False, epsilon=1e-5, shift=False)
-        return cls(*sizes, config.norm_of_norm, epsilon=1e-6, shift=True)
+        """The block's norms have a shift, as published, but not in a vanilla Llama.
+
+        Without `config.norm_epsilon`, the epsilon of these norms is 1e-6, as published, or 1e-5 in a vanilla Llama,
+        and that of the final norm 1e-5.
+        """
+        return cls(
+            width=config.width,
+            heads=config.heads,
+            key_value_heads=config.key_value_heads or config.heads,
+            head_width=head_width_of(config),
+            mlp=config.mlp,
+            positions=config.max_length,
+            rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
+            norm_of_norm=config.norm_of_norm and not vanilla,
+            epsilon=config.norm_epsilon or (1e-5 if vanilla else 1e-6),
+            final_epsilon=config.norm_epsilon or 1e-5,
+            shift=not vanilla,
+            biases=BIASES[config.biases],
+            tied_head=config.tied_head,
+        )
+
+    @property
+    def rotated(self) -> int:
+        """Whole heads."""
+        return self.head_width
+
+    @property
+    def embedding_stddev(self) -> float:
+        """As published; that of the usual head if the embedding is the head, too."""
+        return 0.02 if self.tied_head else 1.0
 
     def layers(self) -> dict[str, Linear | Norm]:
         """Name, shape and logical axes of every weight of the block."""
-        by_head = Linear(self.width, self.width, ("embed", "heads"), bias=False)
-        return {
+        mixed, shared = self.heads * self.head_width, self.key_value_heads * self.head_width
+        layers = {
             "norm_attention": Norm(self.width, self.shift),
-            "query": by_head,
-            "key": by_head,
-            "value": by_head,
-            "attention_out": Linear(self.width, self.width, ("heads", "embed"), bias=False),
+            "query": Linear(self.width, mixed, ("embed", "heads")),
+            "key": Linear(self.width, shared, ("embed", "heads")),
+            "value": Linear(self.width, shared, ("embed", "heads")),
+            "attention_out": Linear(mixed, self.width, ("heads", "embed")),
             "norm_mlp": Norm(self.width, self.shift),
-            "mlp_gate": Linear(self.width, self.mlp, ("embed", "mlp"), bias=False),
-            "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp"), bias=False),
-            "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed"), bias=False),
+            "mlp_gate": Linear(self.width, self.mlp, ("embed", "mlp")),
+            "mlp_up": Linear(self.width, self.mlp, ("embed", "mlp")),
+            "mlp_down": Linear(self.mlp, self.width, ("mlp", "embed")),
         }
+        without = [name for name, layer in layers.items() if isinstance(layer, Linear) and name not in self.biases]
+        return layers | {name: dataclasses.replace(layers[name], bias=False) for name in without}
 
-    def rotate(self, x: Float[Array, "B S H K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S H K"]:
-        """Rotate each pair (k, k + K / 2) of every head by the angle of its position, in fp32.
-
-        Args:
-            position: position of the first token (`Context`).
-        """
-        cos, sin = (
-            rows_from(table, position, x.shape[1])[..., None, :] for table in rotary_table(self.positions, x.shape[-1])
-        )
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def rotate(self, x: Float[Array, "B S any K"], position: int | Int[Array, "*each"]) -> Float[Array, "B S any K"]:
+        """Rotate heads by the angles of their positions (`rotary.rotate`)."""
+        return rotate(x, position, rotary_table(self.positions, self.head_width, self.rope_theta, self.rope_scaling))
 
     def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The attention branch, its norm included."""
         y = rms_norm(weights["norm_attention"], x, self.epsilon)
-        head_width = self.width // self.heads
         [query], [key], [value] = (
-            context.make_heads(weights[name], y, head_width) for name in ("query", "key", "value")
+            context.make_heads(weights[name], y, self.head_width) for name in ("query", "key", "value")
         )
         query, key = self.rotate(query, context.position), self.rotate(key, context.position)
         mixed = context.attend(query, key, value)
@@ -122,9 +147,13 @@ class Llama(Block):
     def head_matrices(self, weights: dict) -> tuple[Array, Array, Array, Array]:
         """See `Block`."""
         kernels = (weights[name]["kernel"] for name in ("query", "key", "value"))
-        of_heads = [kernel.reshape(*kernel.shape[:-1], self.heads, -1).swapaxes(-3, -2) for kernel in kernels]
+        query, key, value = (
+            kernel.reshape(*kernel.shape[:-1], -1, self.head_width).swapaxes(-3, -2) for kernel in kernels
+        )
+        if self.key_value_heads != self.heads:
+            key, value = (jnp.repeat(part, self.heads // self.key_value_heads, axis=-3) for part in (key, value))
         out = weights["attention_out"]["kernel"]
-        return *of_heads, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
+        return query, key, value, out.reshape(*out.shape[:-2], self.heads, -1, self.width)
 
     def feed_forward_matrices(self, weights: dict) -> dict[str, tuple[Array, Array]]:
         """See `Block`."""
@@ -137,4 +166,4 @@ class Llama(Block):
 
     def normalize(self, weights: dict, x: Float[Array, "B S D"], dtype: DTypeLike) -> Float[Array, "B S D"]:
         """See `Block`."""
-        return rms_norm(weights, x, 1e-5).astype(dtype)
+        return rms_norm(weights, x, self.final_epsilon).astype(dtype)

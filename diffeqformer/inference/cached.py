@@ -39,8 +39,8 @@ def read_prompt(
         len(weights.step_sizes) * model.solver.evaluations,
         1,
         length,
-        field.heads,
-        field.width // field.heads,
+        field.key_value_heads,
+        field.head_width,
         model.dtype,
     )
 
@@ -98,6 +98,6 @@ def check_room(model: Transformer, depths: Sequence[int | None], texts: int, opt
 
 def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:
     """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
-    shape = steps * model.solver.evaluations, 1, length, model.field.width
+    shape = steps * model.solver.evaluations, 1, length, model.field.key_value_heads * model.field.head_width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
     check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)

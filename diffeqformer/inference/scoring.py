@@ -93,8 +93,7 @@ def target_scores(
 
     def on_device(params, weights, tokens, targets):
         model = nnx.merge(graph, params)
-        head_width = model.field.width // model.field.heads
-        attend, _ = attention.fastest(mesh.devices.flat[0], str(model.dtype), tokens.shape[1], head_width)
+        attend, _ = attention.fastest(mesh.devices.flat[0], str(model.dtype), tokens.shape[1], model.field.head_width)
         x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
         with multiplying(model.precision):
             scores = log_probabilities(

@@ -7,21 +7,21 @@ from diffeqformer.parallel.mesh import mesh_shape, number_of_slices
 from diffeqformer.parallel.sharding import LOGICAL_AXES
 
 
-def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positions: int) -> None:
+def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) -> None:
     """Check that a config's mesh uses all devices, and splits batch, heads and rows evenly.
 
     On TPUs, rows must be split into whole tiles. A part of 20 rows, for example, would be padded to 24 or 32 at every
     gather, which is slower than not sharding at all.
 
     Args:
+        field: the config's vector field (`diffeqformer.fields.field.Block`).
         vocabulary: number of rows of the embedding.
-        positions: number of rows of the position embedding; 0 if there is none.
 
     Raises:
         UserError: with the sizes that would work.
     """
     data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
-    model, parts = config.model, data * fsdp * config.microbatches
+    parts = data * fsdp * config.microbatches
     if config.batch_size % parts:
         raise UserError(
             f"config.batch_size: must be a multiple of the {data * fsdp} devices that share it (mesh.data x mesh.fsdp) "
@@ -29,8 +29,9 @@ def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positio
             f"{config.batch_size}"
         )
     for what, size in (
-        ("config.model.heads", model.heads),
-        ("config.model.mlp", model.mlp),
+        ("config.model.heads", field.heads),
+        ("config.model.key_value_heads", field.key_value_heads),
+        ("config.model.mlp", field.mlp),
         ("config.sequence_length", config.sequence_length),
         ("the embedding's rows, a multiple of config.model.vocab_multiple,", vocabulary),
     ):
@@ -40,11 +41,17 @@ def check_mesh(config, num_devices: int, platform: str, vocabulary: int, positio
                 f"config.mesh.tensor: must divide {what} ({size}), as {', '.join(map(str, works))} do, but it "
                 f"is {tensor}"
             )
-    check_tiles(model, num_devices, fsdp, tensor, vocabulary, positions, tiled=platform == "tpu")
+    positions = config.model.max_length if field.learned_positions else 0
+    check_tiles(field, num_devices, fsdp, tensor, vocabulary, positions, tiled=platform == "tpu")
 
 
-def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
+def check_tiles(field, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
     """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered.
+
+    Args:
+        field: the vector field.
+        vocabulary: number of rows of the embedding.
+        positions: number of rows of the position embedding; 0 if there is none.
 
     Raises:
         UserError: with the sizes that would work.
@@ -52,10 +59,10 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
 
     def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
         """The name of each array that is not split well, its rows, and the rows of a tile."""
-        rows = [("config.model.width", model.width, 16)] * (fsdp > 1)
+        rows = [("config.model.width", field.width, 16)] * (fsdp > 1)
         rows += [
-            ("the heads' width of a device", model.width // tensor, 16),
-            ("the hidden units of a device, config.model.mlp / mesh.tensor", model.mlp // tensor, 16),
+            ("the heads' width of a device", field.heads * field.head_width // tensor, 16),
+            ("the hidden units of a device, config.model.mlp / mesh.tensor", field.mlp // tensor, 16),
             ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
         ] * (fsdp * tensor > 1)
         rows += [("config.model.max_length", positions, 8)] * (fsdp > 1)
@@ -68,7 +75,8 @@ def check_tiles(model, num_devices: int, fsdp: int, tensor: int, vocabulary: int
         axis, found, sizes = "fsdp", fsdp, [n for n in divisors if not misfits(n, tensor)]
         if fsdp == 1 or not sizes:
             axis, found = "tensor", tensor
-            sizes = [n for n in divisors if model.heads % n == 0 and model.mlp % n == 0 and not misfits(fsdp, n)]
+            whole = [n for n in divisors if field.heads % n == field.key_value_heads % n == field.mlp % n == 0]
+            sizes = [n for n in whole if not misfits(fsdp, n)]
         parts = f"{what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}"
         if not sizes:
             raise UserError(

@@ -25,13 +25,13 @@ from ml_collections import ConfigDict
 from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.depth.depths import longest_grid
 from diffeqformer.errors import UserError
-from diffeqformer.fields import FIELDS, attention
+from diffeqformer.fields import attention
 from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.planning.chips import Gpu
 from diffeqformer.planning.estimate import Planned
 from diffeqformer.planning.programs import size_of
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary
+from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary, vector_field
 
 
 @jax.custom_vjp
@@ -44,13 +44,15 @@ def flash(query, key, value):
 
 
 def _flash_forward(query, key, value):
-    result, rows = (checkpoint_name(x, "attention") for x in (query + value, query[..., 0].astype(jnp.float32)))
+    result = query + value[:, :, :1]
+    result, rows = (checkpoint_name(x, "attention") for x in (result, query[..., 0].astype(jnp.float32)))
     return result, (query, key, value, result, rows)
 
 
 def _flash_backward(stored, gradient):
     query, key, value, result, rows = stored
-    return gradient * result, gradient * key, gradient * value * rows[..., None].astype(value.dtype)
+    few, rows = (x[:, :, : key.shape[2]] for x in (gradient, rows[..., None].astype(value.dtype)))
+    return gradient * result, few * key, few * value * rows
 
 
 flash.defvjp(_flash_forward, _flash_backward)
@@ -59,7 +61,7 @@ flash.defvjp(_flash_forward, _flash_backward)
 def attention_on(gpu: Gpu, config: ConfigDict) -> tuple[Callable, str]:
     """The attention of a run on a kind of GPU, or what stands for it, and its description for the log."""
     device = types.SimpleNamespace(platform="gpu", compute_capability=gpu.capability)
-    head_width = config.model.width // config.model.heads
+    head_width = vector_field(config.model).head_width
     attend, said = attention.fastest(device, config.model.dtype, config.sequence_length, head_width)
     return flash if attend is attention.cudnn else attend, said
 
@@ -89,7 +91,7 @@ def train_step_by_shapes(program: Program) -> Planned:
         stored = bytes_of_loops(program, num_steps, model.remat).stored
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
-    after = sums = {"embeddings' gradient": 4 * matrix * (1 if FIELDS[model.field].tied_head else 2)}
+    after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
     in_float32 = 4 * gradient // compute
     if config.microbatches > 1:  # what is added up, in fp32
         sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 class KeyValueCache(NamedTuple):
     """Keys and values of all positions so far, in the compute type, for each evaluation of the attention in depth."""
 
-    keys: Float[Array, "evaluations B length H K"]
-    values: Float[Array, "evaluations B length H K"]
+    keys: Float[Array, "evaluations B length G K"]
+    values: Float[Array, "evaluations B length G K"]
 
     @classmethod
     def empty(cls, evaluations: int, batch: int, length: int, heads: int, head_width: int, dtype) -> "KeyValueCache":
@@ -37,7 +37,7 @@ class CachedAttention:
         self.cache, self.evaluation, self.position = cache, first, position
 
     def __call__(
-        self, query: Float[Array, "B S H K"], key: Float[Array, "B S H K"], value: Float[Array, "B S H K"]
+        self, query: Float[Array, "B S H K"], key: Float[Array, "B S G K"], value: Float[Array, "B S G K"]
     ) -> Float[Array, "B S H K"]:
         self.cache = KeyValueCache(self._stored(self.cache.keys, key), self._stored(self.cache.values, value))
         keys, values = (jax.lax.dynamic_index_in_dim(old, self.evaluation, keepdims=False) for old in self.cache)
@@ -46,7 +46,7 @@ class CachedAttention:
         seen = jnp.arange(keys.shape[1]) <= last[..., None]
         return jax.nn.dot_product_attention(query, keys, values, mask=seen.reshape(-1, 1, *seen.shape[-2:]))
 
-    def _stored(self, old: Float[Array, "evaluations B length H K"], new: Float[Array, "B S H K"]) -> Array:
+    def _stored(self, old: Float[Array, "evaluations B length G K"], new: Float[Array, "B S G K"]) -> Array:
         """Keys or values, with the new ones at their positions."""
         new = new.astype(old.dtype)
         if self.position.ndim == 0:

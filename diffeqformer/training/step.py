@@ -79,9 +79,8 @@ class Program:
         self.depths = trained_depths(config.model)
         self.config, self.mesh = config, divide_copies(model, mesh)
         self.graph, abstract = split_model(model)
-        head_width = config.model.width // config.model.heads
         attend, self.attention = attention or fastest(
-            mesh.devices.flat[0], config.model.dtype, config.sequence_length, head_width
+            mesh.devices.flat[0], config.model.dtype, config.sequence_length, model.field.head_width
         )
         chunk = config.model.generate_chunk
         if chunk:

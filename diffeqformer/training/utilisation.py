@@ -24,10 +24,12 @@ def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
     generator aren't counted. Layers whose names begin with mlp belong to the feed-forward, all others to the attention.
     """
     model = config.model
-    layers = {name: layer for name, layer in vector_field(model).layers().items() if isinstance(layer, Linear)}
+    field = vector_field(model)
+    layers = {name: layer for name, layer in field.layers().items() if isinstance(layer, Linear)}
     adapted = adapted_layers(layers, model.lora_layers, model.lora_rank) if model.lora_rank else ()
     attentions, feed_forwards = SOLVERS[model.solver].counted
-    by_weight, one_step = 4 if adapted else 6, 6 * attentions * model.width * config.sequence_length
+    by_weight = 4 if adapted else 6
+    one_step = 6 * attentions * field.heads * field.head_width * config.sequence_length
     for name, layer in layers.items():
         flops = by_weight * layer.inputs * layer.outputs
         if name in adapted:

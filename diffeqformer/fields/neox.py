@@ -1,0 +1,77 @@
+"""The vector field of GPT-NeoX, which Pythia's models have: GPT's layers, rotary positions and the exact GELU.
+
+@inproceedings{biderman2023pythia,
+  title={Pythia: A Suite for Analyzing Large Language Models Across Training and Scaling},
+  author={Biderman, Stella and Schoelkopf, Hailey and Anthony, Quentin and others},
+  booktitle={International Conference on Machine Learning},
+  year={2023}}
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array, Float
+
+from diffeqformer.fields.field import head_width_of
+from diffeqformer.fields.gpt import GPT
+from diffeqformer.fields.layers import Context, dropout, layer_norm, linear
+from diffeqformer.fields.rotary import rotary_table, rotate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeoX(GPT):
+    """dx/dt = attention(norm_attention(x; t); t) + feed_forward(norm_mlp(x; t); t).
+
+    Both branches read the same state in the original, too: with Euler steps of length 1 this is a GPT-NeoX.
+
+    Args:
+        positions: the longest sequence, for which rotations are tabulated.
+        rotary_fraction: the part of each head's entries, from the first on, that positions rotate.
+        rope_theta, rope_scaling: see `rotary_table`.
+        tied_head: logits come from the transposed token embedding.
+    """
+
+    positions: int
+    rotary_fraction: float
+    rope_theta: float
+    rope_scaling: str
+    tied_head: bool
+
+    learned_positions: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config, vanilla: bool) -> "NeoX":
+        """The same block for a GPT-NeoX and for a DiffEqFormer."""
+        return cls(
+            width=config.width,
+            heads=config.heads,
+            head_width=head_width_of(config),
+            mlp=config.mlp,
+            epsilon=config.norm_epsilon or 1e-5,
+            positions=config.max_length,
+            rotary_fraction=config.rotary_fraction,
+            rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
+            tied_head=config.tied_head,
+        )
+
+    @property
+    def rotated(self) -> int:
+        """See `Block`."""
+        return int(self.rotary_fraction * self.head_width)
+
+    def attention(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The attention branch, its norm included."""
+        y = layer_norm(weights["norm_attention"], x, self.epsilon, weights["qkv"]["kernel"].dtype)
+        query, key, value = context.make_heads(weights["qkv"], y, self.head_width, parts=3)
+        table = rotary_table(self.positions, self.rotated, self.rope_theta, self.rope_scaling)
+        query, key = (rotate(part, context.position, table) for part in (query, key))
+        mixed = context.attend(query, key, value).reshape(*x.shape[:2], -1)
+        return dropout(linear(weights["attention_out"], mixed, context.total), context, site=0)
+
+    def feed_forward(self, weights: dict, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The feed-forward branch, its norm included."""
+        y = layer_norm(weights["norm_mlp"], x, self.epsilon, weights["mlp_up"]["kernel"].dtype)
+        hidden = jax.nn.gelu(linear(weights["mlp_up"], y), approximate=False)
+        return dropout(linear(weights["mlp_down"], hidden, context.total), context, site=1)

@@ -1,0 +1,84 @@
+"""Rotary positions: pairs of a head's entries are rotated by angles that grow with the position.
+
+@article{su2021roformer,
+  title={RoFormer: Enhanced Transformer with Rotary Position Embedding},
+  author={Su, Jianlin and Lu, Yu and Pan, Shengfeng and Murtadha, Ahmed and Wen, Bo and Liu, Yunfeng},
+  journal={arXiv:2104.09864},
+  year={2021}}
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from diffeqformer.fields.layers import rows_from
+
+
+class Scaling(NamedTuple):
+    """How Llama 3 slows rotations down for longer texts (`model.rope_scaling`).
+
+    factor: slow rotations become slower by it.
+    slow, fast: at most, and at least, so many turns in a text of length `original` are slow and fast. Fast rotations
+        stay as they are. Between these, the change is linear in the number of turns.
+    original: tokens of the longest text before.
+    """
+
+    factor: float
+    slow: float
+    fast: float
+    original: float
+
+
+def read_scaling(text: str) -> Scaling | None:
+    """The scaling in a text such as "8,1,4,8192"; empty: None.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    if not text:
+        return None
+    numbers = [float(number) for number in text.split(",")]
+    if len(numbers) != 4 or not all(0 < number < math.inf for number in numbers) or numbers[1] >= numbers[2]:
+        raise ValueError(text)
+    return Scaling(*numbers)
+
+
+@functools.cache
+def rotary_table(
+    positions: int, rotated: int, theta: float = 10_000.0, scaling: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of position x theta^(-2 k / R), each [positions, R / 2] fp32, from float64 on the host.
+
+    Args:
+        rotated: R, the number of rotated entries of a head.
+        scaling: `read_scaling` can read it.
+    """
+    frequencies = theta ** (-2 * np.arange(rotated // 2) / rotated)
+    if scale := read_scaling(scaling):
+        turns = scale.original * frequencies / (2 * np.pi)
+        kept = np.clip((turns - scale.slow) / (scale.fast - scale.slow), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scale.factor)
+    angles = np.outer(np.arange(positions), frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(
+    x: Float[Array, "B S any K"], position: int | Int[Array, "*each"], table: tuple[np.ndarray, np.ndarray]
+) -> Float[Array, "B S any K"]:
+    """Rotate each pair (k, k + R / 2) of the first R entries of every head by the angle of its position, in fp32.
+
+    Args:
+        position: position of the first token (`Context`).
+        table: from `rotary_table`.
+    """
+    cos, sin = (rows_from(part, position, x.shape[1])[..., None, :] for part in table)
+    rotated = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rotated < x.shape[-1]:
+        parts.append(x[..., rotated:].astype(jnp.float32))
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -1,0 +1,199 @@
+"""The blocks of pretrained models: grouped queries, rotations, biases, tied heads, and the block of GPT-NeoX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import authors
+from diffeqformer import reference
+from diffeqformer.analysis import lyapunov
+from diffeqformer.analysis.attention_maps import maps
+from diffeqformer.analysis.spectra import spectra
+from diffeqformer.config import check_config, saved_config
+from diffeqformer.errors import UserError
+from diffeqformer.fields.llama import BIASES
+from diffeqformer.fields.rotary import rotary_table
+from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
+from diffeqformer.planning.shapes import flash
+from diffeqformer.transformer import split_model, vector_field, weights_at
+from helpers import ONE_DEVICE, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
+
+LLAMA3 = "8,1,4,32"  # of eight-entry heads at theta 20, one pair is fast, one slow, and two are between
+TOKENS = np.random.RandomState(0).randint(64, size=(2, 16))
+GROUPED = {"key_value_heads": 2, "head_width": 6}
+ALL = {"biases": "all", "norm_epsilon": 0.3, "rope_theta": 20.0, "rope_scaling": LLAMA3, "tied_head": True}
+PART = {"rotary_fraction": 0.75, "rope_theta": 20.0, "norm_epsilon": 0.3}
+
+
+@pytest.mark.parametrize(
+    "kind, changes, options",
+    [
+        ("llama", GROUPED, {}),
+        ("llama", ALL, {"theta": 20.0, "scaling": (8, 1, 4, 32)}),
+        ("neox", PART, {"theta": 20.0, "rotary_fraction": 0.75, "unit_steps": True}),
+    ],
+)
+def test_a_block_agrees_with_the_float64_reference(kind, changes, options):
+    """Logits, and the gradient of every parameter."""
+    model = lively_model(kind, num_steps=2, **changes)
+    graph, params = split_model(model)
+    if epsilon := changes.get("norm_epsilon"):
+        options = options | {"epsilon": epsilon}
+    solver = functools.partial(reference.euler if kind == "neox" else reference.lie_trotter, **options)
+    with jax.enable_x64(True):
+
+        def loss_of(params):
+            blocks = reference.per_layer_blocks(params, 2)
+            forward = functools.partial(reference.forward, params, blocks, solver, heads=4)
+            logits = jax.vmap(lambda row: forward(tokens=row, final_epsilon=epsilon or 1e-5)[0])(TOKENS)
+            return reference.loss(logits, TOKENS), logits
+
+        exact = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), params)
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
+    ours = logits_of(graph, params, model.weights(), TOKENS)
+    np.testing.assert_allclose(ours, logits, atol=3e-6 * np.abs(logits).max())
+    _, found = loss_and_gradient(graph, params, jnp.asarray(TOKENS), None)
+    for path, expected in jax.tree.leaves_with_path(gradients):
+        mine = functools.reduce(lambda tree, part: tree[part.key], path, found)
+        assert np.linalg.norm(np.asarray(mine) - expected) < 2e-5 * np.linalg.norm(expected), path
+
+
+def grouped_and_full():
+    """A model whose heads share keys and values by twos, and the same with a copy for each head."""
+    grouped, full = lively_model("llama", num_steps=3, key_value_heads=2), lively_model("llama", num_steps=3)
+    params = nnx.to_pure_dict(nnx.state(grouped, nnx.Param))
+    for name in ("key", "value"):
+        kernel = params["depth"]["layers"][name]["kernel"].reshape(3, 32, 2, 8)
+        params["depth"]["layers"][name] = {"kernel": jnp.repeat(kernel, 2, axis=2).reshape(3, 32, 32)}
+    nnx.update(full, params)
+    return grouped, full
+
+
+def test_grouped_queries_are_a_full_model_whose_keys_and_values_are_copied():
+    """In its logits, and in what analyses see."""
+    grouped, full = grouped_and_full()
+    assert grouped.depth.layers["key"]["kernel"].shape == (3, 32, 16)
+    ours, theirs = (model(jnp.asarray(TOKENS), model.weights()) for model in (grouped, full))
+    np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+    ours, theirs = (maps(model, jnp.asarray(TOKENS)) for model in (grouped, full))
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    ours, theirs = (lyapunov.total_derivative(model, jnp.asarray(TOKENS[0])) for model in (grouped, full))
+    np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max())
+    ours, theirs = (spectra(model, model.grid().ends, feed_forward=False) for model in (grouped, full))
+    for name in ("QK", "OV"):
+        np.testing.assert_allclose(ours[name].singular_values, theirs[name].singular_values, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind, changes", [("llama", GROUPED), ("neox", PART)])
+def test_a_cache_holds_the_keys_and_values_that_there_are(kind, changes):
+    """And with it, logits are those of the forward pass."""
+    model = lively_model(kind, num_steps=2, max_length=CHUNK + 8, **changes)
+    graph, params = split_model(model)
+    weights, ids = weights_at(model), np.random.RandomState(1).randint(64, size=CHUNK + 8)
+    expected = logits_of(graph, params, weights, ids[None])[0]
+    logits, cache = read_prompt(graph, params, weights, padded_prompt(ids[:CHUNK].tolist(), len(ids)), CHUNK)
+    heads, width = (2, 6) if kind == "llama" else (4, 8)
+    assert cache.keys.shape == cache.values.shape == (2, 1, 2 * CHUNK, heads, width)
+    for position in range(CHUNK, CHUNK + 8):
+        np.testing.assert_allclose(logits[0], expected[position - 1], atol=5e-6 * np.abs(expected).max())
+        logits, cache = read_token(graph, params, weights, cache, ids[position : position + 1], position)
+
+
+def test_rotations_slow_down_as_llama_3_has_it():
+    """Of Llama 3.1's: the frequencies from the angles at position 1, and at position 10,000 the angle itself."""
+    scaling, positions = (8.0, 1.0, 4.0, 8192.0), 10_001
+    cos, sin = rotary_table(positions, 128, 500_000.0, "8,1,4,8192")
+    plain = rotary_table(positions, 128, 500_000.0)
+    expected = np.array([reference.frequency(k, 128, 500_000.0, scaling) for k in range(64)])
+    np.testing.assert_allclose(np.arctan2(sin[1], cos[1]), expected, rtol=1e-6)
+    np.testing.assert_allclose(sin[10_000], np.sin(10_000 * expected), atol=1e-7)
+    np.testing.assert_array_equal(
+        sin[:, :29], plain[1][:, :29]
+    )  # the wavelength of pair 28 is 1,956, of 29 it is 2,401
+    np.testing.assert_allclose(sin[1, 36:] * 8, plain[1][1, 36:], rtol=1e-6)  # of pair 35 it is 8,209
+
+
+def test_a_neox_turns_a_part_of_each_head_by_its_position():
+    """Attention to tokens that are alike is flat without rotations, and not with them."""
+    model = lively_model("neox", num_steps=1)
+    tokens = jnp.full((1, 16), 3)
+    turned = np.asarray(maps(model, tokens)[0, 0])
+    layers = model.depth.layers["qkv"]
+    kernel = layers["kernel"][...].reshape(1, 32, 4, 3, 8)
+    layers["kernel"][...] = kernel.at[..., :2, :2].set(0).reshape(1, 32, 96)  # of queries and keys, what is rotated
+    layers["bias"][...] = layers["bias"][...].reshape(1, 4, 3, 8).at[..., :2, :2].set(0).reshape(1, 96)
+    flat = np.asarray(maps(model, tokens)[0, 0])
+    even = np.tri(16) / np.arange(1, 17)[:, None]
+    np.testing.assert_allclose(flat, np.tile(even, (4, 1, 1)), atol=1e-6)
+    assert np.abs(turned - even).max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["llama", "neox"])
+def test_a_tied_head_is_one_parameter_and_trains(kind):
+    tied, untied = (vector_field_and_count(kind, tied_head=tied) for tied in (True, False))
+    assert untied[1] - tied[1] == 257 * 32 and tied[0].embedding_stddev == 0.02
+    config = toy_config(kind, steps=30, batch_size=2, model__tied_head=True, optimizer__learning_rate=1e-2)
+    _, state, losses = run_steps(config, ONE_DEVICE, 30)
+    assert "lm_head" not in state["params"] and losses[-1, 0] < losses[0, 0] - 1
+
+
+def vector_field_and_count(kind, **changes):
+    model = lively_model(kind, vocab_size=257, **changes)
+    return model.field, sum(leaf.size for leaf in jax.tree.leaves(split_model(model)[1]))
+
+
+@pytest.mark.parametrize("kind", ["diffeqformer", "llama"])
+@pytest.mark.parametrize("biases", BIASES)
+def test_biases_are_where_they_are_named(kind, biases):
+    layers = lively_model(kind, "llama", biases=biases).weights().layers
+    assert {name for name, weights in layers.items() if "bias" in weights} == {*BIASES[biases]}
+
+
+def test_what_is_left_out_is_the_published_block():
+    """Epsilons, too, which no shape shows."""
+    for kind, block, final in (("diffeqformer", 1e-6, 1e-5), ("llama", 1e-5, 1e-5)):
+        field = vector_field(authors.model_config(kind, "llama"))
+        assert (field.epsilon, field.final_epsilon, field.rope_theta, field.rope_scaling) == (block, final, 10_000, "")
+        same = authors.model_config(kind, "llama", head_width=8, key_value_heads=4)
+        assert vector_field(same) == field
+    given = vector_field(authors.model_config("diffeqformer", "llama", norm_epsilon=1e-3))
+    assert given.epsilon == given.final_epsilon == 1e-3
+    assert vector_field(authors.model_config("gpt")).epsilon == 1e-5
+
+
+def test_attention_that_stands_for_cudnns_has_the_shapes_of_its_gradients():
+    query, key = jnp.ones((1, 4, 6, 8)), jnp.ones((1, 4, 2, 8))
+    mixed, pull_back = jax.vjp(flash, query, key, key)
+    assert [x.shape for x in (mixed, *pull_back(mixed))] == [query.shape, query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize(
+    "field, changes, sentence",
+    [
+        ("llama", {"model__key_value_heads": 3}, r"model.key_value_heads: must divide model.heads \(4\), .* it is 3"),
+        ("llama", {"model__head_width": 7}, "model.head_width: must be even for model.field llama, .*, but it is 7"),
+        ("neox", {"model__rotary_fraction": 0.4}, "model.rotary_fraction: must leave an even number .* it is 0.4"),
+        ("neox", {"model__rotary_fraction": 0.1}, "model.rotary_fraction: must leave an even number .* it is 0.1"),
+        ("llama", {"model__rope_scaling": "8,4,4,32"}, "model.rope_scaling: must be four positive numbers, the second"),
+        (
+            "llama",
+            {"mesh__tensor": 4, "model__key_value_heads": 2, "model__vocab_multiple": 16},
+            r"mesh.tensor: must divide config.model.key_value_heads \(2\), as 1, 2 do, but it is 4",
+        ),
+    ],
+)
+def test_a_block_that_cannot_be_is_refused(field, changes, sentence):
+    with pytest.raises(UserError, match=f"^config.{sentence}"):
+        check_config(toy_config("diffeqformer", field, **changes), num_devices=8)
+    if "mesh__tensor" not in changes:  # a saved one, too
+        with pytest.raises(ValueError, match=f"^config.{sentence}"):
+            saved_config(toy_config("diffeqformer", field, **changes).to_dict())
+
+
+def test_heads_need_not_divide_the_width_if_theirs_is_given():
+    check_config(toy_config("llama", model__heads=5, model__head_width=6), num_devices=8)
+    check_config(toy_config("diffeqformer", model__heads=5, model__head_width=7), num_devices=8)

@@ -8,7 +8,6 @@ from ml_collections import ConfigDict
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
 from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
-from diffeqformer.fields import FIELDS
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import MODELS, vector_field

@@ -1,12 +1,11 @@
 """Rules of a config that neither types nor other rules stand in for."""
 
-import functools
-
 import pytest
 
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.fit import check_tiles
+from diffeqformer.transformer import vector_field
 from helpers import toy_config
 
 TENSOR = {"mesh__tensor": 4, "model__vocab_multiple": 16}
@@ -36,8 +35,10 @@ def test_a_config_is_refused(kind, changes, sentence):
 
 
 def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
-    model = toy_config(model__width=64, model__heads=4, model__mlp=128).model
-    check = functools.partial(check_tiles, model, 8, vocabulary=512, positions=100, tiled=True)
+    def check(width=64, heads=4, **axes):
+        field = vector_field(toy_config(model__width=width, model__heads=heads, model__mlp=128).model)
+        check_tiles(field, 8, **axes, vocabulary=512, positions=100, tiled=True)
+
     check(fsdp=1, tensor=4)  # which doesn't cut positions
     with pytest.raises(UserError, match=r"^config.mesh.fsdp: must cut config.model.max_length \(100\) .* as 1 would"):
         check(fsdp=2, tensor=2)
@@ -45,8 +46,7 @@ def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
         UserError, match="^config.mesh.tensor: must cut the heads' width of a device .* as 1, 2, 4 would"
     ):
         check(fsdp=1, tensor=8)
-    model.width, model.heads = 24, 2
     with pytest.raises(
         UserError, match=r"tensor: is 2, but no size cuts config.model.width .* make it a multiple of 32$"
     ):
-        check(fsdp=2, tensor=2)
+        check(width=24, heads=2, fsdp=2, tensor=2)

@@ -113,11 +113,11 @@ def score_text(
         _ = evaluation.windows  # an error comes before anything is compiled
     folder = results_folder(options.output, options.workdir, "evaluation", text)
     results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
-    counted = options.per_document or opened.tokenizer.unknown is not None
+    counted = options.per_document or not opened.tokenizer.exact
     accounts, lines = evaluation.accounts(opened.tokenizer) if counted else [], []
     results["unknown_tokens"] = sum(account["unknown_tokens"] for account in accounts)
     results["altered_documents"] = sum(account["altered"] for account in accounts)
-    if stored and opened.tokenizer.unknown is not None and stored.altered != 0:  # its texts are what ids decode to
+    if stored and not opened.tokenizer.exact and stored.altered != 0:  # its texts are what ids decode to
         results["altered_documents"] = stored.altered
         accounts = [{**account, "bytes": None, "altered": None} for account in accounts]
     print(heading(results), flush=True)

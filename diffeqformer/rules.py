@@ -184,8 +184,8 @@ RULES = [
     Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
     Rule(
         "data.tokenizer_file",
-        lambda v, c: v or c.data.tokenizer != "sentencepiece",
-        "must name the file of a SentencePiece model",
+        lambda v, c: v or c.data.tokenizer not in ("sentencepiece", "huggingface"),
+        "must name the file of a SentencePiece model, or a tokenizer.json",
     ),
     Rule(
         "data.tokenizer_file",

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from flax import nnx
 
 import authors
@@ -119,6 +120,27 @@ def train_sentencepiece(whole: dict = WHOLE, **options) -> bytes:
         minloglevel=2, hard_vocab_limit=False, **whole, **options,
     )  # fmt: skip
     return model.getvalue()
+
+
+def write_tokenizer_json(folder: pathlib.Path, vocab_size: int = 300) -> pathlib.Path:
+    """A byte-level tokenizer.json of that many ids, the last of which is </s>. It has what such files may contain: a
+    text is cut, padded and begun with <s>, and </s> isn't marked as special."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens([tokenizers.AddedToken(f"{n} spaces" + " " * n) for n in range(vocab_size - 258)])
+    tokenizer.add_tokens([tokenizers.AddedToken("</s>", special=False)])
+    begin = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 256)])
+    tokenizer.post_processor = begin
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    return folder / "tokenizer.json"
 
 
 def make_store(folder: pathlib.Path, splits: dict[str, list[list[str]]], tokenizer=ByteTokenizer()) -> dict:

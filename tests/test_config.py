@@ -261,7 +261,7 @@ def test_a_wrong_value_is_refused_by_name(field):
         (
             ("gpt", "gpt"),
             {"data__tokenizer": "sentencepiece"},
-            "data.tokenizer_file: must name the file of a SentencePiece model, but it is ''",
+            "data.tokenizer_file: must name the file of a SentencePiece model, or a tokenizer.json, but it is ''",
         ),
     ],
 )

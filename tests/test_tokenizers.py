@@ -10,12 +10,13 @@ from diffeqformer.data import tokenizers
 from diffeqformer.data.tokenizers import (
     ByteTokenizer,
     GPT2Tokenizer,
+    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     open_tokenizer,
     restore_tokenizer,
 )
 from diffeqformer.errors import UserError
-from helpers import train_sentencepiece
+from helpers import train_sentencepiece, write_tokenizer_json
 
 TEXTS = [
     "The theory of the other thing, in the end.", " the\n\n  there's\tno\r\nend   ", "naïve 🙂 \0 中文 é", "x" * 300,
@@ -65,12 +66,13 @@ def plain_bpe(text: str) -> list[int]:
     return result
 
 
-@pytest.fixture(params=["bytes", "gpt2", "sentencepiece"])
-def tokenizer(request, small_bpe, sentencepiece_file):
+@pytest.fixture(params=["bytes", "gpt2", "sentencepiece", "huggingface"])
+def tokenizer(request, small_bpe, sentencepiece_file, tmp_path):
     return {
         "bytes": ByteTokenizer(),
         "gpt2": small_bpe,
         "sentencepiece": SentencePieceTokenizer.open(str(sentencepiece_file)),
+        "huggingface": HuggingFaceTokenizer.open(str(write_tokenizer_json(tmp_path))),
     }[request.param]
 
 
@@ -153,3 +155,30 @@ def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # the library would log three lines of its own
     with pytest.raises(UserError, match="config.data.tokenizer_file: .*absent.model: No such file"):
         open_tokenizer("sentencepiece", str(tmp_path / "absent.model"))
+
+
+def test_a_tokenizer_json_ends_texts_as_the_files_beside_it_say(tmp_path):
+    path = write_tokenizer_json(tmp_path)
+    found = open_tokenizer("huggingface", str(path))
+    assert found.encode("a  b") == [64, 220, 220, 65] and found.encode("3 spaces   ") == [260]  # no <s>, cut or padding
+    assert (found.vocab_size, found.end_of_text, found.decode([64, 256, 299, 400, 65])) == (300, 299, "ab")
+
+    (tmp_path / "config.json").write_text('{"eos_token_id": 256}')
+    assert open_tokenizer("huggingface", str(path)).end_of_text == 299
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    other = open_tokenizer("huggingface", str(path))
+    assert other.end_of_text == 256 and other.name != found.name
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [299, 256]}')
+    assert open_tokenizer("huggingface", str(path)).end_of_text == 299
+    for text, sentence in (
+        ('{"eos_token_id": 300}', "a text ends with the token 300, which this tokenizer lacks; name another"),
+        ("{", "generation_config.json: can't be read: .*; replace the file"),
+        ("{}", "what ends a text isn't known; name it as eos_token in tokenizer_config.json .*tokenizer.json"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(UserError, match=sentence):
+            open_tokenizer("huggingface", str(path))
+    path.write_text("{}")
+    with pytest.raises(UserError, match="this file isn't a tokenizer.json: .*Model missing"):
+        HuggingFaceTokenizer(b"{}", 0)

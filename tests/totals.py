@@ -8,7 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_030, "tests/**/*.py": 16_850}
+LINES = {"diffeqformer/**/*.py": 20_930, "tests/**/*.py": 17_200}
 WORDS = {"docs/**/*.md": 19_300, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 78
 

@@ -2,18 +2,20 @@
 
 Each has a `name` (two tokenizers with the same name give the same ids), a `vocab_size`, and the id `end_of_text`, which
 ends a document. `encode` never returns that id: the spelling of a special token in a text is ordinary text. `unknown`
-is the id that stands for whatever has none of its own; it is None if every text comes back from its ids as it was.
-`save` returns the data to store in a checkpoint, so that the checkpoint can be opened without the tokenizer's file.
+is the id that stands for whatever has none of its own, or None. `exact` tells whether every text comes back from its
+ids as it was. `save` returns the data to store in a checkpoint, so that the checkpoint can be opened without the
+tokenizer's file.
 """
 
 import base64
 import hashlib
+import json
 import pathlib
 import zlib
 from collections.abc import Iterable
 
 from diffeqformer.data.quiet import quiet
-from diffeqformer.errors import UserError, counted
+from diffeqformer.errors import UserError, counted, reason_of
 
 LARGEST = 2**28  # bytes of a tokenizer's file
 
@@ -24,6 +26,8 @@ class NoTokenizer(UserError):
 
 class _BytePieces:
     """A tokenizer whose ids stand for bytes."""
+
+    exact = True
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
@@ -150,6 +154,8 @@ class SentencePieceTokenizer:
         UserError: if it isn't one, or has no end-of-sentence id.
     """
 
+    exact = False
+
     def __init__(self, model: bytes):
         import sentencepiece
 
@@ -199,12 +205,111 @@ class SentencePieceTokenizer:
         return cls(_unpack(saved))
 
 
-Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer
+class HuggingFaceTokenizer:
+    """A tokenizer.json of Hugging Face's, by `tokenizers`. Its name holds the SHA-256 of the file and of `end_of_text`.
+
+    The spelling of special tokens is ordinary text, no token is added at the beginning, and nothing is cut or padded,
+    whatever the file says.
+
+    Args:
+        file: content of the file.
+        end_of_text: the token that ends a document, or its id.
+
+    Raises:
+        UserError: if it isn't one, or has no such token.
+    """
+
+    exact = False
+
+    def __init__(self, file: bytes, end_of_text: str | int):
+        import tokenizers
+
+        self._file = file
+        try:
+            self._encoding = tokenizers.Tokenizer.from_buffer(file)
+            unknown = json.loads(file)["model"].get("unk_token")
+        except Exception as error:  # it raises nothing narrower
+            raise UserError(
+                f"config.data.tokenizer_file: this file isn't a tokenizer.json: {reason_of(error)}"
+            ) from None
+        ids = self._encoding.get_vocab()
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.end_of_text = ids.get(end_of_text) if isinstance(end_of_text, str) else end_of_text
+        if self.end_of_text not in ids.values():
+            raise UserError(
+                f"config.data.tokenizer_file: a text ends with the token {end_of_text!r}, which this tokenizer lacks; "
+                "name another one as eos_token in tokenizer_config.json beside the file"
+            )
+        self.unknown = ids.get(unknown) if ids.get(unknown) != self.end_of_text else None
+        self._encoding.no_truncation()
+        self._encoding.no_padding()
+        self._encoding.add_special_tokens([self._encoding.id_to_token(self.end_of_text)])  # not all files say so
+        self._encoding.encode_special_tokens = True
+        self.name = f"huggingface-{hashlib.sha256(self._data()).hexdigest()[:12]}"
+
+    @classmethod
+    def open(cls, path: str) -> "HuggingFaceTokenizer":
+        """The tokenizer in a file. A UserError says why it can't be read or used."""
+        file = _content(path, "name a tokenizer.json in config.data.tokenizer_file")
+        try:
+            return cls(file, _end_of_text(pathlib.Path(path).parent))
+        except UserError as error:
+            raise UserError(f"{error} ({path})") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without the end-of-text id. Some tokenizers normalise the text first."""
+        return self._encoding.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids. Special ones are left out, and those that pad the model's vocabulary."""
+        return self._encoding.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The same in UTF-8."""
+        return self.decode(ids).encode()
+
+    def _data(self) -> bytes:
+        return b"%d\n%s" % (self.end_of_text, self._file)
+
+    def save(self) -> str:
+        """The file, after the id that ends a document."""
+        return _pack(self._data())
+
+    @classmethod
+    def restore(cls, saved: str) -> "HuggingFaceTokenizer":
+        """The tokenizer that gave `saved`."""
+        end_of_text, _, file = _unpack(saved).partition(b"\n")
+        return cls(file, int(end_of_text))
+
+
+def _end_of_text(folder: pathlib.Path) -> str | int:
+    """The token that ends a text, or its id, from the first file beside a tokenizer.json that names it.
+
+    Raises:
+        UserError: if none does.
+    """
+    keys = {"tokenizer_config": "eos_token", "generation_config": "eos_token_id", "config": "eos_token_id"}
+    for path, key in ((folder / f"{name}.json", key) for name, key in keys.items()):
+        try:
+            found = json.loads(path.read_bytes()).get(key) if path.exists() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: can't be read: {reason_of(error)}; replace the file") from None
+        found = found[0] if isinstance(found, list) and found else found
+        found = found.get("content") if isinstance(found, dict) else found
+        if isinstance(found, str | int):
+            return found
+    raise UserError(
+        "config.data.tokenizer_file: what ends a text isn't known; name it as eos_token in tokenizer_config.json "
+        "beside the file"
+    )
+
+
+Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def lost_in(tokenizer: Tokenizer, text: str, ids: list[int]) -> tuple[int, bool]:
     """What a tokenizer loses of a text: how many of its ids are unknown, and whether they decode to another text."""
-    if tokenizer.unknown is None:
+    if tokenizer.exact:
         return 0, False
     unknown = ids.count(tokenizer.unknown)
     return unknown, bool(unknown) or tokenizer.decode(ids) != text
@@ -217,7 +322,7 @@ def say_lost(unknown: int, altered: int | None) -> str:
     return " and ".join(said)
 
 
-TOKENIZERS = ("bytes", "gpt2", "sentencepiece")
+TOKENIZERS = ("bytes", "gpt2", "sentencepiece", "huggingface")
 """What `config.data.tokenizer` may name."""
 
 
@@ -225,6 +330,8 @@ def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
     """The tokenizer that a config names, one of `TOKENIZERS` and its file. A UserError says what is wrong with it."""
     if kind == "sentencepiece":
         return SentencePieceTokenizer.open(file)
+    if kind == "huggingface":
+        return HuggingFaceTokenizer.open(file)
     if kind == "gpt2":
         return GPT2Tokenizer.open(file)
     return ByteTokenizer()
@@ -234,7 +341,9 @@ def restore_tokenizer(name: str, saved: str) -> Tokenizer:
     """The tokenizer of a checkpoint, from its name and what its `save` gave."""
     if name == "bytes":
         return ByteTokenizer()
-    return (GPT2Tokenizer if name == "gpt2" else SentencePieceTokenizer).restore(saved)
+    if name == "gpt2":
+        return GPT2Tokenizer.restore(saved)
+    return (HuggingFaceTokenizer if name.startswith("huggingface") else SentencePieceTokenizer).restore(saved)
 
 
 def _pack(data: bytes) -> str:

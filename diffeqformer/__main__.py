@@ -19,6 +19,7 @@ COMMANDS = (
     "downstream",
     "harness",
     "materialize",
+    "import",
     "analyze",
     "ode",
     "inspect",
@@ -26,9 +27,14 @@ COMMANDS = (
 )
 
 
+def module_of(command: str) -> str:
+    """The name of a command's module: `import` is a word of Python's own."""
+    return "import_model" if command == "import" else command
+
+
 def summary(command: str) -> str:
     """What a command does: the first line of its docstring, without the example. Nothing is imported."""
-    source = pathlib.Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
+    source = pathlib.Path(__file__).with_name(f"{module_of(command)}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0].partition("`")[0].rstrip(" :.")
 
 
@@ -37,7 +43,7 @@ def main() -> None:
     if name in COMMANDS:
         sys.argv = [name, *arguments]
         end_imports_on_interrupt()
-        runpy.run_module(f"diffeqformer.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"diffeqformer.{module_of(name)}", run_name="__main__", alter_sys=True)
     elif name in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))
         lines = [f"{command:{width}}  {summary(command)}" for command in COMMANDS]

@@ -23,6 +23,7 @@ COMMANDS = (
     "downstream",
     "evaluate",
     "generate",
+    "import_model",
     "inspect",
     "main",
     "materialize",

@@ -1,59 +1,52 @@
-"""The Hugging Face fixtures (`tests/data/make_huggingface.py`), with their parameters converted to our layout."""
+"""Pretrained models in Hugging Face's format, made of the numbers in tests/data (`tests/data/make_huggingface.py`).
+
+python tests/huggingface.py FOLDER
+"""
+
+import json
+import pathlib
+import sys
 
 import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
 
-import authors
+from diffeqformer.import_model import SENTENCE
 
-GPT2 = {
-    "norm_attention": "ln_1",
-    "qkv": "attn.c_attn",
-    "attention_out": "attn.c_proj",
-    "norm_mlp": "ln_2",
-    "mlp_up": "mlp.c_fc",
-    "mlp_down": "mlp.c_proj",
+DATA = pathlib.Path(__file__).parent / "data"
+CONFIGS = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 16},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-5,
+    },
 }
-LLAMA = {name: path for name, (path, _) in authors.LAYERS["llama"].items()}
+"""Of the models in tests/data: what isn't the default."""
 
 
-def stacked(arrays, path: str) -> np.ndarray | None:
-    """A parameter of all six layers, [6, ...], or None if there is none of this name."""
-    return np.stack([arrays[path.format(n)] for n in range(6)]) if path.format(0) in arrays else None
+def arrays_of(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The parameters of a model in tests/data as Transformers saves them, tokens and their logits."""
+    arrays = dict(np.load(DATA / f"huggingface_{name}.npz"))
+    return arrays, arrays.pop("tokens"), arrays.pop("logits")
 
 
-def heads_first(array: np.ndarray) -> np.ndarray:
-    """GPT-2's joint projection, from [..., (3, H, K)] to our [..., (H, 3, K)]."""
-    return array.reshape(*array.shape[:-1], 3, 4, 8).swapaxes(-3, -2).reshape(array.shape)
+def write_folder(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict, vocab_size: int = 60) -> None:
+    """A folder whose tokenizer knows the characters of `SENTENCE`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 64, **config}))
+    characters = sorted(set(SENTENCE))
+    pieces = [*characters, *(f"piece {n}" for n in range(vocab_size - len(characters) - 1)), "<end>"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / "model.safetensors")
 
 
-def gpt2_layer(arrays, name: str, path: str) -> dict:
-    weight, bias = (stacked(arrays, f"transformer.h.{{}}.{path}.{leaf}") for leaf in ("weight", "bias"))
-    if name.startswith("norm"):
-        return {"scale": weight, "shift": bias}
-    return (
-        {"kernel": heads_first(weight), "bias": heads_first(bias)}
-        if name == "qkv"
-        else {"kernel": weight, "bias": bias}
-    )
-
-
-def llama_layer(arrays, name: str, path: str) -> dict:
-    weight = stacked(arrays, f"model.layers.{{}}.{path}.weight")
-    return {"scale": weight} if name.startswith("norm") else {"kernel": weight.swapaxes(1, 2)}  # torch keeps [out, in]
-
-
-def load(name: str) -> tuple[dict, dict]:
-    """The arrays and our parameters of "gpt2" or "llama"."""
-    arrays = dict(np.load(authors.DATA / f"huggingface_{name}.npz"))
-    if name == "gpt2":
-        return arrays, {
-            "token_embedding": arrays["transformer.wte.weight"],
-            "position_embedding": arrays["transformer.wpe.weight"],
-            "final_norm": {"scale": arrays["transformer.ln_f.weight"], "shift": arrays["transformer.ln_f.bias"]},
-            "depth": {"layers": {name: gpt2_layer(arrays, name, path) for name, path in GPT2.items()}},
-        }
-    return arrays, {
-        "token_embedding": arrays["model.embed_tokens.weight"],
-        "lm_head": arrays["lm_head.weight"].T,
-        "final_norm": {"scale": arrays["model.norm.weight"]},
-        "depth": {"layers": {name: llama_layer(arrays, name, path) for name, path in LLAMA.items()}},
-    }
+if __name__ == "__main__":
+    write_folder(pathlib.Path(sys.argv[1]), arrays_of("llama")[0], CONFIGS["llama"])

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from diffeqformer.__main__ import COMMANDS, summary
+from diffeqformer.__main__ import COMMANDS, module_of, summary
 from diffeqformer.config import base_config, check_config, field_names
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.console.command_line import config_file, configs
@@ -17,7 +17,9 @@ from runs import command
 
 def test_every_command_is_listed_in_one_line():
     sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "diffeqformer").glob("[a-z]*.py")}
-    assert {name for name, source in sources.items() if '__name__ == "__main__"' in source} == set(COMMANDS)
+    assert {name for name, source in sources.items() if '__name__ == "__main__"' in source} == set(
+        map(module_of, COMMANDS)
+    )
     done = subprocess.run([sys.executable, "-m", "diffeqformer"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
@@ -44,6 +46,7 @@ HELP = {
     "evaluate": ["workdir", "step", "solver", "process_id"],
     "downstream": ["workdir", "step", "shots"],
     "materialize": ["workdir", "step", "dtype"],
+    "import": ["from", "workdir", "kind"],
     "analyze": ["workdir", "step", "parts"],
     "ode": ["workdir", "step", "split", "refinements", "process_id"],
     "inspect": ["workdir", "step", "[no]statistics"],
@@ -64,9 +67,9 @@ def test_help_shows_the_options_of_the_command_and_no_others(name):
         line = [sys.executable, "-m", "diffeqformer.plan", *arguments]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     else:
-        done = command(name, *arguments)
+        done = command(module_of(name), *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"python -m diffeqformer.{name} " in done.stdout.partition("\n  --")[0]
+    assert f"python -m diffeqformer.{module_of(name)} " in done.stdout.partition("\n  --")[0]
     assert all(f"\n  --{option}: " in done.stdout for option in HELP[name])
     assert "--config:" in done.stdout or "config" not in HELP[name]
     assert "--alsologtostderr" not in done.stdout and "--jax" not in done.stdout

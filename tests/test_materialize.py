@@ -10,6 +10,7 @@ import pytest
 from flax import nnx, traverse_util
 
 from diffeqformer.checkpoints import checkpoint, stored_arrays
+from diffeqformer.checkpoints.one_by_one import save_one_by_one
 from diffeqformer.checkpoints.stored_arrays import StoredArray
 from diffeqformer.console.results import header
 from diffeqformer.data.store import Split
@@ -17,7 +18,7 @@ from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
-from diffeqformer.materialize import materialize, save_one_by_one
+from diffeqformer.materialize import materialize
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import abstract_model, select, split_model

@@ -1,0 +1,111 @@
+"""Read the JSON and the weights of a folder in Hugging Face's format, without torch, pickles or Transformers."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from diffeqformer.errors import UserError, reason_of
+
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        UserError: if it can't be read, or holds no fields.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read: {reason_of(error)}; name the folder of a pretrained model") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: must hold fields, but it holds a {type(fields).__name__}; download it again")
+    return fields
+
+
+class Tensors:
+    """The tensors of a folder, each of which is read when it is asked for.
+
+    They are in model.safetensors, in the files that an index names, of which only what it names counts, or in the only
+    file of this kind. Types are F32, BF16 and F16.
+
+    Raises:
+        UserError: if there are none, or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._files = {}
+        if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
+            self._places = self._indexed(folder)
+        else:
+            path = _only_file(folder)
+            self._places = dict.fromkeys(self._open(path).keys(), path)
+
+    def _indexed(self, folder: pathlib.Path) -> dict[str, pathlib.Path]:
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise UserError(
+                f"{folder / INDEX}: has no weight_map that gives the file of each tensor; download it again"
+            )
+        for name, file in places.items():
+            path = folder / file
+            if pathlib.PurePath(file).name != file or not path.is_file():
+                raise UserError(f"{folder / INDEX}: {name} is in {file}, which isn't in this folder; download it, too")
+            if name not in self._open(path).keys():
+                raise UserError(f"{path}: lacks {name}, which {INDEX} puts there; download both again")
+        return {name: folder / file for name, file in places.items()}
+
+    def _open(self, path: pathlib.Path):
+        if path not in self._files:
+            try:
+                self._files[path] = safetensors.safe_open(path, framework="numpy")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(f"{path}: can't be read: {reason_of(error)}; download it again") from None
+        return self._files[path]
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._places)
+
+    def describe(self, name: str) -> tuple[pathlib.Path, str, tuple[int, ...]]:
+        """The file, type and shape of a tensor."""
+        path = self._places[name]
+        part = self._open(path).get_slice(name)
+        return path, part.get_dtype(), tuple(part.get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in fp32, which holds every number of the shorter types.
+
+        Raises:
+            UserError: if one of its numbers isn't finite.
+        """
+        path = self._places[name]
+        array = self._open(path).get_tensor(name).astype(np.float32)
+        if not np.isfinite(array).all():
+            raise UserError(f"{path}: {name} has numbers that are NaN or infinite; download it again")
+        return array
+
+
+def _only_file(folder: pathlib.Path) -> pathlib.Path:
+    """The file that holds all tensors of a folder without an index."""
+    if (folder / "model.safetensors").exists():
+        return folder / "model.safetensors"
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(
+            f"{folder}: has {len(found)} files of weights and no {INDEX}, which names them; download it, too"
+        )
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{folder}: has its weights in {pickles[0]} alone, a pickle, which can run any code; save them as "
+            "safetensors where you trust it (save_pretrained of Transformers)"
+        )
+    raise UserError(f"{folder}: has no weights, model.safetensors or {INDEX}; name the folder of a pretrained model")

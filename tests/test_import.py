@@ -1,0 +1,211 @@
+"""Pretrained models in Hugging Face's format: read exactly, or refused in one sentence."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface import CONFIGS, arrays_of, write_folder
+from safetensors.numpy import save_file
+
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.errors import UserError
+from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model
+from diffeqformer.huggingface.folder import INDEX
+from diffeqformer.huggingface.mapping import tensors_of
+from diffeqformer.huggingface.pretrained import open_pretrained, shapes_of
+from diffeqformer.import_model import SENTENCE, import_model
+from runs import command
+
+
+def logits_of(workdir, tokens) -> np.ndarray:
+    model = checkpoint.load(workdir).model
+    return np.asarray(model(jnp.asarray(tokens), model.weights()))
+
+
+@pytest.mark.parametrize("kind", [None, "interpolated", "diffeqformer"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_logits_are_those_of_transformers(name, kind, tmp_path):
+    arrays, tokens, expected = arrays_of(name)
+    write_folder(tmp_path / "folder", arrays, CONFIGS[name])
+    found, check = import_model(tmp_path / "folder", tmp_path / "run", kind)
+    logits = logits_of(tmp_path / "run", tokens)
+    assert np.abs(logits - expected).max() < 2e-6 * np.abs(expected).max()
+    assert 1 < check.loss < 9 and len(check.likeliest) == 5
+    opened = checkpoint.load(tmp_path / "run")
+    assert opened.tokenizer.decode(opened.tokenizer.encode("France")) == "France" and opened.tokenizer.end_of_text == 59
+    if kind:
+        assert check.of_weights < 2e-7 and check.of_logits < 2e-6
+        assert check.of_weights == 0 or kind == "diffeqformer"
+        model = opened.model
+        at = model.depth.from_features(model.depth.features(np.array([0.0, 1.5, 2.25, 6.0]) / 6))
+        weights = dict(found.arrays())
+        for layer, each in at.items():
+            for leaf, value in each.items():
+                knots = weights.get(("depth", "layers", layer, leaf), np.zeros((6, 1)))
+                between = [knots[0], (knots[0] + knots[1]) / 2, 0.75 * knots[1] + 0.25 * knots[2], knots[5]]
+                assert np.abs(np.asarray(value) - between).max() < 1e-3 * np.abs(knots).max() + 1e-9, (layer, leaf)
+
+
+def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
+    """bf16 and fp16 become the same numbers in fp32, and of a shard what the index names alone."""
+    arrays, *_ = arrays_of("gpt2")
+    short = {
+        name.removeprefix("transformer."): array.astype([ml_dtypes.bfloat16, np.float16][n % 2])
+        for n, (name, array) in enumerate(arrays.items())
+    }
+    write_folder(tmp_path, {}, CONFIGS["gpt2"])
+    (tmp_path / "model.safetensors").unlink()
+    places = {name: f"{n % 2}.safetensors" for n, name in enumerate(short)}
+    for file in set(places.values()):
+        rest = {
+            "transformer.wte.weight": np.zeros((2, 2), np.float32),
+            "h.0.attn.bias": np.zeros((1, 1, 9, 9), np.int8),
+        }
+        save_file({**rest, **{name: short[name] for name in places if places[name] == file}}, tmp_path / file)
+    places["h.0.attn.bias"] = "0.safetensors"  # a mask, not a parameter
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    found = dict(open_pretrained(tmp_path).arrays())
+    np.testing.assert_array_equal(found["token_embedding",], np.float32(short["wte.weight"]))
+    np.testing.assert_array_equal(
+        found["depth", "layers", "mlp_up", "kernel"][3], np.float32(short["h.3.mlp.c_fc.weight"])
+    )
+    assert {str(array.dtype) for array in found.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_tables_work_in_both_directions(name, tmp_path):
+    arrays, *_ = arrays_of(name)
+    write_folder(tmp_path, arrays, CONFIGS[name])
+    found = open_pretrained(tmp_path)
+    ours, made = dict(found.arrays()), {}
+    for row, layer, _ in tensors_of(ARCHITECTURES[found.architecture].rows, shapes_of(found.config), 4):
+        array = ours[row.ours][layer] if row.ours[0] == "depth" else ours[row.ours]
+        made[row.theirs.format(layer)] = row.transform.to_theirs(array, 4)
+    assert made.keys() == arrays.keys()
+    for key, array in made.items():
+        np.testing.assert_array_equal(array, arrays[key])
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "architecture, given, expected",
+    [
+        ("Llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": "", "biases": "none", "tied_head": False}),
+        ("Llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
+        ("Llama", {"rope_theta": 5, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, {"rope_theta": 5.0}),
+        ("Llama", {"rope_scaling": {"type": "llama3", **LLAMA3}}, {"rope_scaling": "8.0,1.0,4.0,8192"}),
+        ("Llama", {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16}, {"head_width": 16, "num_steps": 32}),
+        ("Llama", {"head_dim": 128, "num_key_value_heads": 32}, {"head_width": 0, "key_value_heads": 0}),
+        ("Llama", {"num_key_value_heads": 4}, {"key_value_heads": 4}),
+        ("Llama", {"attention_bias": True}, {"biases": "attention"}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, {"biases": "all"}),
+        ("Mistral", {"sliding_window": None}, {"key_value_heads": 8, "mlp": 14_336, "norm_epsilon": 1e-6}),
+        ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 4096}, {"biases": "qkv", "tied_head": True}),
+        ("GPT2", {"n_inner": None}, {"mlp": 3072, "tied_head": True, "norm_epsilon": 1e-5}),
+        ("GPT2", {"n_inner": 100, "tie_word_embeddings": False}, {"mlp": 100, "tied_head": False}),
+        ("GPTNeoX", {"rotary_pct": 1.0, "rotary_emb_base": 500}, {"rotary_fraction": 1.0, "rope_theta": 500.0}),
+        ("GPTNeoX", {}, {"rotary_fraction": 0.25, "solver": "euler", "tied_head": False}),
+        ("GPTNeoX", {"use_parallel_residual": False}, {"solver": "lie_trotter"}),
+    ],
+)
+def test_what_is_left_out_of_a_config_has_the_default_of_its_architecture(architecture, given, expected):
+    end = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
+    _, model = read_model({"architectures": [architecture + end], **given}, pathlib.Path("config.json"))
+    assert expected.items() <= model.items()
+
+
+REFUSED = [
+    ({"architectures": ["BertModel"]}, "architectures: must be one of GPT2LMHeadModel, .*, but it is 'BertModel'"),
+    ({"architectures": [{}]}, "architectures: must be one of .*, but it is {}"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised; take a folder"),
+    ({"hidden_act": "relu"}, "hidden_act: must be 'silu' or 'swish' to be imported, but it is 'relu'"),
+    ({"hidden_size": "32"}, "hidden_size: must be of type int, but it is '32'"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: must be of the type default or llama3 .* 'yarn'"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_parameters: must give factor, low_freq_factor, .* as numbers"),
+    ({"rope_parameters": 3}, "rope_parameters: must hold fields, but it is 3"),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta: must have one value, but it is"),
+    ({"layer_types": ["sliding_attention"]}, "layer_types: must be full_attention alone"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window: must be null, or no less than"),
+    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window: must be False"),
+    ({"num_attention_heads": 0}, "gives a model that can't be computed: config.model.heads: must be at least 1"),
+    ({"num_hidden_layers": 7}, "lacks the tensor model.layers.6.input_layernorm.weight, which config.json asks for"),
+    ({"num_hidden_layers": 5}, "has the tensor model.layers.5.input_layernorm.weight, which a Llama.* lacks"),
+    ({"intermediate_size": 48}, r"mlp.gate_proj.weight has the shape \[64, 32\], but config.json asks for \[48, 32\]"),
+    ({"vocab_size": 59}, "tokenizer.json: has ids up to 59, but the vocab_size of config.json is 59"),
+    ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight, to which config.json ties"),
+]
+
+
+@pytest.mark.parametrize("given, sentence", REFUSED, ids=[sentence[:30] for _, sentence in REFUSED])
+def test_a_model_that_cannot_be_computed_is_one_sentence(given, sentence, tmp_path):
+    write_folder(tmp_path / "folder", arrays_of("llama")[0], {**CONFIGS["llama"], **given})
+    with pytest.raises(UserError, match=sentence):
+        import_model(tmp_path / "folder", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def spoiled(folder: pathlib.Path, how: str, arrays: dict) -> None:
+    """Damage a folder in one of several ways."""
+    weights, index = folder / "model.safetensors", folder / INDEX
+    if how == "pickled":
+        weights.rename(folder / "pytorch_model.bin")
+    elif how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif how == "nan":
+        save_file({**arrays, "model.norm.weight": np.full(32, np.nan, np.float32)}, weights)
+    elif how == "int8":
+        save_file({**arrays, "model.norm.weight": np.zeros(32, np.int8)}, weights)
+    elif how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif how == "two files":
+        weights.rename(folder / "a.safetensors")
+        save_file(arrays, folder / "b.safetensors")
+    else:
+        weights.rename(folder / "1.safetensors")
+        file = {"no shard": "2.safetensors", "elsewhere": f"../{folder.name}/1.safetensors"}.get(how, "1.safetensors")
+        places = {name: file for name in arrays} | ({"absent": file} if how == "not in its shard" else {})
+        index.write_text("[]" if how == "no map" else json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    "how, sentence",
+    [
+        ("pickled", "has its weights in pytorch_model.bin alone, a pickle, which can run any code; save them as"),
+        ("cut", "model.safetensors: can't be read: .*; download it again"),
+        ("nan", "model.norm.weight has numbers that are NaN or infinite; download it again"),
+        ("int8", "model.norm.weight must be of one of the types F32, BF16, F16, but it is I8"),
+        ("no config", "config.json: can't be read: .*No such file.*; name the folder of a pretrained model"),
+        ("no tokenizer", "tokenizer.json: No such file or directory; name a tokenizer.json"),
+        ("two files", "has 2 files of weights and no model.safetensors.index.json, which names them"),
+        ("no shard", "model.* is in 2.safetensors, which isn't in this folder; download it, too"),
+        ("elsewhere", r"model.* is in \.\./folder/1.safetensors, which isn't in this folder"),
+        ("not in its shard", "1.safetensors: lacks absent, which model.safetensors.index.json puts there"),
+        ("no map", "index.json: must hold fields, but it holds a list"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays_of("llama")[0].items()}
+    write_folder(tmp_path / "folder", arrays, CONFIGS["llama"])
+    spoiled(tmp_path / "folder", how, arrays)
+    with pytest.raises(UserError, match=sentence):
+        import_model(tmp_path / "folder", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_what_it_read(tmp_path):
+    write_folder(tmp_path / "folder", arrays_of("llama")[0], CONFIGS["llama"])
+    options = f"--from={tmp_path / 'folder'}", f"--workdir={tmp_path / 'run'}"
+    done = command("import_model", *options, "--kind=diffeqformer")
+    assert done.returncode == 0, done.stderr
+    for part in (": LlamaForCausalLM, 57 tensors of 53,664 weights in F32", "60 ids of the model's 64, end of text 59"):
+        assert part in done.stdout
+    assert "largest error of a weight: " in done.stdout and f"{SENTENCE!r}: " in done.stdout
+    again = command("import_model", *options)
+    assert again.returncode == 1 and "--workdir: " in again.stderr and "already holds a checkpoint" in again.stderr

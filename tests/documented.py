@@ -75,9 +75,11 @@ ROWS = [
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
     # what is small
-    Row(r"\bmain (--config=\S+)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
+    Row(r"\bmain (--config=\S+)(?!.*smollm2)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     # what a GPT and tiny.py's own model don't have
     Row(r"((gpt|tiny(\.py(:discretized)?)?) .*?)( --config\.model\.(time_embed|sinusoidal)_dim=4){2}", r"\1"),
+    Row(r"\bmain .*smollm2", add=SAMPLED),
+    Row(r"\bimport "),
     # runs/tiny alone has the standard library
     Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),
     Row(r"\bmain .*schedule=wsd", add="--config.optimizer.warmup_steps=1"),
@@ -116,6 +118,7 @@ FORKED = (
 
 PREPARED = {
     "runs/tiny": "python -m diffeqformer.main --config=tiny",
+    "smollm2": "python tests/huggingface.py smollm2",
     "runs/large": "python -m diffeqformer.main --config=large",
     "runs/large-gpt": "python -m diffeqformer.main --config=large:gpt",
     "bucket/runs/large": "python -m diffeqformer.main --config=large --workdir=bucket/runs/large",

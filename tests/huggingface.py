@@ -49,4 +49,4 @@ def write_folder(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: di
 
 
 if __name__ == "__main__":
-    write_folder(pathlib.Path(sys.argv[1]), arrays_of("llama")[0], CONFIGS["llama"])
+    write_folder(pathlib.Path(sys.argv[1]), arrays_of("llama")[0], CONFIGS["llama"] | {"max_position_embeddings": 64})

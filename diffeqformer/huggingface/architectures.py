@@ -92,6 +92,7 @@ def _gpt2(fields: dict) -> dict:
     _require(fields, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one function of three names
     _require(fields, "scale_attn_weights", True)
     _require(fields, "scale_attn_by_inverse_layer_idx", False)
+    _require(fields, "tie_word_embeddings", True)
     return {
         "width": fields["n_embd"],
         "heads": fields["n_head"],
@@ -118,6 +119,7 @@ def _llama(fields: dict) -> dict:
         "num_steps": fields["num_hidden_layers"],
         "max_length": fields["max_position_embeddings"],
         "norm_epsilon": fields["rms_norm_eps"],
+        "tied_head": fields["tie_word_embeddings"],
         "biases": "all" if fields["mlp_bias"] else "attention" if fields["attention_bias"] else "none",
         "rope_theta": fields["rope_theta"],
         "rope_scaling": fields["rope_scaling"],
@@ -152,6 +154,7 @@ def _neox(fields: dict) -> dict:
         "num_steps": fields["num_hidden_layers"],
         "max_length": fields["max_position_embeddings"],
         "norm_epsilon": fields["layer_norm_eps"],
+        "tied_head": fields["tie_word_embeddings"],
         "rope_theta": fields["rope_theta"],
         "rope_scaling": fields["rope_scaling"],
         "rotary_fraction": fields["partial_rotary_factor"],
@@ -164,7 +167,7 @@ class Architecture(NamedTuple):
 
     kind: our model that computes the same, a key of `diffeqformer.transformer.MODELS`.
     defaults: of the fields of its config.json that count.
-    model: the fields of the `model` part of our config, but those that all have, from these.
+    model: the fields of the `model` part of our config, but vocab_size, from these.
     rows: its tensors.
     """
 
@@ -204,8 +207,7 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
             raise Unsupported(f"layer_types: must be full_attention alone, but it is {given['layer_types']!r}")
         architecture = ARCHITECTURES[name]
         fields = _with_defaults(_with_rotations(given), architecture.defaults)
-        model = architecture.model(fields)
-        return name, {**model, "vocab_size": fields["vocab_size"], "tied_head": fields["tie_word_embeddings"]}
+        return name, {**architecture.model(fields), "vocab_size": fields["vocab_size"]}
     except Unsupported as error:
         raise UserError(f"{file}: {error}") from None
 

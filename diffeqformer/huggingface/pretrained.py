@@ -15,7 +15,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model
 from diffeqformer.huggingface.folder import Tensors, read_json
 from diffeqformer.huggingface.mapping import Row, tensors_of
-from diffeqformer.transformer import Path, abstract_model, split_model
+from diffeqformer.transformer import Path, abstract_model, split_model, vector_field
 
 TYPES = ("F32", "BF16", "F16")
 BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -107,7 +107,7 @@ def _check_tensors(found: Pretrained) -> None:
                 "from the same model"
             )
         rest.remove(name)
-    if found.config.model.tied_head:
+    if vector_field(found.config.model).tied_head:
         rows = {row.ours[0]: row for row in ARCHITECTURES[found.architecture].rows if len(row.ours) == 1}
         head, embedding = (rows[ours].name(0, tensors.names()) for ours in ("lm_head", "token_embedding"))
         if head in rest and not np.array_equal(tensors.read(head), tensors.read(embedding)):

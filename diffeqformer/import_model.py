@@ -60,7 +60,7 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
     """
     found, workdir = open_pretrained(folder), work_folder(workdir)
     config = knots_config(found.config, kind) if kind else found.config
-    config.name = workdir.name
+    config.name = workdir.name or config.name
     about = checkpoint.About(
         config.to_dict(),
         found.tokenizer.name,

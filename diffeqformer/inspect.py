@@ -189,7 +189,7 @@ def heading(found: dict) -> list[str]:
     ]
     if found["damage"]:
         lines.append(found["damage"])
-    for key, began in (("base", "began with the weights of"), ("materialized_from", "materialized from")):
+    for key, began in (("base", "began with the weights of"), ("materialized_from", "made from")):
         if found[key]:
             lines.append(f"{began} {found[key]['workdir']} at step {found[key]['step']:,}")
     for last, rate in (found["earlier_rates"] or {}).items():

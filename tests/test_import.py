@@ -204,7 +204,7 @@ def test_the_command_says_what_it_read(tmp_path):
     options = f"--from={tmp_path / 'folder'}", f"--workdir={tmp_path / 'run'}"
     done = command("import_model", *options, "--kind=diffeqformer")
     assert done.returncode == 0, done.stderr
-    for part in (": LlamaForCausalLM, 57 tensors of 53,664 weights in F32", "60 ids of the model's 64, end of text 59"):
+    for part in (": LlamaForCausalLM, 57 tensors of 65,952 weights in F32", "60 ids of the model's 64, end of text 59"):
         assert part in done.stdout
     assert "largest error of a weight: " in done.stdout and f"{SENTENCE!r}: " in done.stdout
     again = command("import_model", *options)

@@ -258,7 +258,7 @@ def test_a_materialized_model_is_not_trained_further(tmp_path):
     with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
         checkpoint.save(checkpoints, 1, {"params": first_state(program)["params"]}, about)
         checkpoint.check(checkpoints, wait=True)
-        with pytest.raises(UserError, match="holds a materialized model, which has no optimizer state to resume"):
+        with pytest.raises(UserError, match="holds a materialized or imported model, which has no optimizer state"):
             run.read_saved(config, tmp_path, about)
 
 

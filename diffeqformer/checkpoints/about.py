@@ -18,7 +18,8 @@ class About:
             earlier version saved it.
         store: the folder of the token store, in full; None: an earlier version saved it.
         validation_due: whether this state has not been validated yet. If so, the next process does this first.
-        materialized_from: `workdir`, `step` and `model` (a config) of the source run; None for a run itself.
+        materialized_from: `workdir`, `step` and `model` (a config) of the source run; of an imported model, the folder
+            and the step 0; None for a run itself.
         time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
         earlier_rates: higher peak rates that a run with the schedule `wsd` had, by the last step of each; None: none.
         checksums: of the saved arrays, by path (`checksums`); None: an earlier version, or not yet saved.

@@ -220,7 +220,8 @@ def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> Abo
         return None
     if saved.materialized_from is not None:
         raise UserError(
-            f"{workdir}: holds a materialized model, which has no optimizer state to resume; use another --workdir"
+            f"{workdir}: holds a materialized or imported model, which has no optimizer state to resume; use another "
+            "--workdir"
         )
     if finetune.is_base_of(config, saved, config_there):
         config_there.base = config.base

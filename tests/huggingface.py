@@ -14,6 +14,14 @@ from safetensors.numpy import save_file
 from diffeqformer.import_model import SENTENCE
 
 DATA = pathlib.Path(__file__).parent / "data"
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 16},
     "llama": {
@@ -25,6 +33,19 @@ CONFIGS = {
         "max_position_embeddings": 16,
         "rms_norm_eps": 1e-5,
     },
+    "llama3": {
+        **SMALL,
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_theta": 100.0,  # as written before Transformers 5, beside what is nested since
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64},
+    },
+    "qwen2": {**SMALL, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "neox": {**SMALL, "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5},
 }
 """Of the models in tests/data: what isn't the default."""
 

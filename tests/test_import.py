@@ -1,5 +1,6 @@
 """Pretrained models in Hugging Face's format: read exactly, or refused in one sentence."""
 
+import itertools
 import json
 import pathlib
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from huggingface import CONFIGS, arrays_of, write_folder
+from huggingface import CONFIGS, LLAMA3, arrays_of, write_folder
 from safetensors.numpy import save_file
 
 from diffeqformer.checkpoints import checkpoint
@@ -25,8 +26,10 @@ def logits_of(workdir, tokens) -> np.ndarray:
     return np.asarray(model(jnp.asarray(tokens), model.weights()))
 
 
-@pytest.mark.parametrize("kind", [None, "interpolated", "diffeqformer"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [*((name, None) for name in CONFIGS), *itertools.product(("llama3", "neox"), ("interpolated", "diffeqformer"))],
+)
 def test_logits_are_those_of_transformers(name, kind, tmp_path):
     arrays, tokens, expected = arrays_of(name)
     write_folder(tmp_path / "folder", arrays, CONFIGS[name])
@@ -40,12 +43,14 @@ def test_logits_are_those_of_transformers(name, kind, tmp_path):
         assert check.of_weights < 2e-7 and check.of_logits < 2e-6
         assert check.of_weights == 0 or kind == "diffeqformer"
         model = opened.model
-        at = model.depth.from_features(model.depth.features(np.array([0.0, 1.5, 2.25, 6.0]) / 6))
+        steps = model.num_steps
+        times = np.array([0.0, 1.5, steps - 0.25, steps]) / steps
+        at = model.depth.from_features(model.depth.features(times))
         weights = dict(found.arrays())
         for layer, each in at.items():
             for leaf, value in each.items():
-                knots = weights.get(("depth", "layers", layer, leaf), np.zeros((6, 1)))
-                between = [knots[0], (knots[0] + knots[1]) / 2, 0.75 * knots[1] + 0.25 * knots[2], knots[5]]
+                knots = weights.get(("depth", "layers", layer, leaf), np.zeros((steps, 1)))
+                between = [knots[0], (knots[0] + knots[1]) / 2, 0.25 * knots[-2] + 0.75 * knots[-1], knots[-1]]
                 assert np.abs(np.asarray(value) - between).max() < 1e-3 * np.abs(knots).max() + 1e-9, (layer, leaf)
 
 
@@ -75,7 +80,7 @@ def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
     assert {str(array.dtype) for array in found.values()} == {"float32"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tables_work_in_both_directions(name, tmp_path):
     arrays, *_ = arrays_of(name)
     write_folder(tmp_path, arrays, CONFIGS[name])
@@ -83,13 +88,10 @@ def test_tables_work_in_both_directions(name, tmp_path):
     ours, made = dict(found.arrays()), {}
     for row, layer, _ in tensors_of(ARCHITECTURES[found.architecture].rows, shapes_of(found.config), 4):
         array = ours[row.ours][layer] if row.ours[0] == "depth" else ours[row.ours]
-        made[row.theirs.format(layer)] = row.transform.to_theirs(array, 4)
+        made[row.name(layer, set(arrays))] = row.transform.to_theirs(array, 4)
     assert made.keys() == arrays.keys()
     for key, array in made.items():
         np.testing.assert_array_equal(array, arrays[key])
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ("Llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": "", "biases": "none", "tied_head": False}),
         ("Llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
         ("Llama", {"rope_theta": 5, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, {"rope_theta": 5.0}),
-        ("Llama", {"rope_scaling": {"type": "llama3", **LLAMA3}}, {"rope_scaling": "8.0,1.0,4.0,8192"}),
+        (
+            "Llama",
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
+            {"rope_scaling": "8.0,1.0,4.0,8192"},
+        ),
         ("Llama", {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16}, {"head_width": 16, "num_steps": 32}),
         ("Llama", {"head_dim": 128, "num_key_value_heads": 32}, {"head_width": 0, "key_value_heads": 0}),
         ("Llama", {"num_key_value_heads": 4}, {"key_value_heads": 4}),

@@ -113,7 +113,7 @@ NEOX = [
     *_linear("attention_out", "gpt_neox.layers.{}.attention.dense"),
     *_linear("mlp_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
     *_linear("mlp_down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
-    Row(("lm_head",), "embed_out.weight", TRANSPOSED, ("lm_head.weight",)),
+    Row(("lm_head",), "lm_head.weight", TRANSPOSED, ("embed_out.weight",)),  # the second before Transformers 5
 ]
 
 

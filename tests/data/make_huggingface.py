@@ -1,4 +1,4 @@
-"""Make `huggingface_gpt2.npz` and `huggingface_llama.npz`: random parameters of tiny models, and their logits.
+"""Make `huggingface_*.npz`: random parameters of tiny models, and their logits.
 
     pip install torch transformers        # no dependency of diffeqformer
     python tests/data/make_huggingface.py
@@ -26,11 +26,12 @@ def redraw(model: torch.nn.Module) -> None:
 
 def save(name: str, model: torch.nn.Module) -> None:
     redraw(model)
+    tied = model.config.tie_word_embeddings
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model.eval()(tokens).logits
     parameters = {
-        key: value.numpy() for key, value in model.state_dict().items() if key != "lm_head.weight" or name == "llama"
+        key: value.numpy() for key, value in model.state_dict().items() if key != "lm_head.weight" or not tied
     }
     file = pathlib.Path(__file__).parent / f"huggingface_{name}.npz"
     np.savez_compressed(file, tokens=tokens.numpy().astype(np.int32), logits=logits.numpy(), **parameters)
@@ -65,3 +66,35 @@ save(
         )
     ),
 )
+
+SMALL = dict(
+    vocab_size=64,
+    max_position_embeddings=16,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    attn_implementation="eager",
+)
+llama3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+save(
+    "llama3",
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL,
+            num_key_value_heads=2,
+            head_dim=12,
+            rms_norm_eps=1e-3,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={**llama3, "original_max_position_embeddings": 64},
+        )
+    ),
+)
+save(
+    "qwen2",
+    transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SMALL, num_key_value_heads=1, tie_word_embeddings=True, use_sliding_window=False)
+    ),
+)
+save("neox", transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, rotary_pct=0.5)))

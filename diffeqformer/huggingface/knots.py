@@ -29,7 +29,7 @@ def knots_config(config: ConfigDict, kind: str) -> ConfigDict:
     """The config of the model of a kind whose weights at t = (n + 1) / L are those of a baseline's layer n of L."""
     config = config.copy_and_resolve_references()
     steps = config.model.num_steps
-    config.model.update(kind=kind, norm_of_norm=False, unit_steps=False, time_embed_dim=steps, span=float(steps))
+    config.model.update(kind=kind, norm_of_norm=False, time_embed_dim=steps, span=float(steps))
     return config
 
 

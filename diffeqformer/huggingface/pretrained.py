@@ -73,7 +73,7 @@ def open_pretrained(folder: pathlib.Path) -> Pretrained:
     config = base_config(folder.resolve().name, ARCHITECTURES[architecture].kind)
     config.model.update(model)
     config.model.update(dropout=0.0, dtype="float32")
-    config.sequence_length, config.sample.length = (min(n, config.model.max_length) for n in (1024, 256))
+    config.sequence_length = min(1024, config.model.max_length)
     tokenizer_file = folder / "tokenizer.json"
     config.data.update(tokenizer="huggingface", tokenizer_file=str(tokenizer_file))
     try:

@@ -108,7 +108,7 @@ class LocalFiles(seqio.DataSource):
 
 
 def configure(module: str, option: str = "config.data.module") -> None:
-    """Import a module that adds corpora, if one is named.
+    """Import a module that adds corpora, if one is named, and use the folder that TFDS_DATA_DIR names.
 
     The module may be in the current folder, even if the command's own script is elsewhere.
 
@@ -123,6 +123,8 @@ def configure(module: str, option: str = "config.data.module") -> None:
         except (Exception, SystemExit) as error:  # the module is the user's
             reason = f"{type(error).__name__}: {reason_of(error)}"
             raise UserError(f"{option}: {module} can't be imported: {reason}") from None
+    if folder := os.environ.get("TFDS_DATA_DIR"):  # TFDS reads it only when it is imported, `HubTexts` at each use
+        seqio.set_tfds_data_dir_override(folder)
 
 
 def examples(task: seqio.Task, split: str) -> Iterator[tuple[bytes, np.ndarray]]:

@@ -23,6 +23,7 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import work_folder
 from diffeqformer.checkpoints.one_by_one import new_checkpoints, save_one_by_one, size_on_disk
 from diffeqformer.console import command_line
+from diffeqformer.errors import counted
 from diffeqformer.huggingface.knots import KINDS, knots_arrays, knots_config
 from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
 from diffeqformer.parallel import hosts
@@ -37,8 +38,7 @@ class Check(NamedTuple):
 
     loss: in nats per token.
     likeliest: the texts of the likeliest next tokens, and their probabilities.
-    of_weights, of_logits: the largest error, as a part of the largest weight or logit; None for a baseline, which
-        holds the weights as they are.
+    of_weights, of_logits: the largest error, as a part of the largest one; None for a baseline, which has the weights.
     """
 
     loss: float
@@ -61,12 +61,8 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
     found, workdir = open_pretrained(folder), work_folder(workdir)
     config = knots_config(found.config, kind) if kind else found.config
     config.name = workdir.name or config.name
-    about = checkpoint.About(
-        config.to_dict(),
-        found.tokenizer.name,
-        found.tokenizer.save(),
-        materialized_from={"workdir": str(folder), "step": 0},
-    )
+    origin, tokenizer = {"workdir": str(folder), "step": 0}, found.tokenizer
+    about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save(), materialized_from=origin)
     with new_checkpoints(workdir, "--workdir"):
         save_one_by_one(workdir, 0, knots_arrays(config, found.arrays()) if kind else found.arrays(), about)
     return found, check(checkpoint.load(workdir).model, found, kind)
@@ -91,8 +87,8 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
     for path, array in found.arrays():
         params[path] = array
         if path[0] == "depth":
-            error = np.abs(np.asarray(made[path[-2]][path[-1]]) - array).max() / np.abs(array).max()
-            of_weights = max(of_weights, float(error))
+            error = np.abs(np.asarray(made[path[-2]][path[-1]]) - array).max()
+            of_weights = max(of_weights, float(error / (np.abs(array).max() or 1)))
     baseline = nnx.merge(split_model(abstract_model(found.config))[0], traverse_util.unflatten_dict(params))
     exact = np.asarray(_logits(*split_model(baseline), weights_at(baseline), jnp.array([ids])))
     of_logits = np.abs(logits - exact)[exact > -np.inf].max() / np.abs(exact).max()
@@ -101,12 +97,10 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
 
 def describe(found: Pretrained, check: Check) -> str:
     """What was read, and the check, in lines."""
-    places = [name for _, _, name, _ in found.places()]
-    described = [found.tensors.describe(name) for name in places]
-    total, types = sum(math.prod(shape) for _, _, shape in described), sorted({kind for _, kind, _ in described})
+    files, types, shapes = zip(*(found.tensors.describe(name) for _, _, name, _ in found.places()))
     lines = [
-        f"{found.folder}: {found.architecture}, {len(places)} tensors of {total:,} weights in {' and '.join(types)}, "
-        f"{len({file for file, _, _ in described})} file(s)",
+        f"{found.folder}: {found.architecture}, {counted(sum(map(math.prod, shapes)), 'weight')} in {len(shapes):,} "
+        f"tensors of {' and '.join(sorted({*types}))} and {counted(len({*files}), 'file')}",
         f"tokenizer: {found.tokenizer.vocab_size:,} ids of the model's {found.config.model.vocab_size:,}, end of text "
         f"{found.tokenizer.end_of_text}",
     ]

@@ -16,7 +16,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model
 from diffeqformer.huggingface.folder import INDEX
 from diffeqformer.huggingface.mapping import tensors_of
-from diffeqformer.huggingface.pretrained import open_pretrained, shapes_of
+from diffeqformer.huggingface.pretrained import open_pretrained
 from diffeqformer.import_model import SENTENCE, import_model
 from runs import command
 
@@ -86,9 +86,11 @@ def test_tables_work_in_both_directions(name, tmp_path):
     write_folder(tmp_path, arrays, CONFIGS[name])
     found = open_pretrained(tmp_path)
     ours, made = dict(found.arrays()), {}
-    for row, layer, _ in tensors_of(ARCHITECTURES[found.architecture].rows, shapes_of(found.config), 4):
+    rows, leaves = ARCHITECTURES[found.architecture].rows, {path: array.shape for path, array in ours.items()}
+    for row, layer, key, shape in tensors_of(rows, leaves, 4):
         array = ours[row.ours][layer] if row.ours[0] == "depth" else ours[row.ours]
-        made[row.name(layer, set(arrays))] = row.transform.to_theirs(array, 4)
+        made[key] = row.transform.to_theirs(array, 4)
+        assert made[key].shape == shape
     assert made.keys() == arrays.keys()
     for key, array in made.items():
         np.testing.assert_array_equal(array, arrays[key])
@@ -133,6 +135,7 @@ REFUSED = [
     ({"hidden_size": "32"}, "hidden_size: must be of type int, but it is '32'"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: must be of the type default or llama3 .* 'yarn'"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "rope_parameters: must give factor, low_freq_factor, .* as numbers"),
+    ({"rms_norm_eps": 0}, "the epsilon of norms: must be above 0 to be imported, but it is 0.0"),
     ({"rope_parameters": 3}, "rope_parameters: must hold fields, but it is 3"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta: must have one value, but it is"),
     ({"layer_types": ["sliding_attention"]}, "layer_types: must be full_attention alone"),
@@ -210,7 +213,10 @@ def test_the_command_says_what_it_read(tmp_path):
     options = f"--from={tmp_path / 'folder'}", f"--workdir={tmp_path / 'run'}"
     done = command("import_model", *options, "--kind=diffeqformer")
     assert done.returncode == 0, done.stderr
-    for part in (": LlamaForCausalLM, 57 tensors of 65,952 weights in F32", "60 ids of the model's 64, end of text 59"):
+    for part in (
+        ": LlamaForCausalLM, 65,952 weights in 57 tensors of F32 and 1 file",
+        "60 ids of the model's 64, end of text 59",
+    ):
         assert part in done.stdout
     assert "largest error of a weight: " in done.stdout and f"{SENTENCE!r}: " in done.stdout
     again = command("import_model", *options)

@@ -34,6 +34,16 @@ class _BytePieces:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
+class _TextPieces:
+    """A tokenizer whose ids stand for text."""
+
+    exact = False
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The text of some ids in UTF-8."""
+        return self.decode(ids).encode()
+
+
 class ByteTokenizer(_BytePieces):
     """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
@@ -144,7 +154,7 @@ class GPT2Tokenizer(_BytePieces):
         return cls({base64.b64decode(line): i for i, line in enumerate(_unpack(saved).split(b"\n"))})
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_TextPieces):
     """A SentencePiece model, whose end-of-sentence id ends a document. Its name holds the model's SHA-256.
 
     Args:
@@ -153,8 +163,6 @@ class SentencePieceTokenizer:
     Raises:
         UserError: if it isn't one, or has no end-of-sentence id.
     """
-
-    exact = False
 
     def __init__(self, model: bytes):
         import sentencepiece
@@ -191,10 +199,6 @@ class SentencePieceTokenizer:
         """The text of some ids: end-of-text and other control ids are left out."""
         return self._processor.decode(list(map(int, ids)))
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The same in UTF-8."""
-        return self.decode(ids).encode()
-
     def save(self) -> str:
         """The model file."""
         return _pack(self._model)
@@ -205,7 +209,7 @@ class SentencePieceTokenizer:
         return cls(_unpack(saved))
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_TextPieces):
     """A tokenizer.json of Hugging Face's, by `tokenizers`. Its name holds the SHA-256 of the file and of `end_of_text`.
 
     The spelling of special tokens is ordinary text, no token is added at the beginning, and nothing is cut or padded,
@@ -218,8 +222,6 @@ class HuggingFaceTokenizer:
     Raises:
         UserError: if it isn't one, or has no such token.
     """
-
-    exact = False
 
     def __init__(self, file: bytes, end_of_text: str | int):
         import tokenizers
@@ -263,10 +265,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids. Special ones are left out, and those that pad the model's vocabulary."""
         return self._encoding.decode(list(map(int, ids)), skip_special_tokens=True)
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The same in UTF-8."""
-        return self.decode(ids).encode()
 
     def _data(self) -> bytes:
         return b"%d\n%s" % (self.end_of_text, self._file)

@@ -11,65 +11,31 @@ from typing import Any, NamedTuple
 from diffeqformer.errors import UserError
 from diffeqformer.huggingface.mapping import GPT2, LLAMA, NEOX, Row
 
-OF_LLAMA = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 0,  # as many as heads
-    "head_dim": 0,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 1.0,
-    "use_sliding_window": False,
-    "sliding_window": 0,
-}
-OF_QWEN2 = OF_LLAMA | {
-    "vocab_size": 151_936,
-    "intermediate_size": 22_016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32_768,
-}
-OF_MISTRAL = OF_LLAMA | {
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-}
-OF_GPT2 = {
-    "vocab_size": 50_257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": 0,  # four times n_embd
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
-OF_NEOX = {
-    "vocab_size": 50_432,
-    "hidden_size": 6144,
-    "intermediate_size": 24_576,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-5,
-    "attention_bias": True,
-    "use_parallel_residual": True,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.25,
-}
+OF_LLAMA = dict(
+    vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=0,  # as many as heads
+    head_dim=0,  # hidden_size / num_attention_heads
+    hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, attention_bias=False, mlp_bias=False,
+    tie_word_embeddings=False, rope_theta=10_000.0, partial_rotary_factor=1.0, use_sliding_window=False,
+    sliding_window=0,
+)  # fmt: skip
+OF_QWEN2 = OF_LLAMA | dict(
+    vocab_size=151_936, intermediate_size=22_016, num_key_value_heads=32, max_position_embeddings=32_768
+)
+OF_MISTRAL = OF_LLAMA | dict(
+    intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
+)
+OF_GPT2 = dict(
+    vocab_size=50_257, n_positions=1024, n_embd=768, n_layer=12, n_head=12,
+    n_inner=0,  # four times n_embd
+    activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True,
+)  # fmt: skip
+OF_NEOX = dict(
+    vocab_size=50_432, hidden_size=6144, intermediate_size=24_576, num_hidden_layers=44, num_attention_heads=64,
+    hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, attention_bias=True,
+    use_parallel_residual=True, tie_word_embeddings=False, rope_theta=10_000.0, partial_rotary_factor=0.25,
+)  # fmt: skip
 OTHER_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """What earlier versions called two fields of GPT-NeoX."""
 
@@ -103,26 +69,32 @@ def _gpt2(fields: dict) -> dict:
     }
 
 
+OURS = {
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+    "num_steps": "num_hidden_layers",
+    "max_length": "max_position_embeddings",
+    "tied_head": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+}
+"""Our names of what all architectures but GPT-2 call the same."""
+
+
 def _llama(fields: dict) -> dict:
     """The same for a LlamaForCausalLM and what has its block."""
     _require(fields, "hidden_act", "silu", "swish")
     _require(fields, "partial_rotary_factor", 1.0)
-    heads, width, of_values = (fields[name] for name in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
+    heads, of_values, head_width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if fields["mlp_bias"] and not fields["attention_bias"]:
         raise Unsupported("mlp_bias: must be False without attention_bias to be imported, but it is True")
     return {
-        "width": width,
-        "heads": heads,
+        **{ours: fields[theirs] for ours, theirs in OURS.items()},
         "key_value_heads": 0 if of_values == heads else of_values,
-        "head_width": 0 if fields["head_dim"] * heads == width else fields["head_dim"],
-        "mlp": fields["intermediate_size"],
-        "num_steps": fields["num_hidden_layers"],
-        "max_length": fields["max_position_embeddings"],
+        "head_width": 0 if head_width * heads == fields["hidden_size"] else head_width,
         "norm_epsilon": fields["rms_norm_eps"],
-        "tied_head": fields["tie_word_embeddings"],
         "biases": "all" if fields["mlp_bias"] else "attention" if fields["attention_bias"] else "none",
-        "rope_theta": fields["rope_theta"],
-        "rope_scaling": fields["rope_scaling"],
     }
 
 
@@ -148,15 +120,8 @@ def _neox(fields: dict) -> dict:
     _require(fields, "hidden_act", "gelu")
     _require(fields, "attention_bias", True)
     return {
-        "width": fields["hidden_size"],
-        "heads": fields["num_attention_heads"],
-        "mlp": fields["intermediate_size"],
-        "num_steps": fields["num_hidden_layers"],
-        "max_length": fields["max_position_embeddings"],
+        **{ours: fields[theirs] for ours, theirs in OURS.items()},
         "norm_epsilon": fields["layer_norm_eps"],
-        "tied_head": fields["tie_word_embeddings"],
-        "rope_theta": fields["rope_theta"],
-        "rope_scaling": fields["rope_scaling"],
         "rotary_fraction": fields["partial_rotary_factor"],
         "solver": "euler" if fields["use_parallel_residual"] else "lie_trotter",
     }
@@ -203,11 +168,16 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
             raise Unsupported(f"architectures: must be one of {', '.join(ARCHITECTURES)}, but it is {name!r}")
         if given.get("quantization_config"):
             raise Unsupported("quantization_config: the weights are quantised; take a folder with the original ones")
-        if {*(given.get("layer_types") or ())} - {"full_attention"}:
-            raise Unsupported(f"layer_types: must be full_attention alone, but it is {given['layer_types']!r}")
-        architecture = ARCHITECTURES[name]
-        fields = _with_defaults(_with_rotations(given), architecture.defaults)
-        return name, {**architecture.model(fields), "vocab_size": fields["vocab_size"]}
+        layers = given.get("layer_types") or []
+        if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+            raise Unsupported(f"layer_types: must be full_attention alone, but it is {layers!r}")
+        fields = _with_defaults(_with_rotations(given), ARCHITECTURES[name].defaults)
+        model = {**ARCHITECTURES[name].model(fields), "vocab_size": fields["vocab_size"]}
+        if not model["norm_epsilon"] > 0:  # our 0 stands for a default
+            raise Unsupported(
+                f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}"
+            )
+        return name, model
     except Unsupported as error:
         raise UserError(f"{file}: {error}") from None
 

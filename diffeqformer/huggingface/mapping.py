@@ -1,6 +1,6 @@
 """Which parameter of ours is which of theirs, in both directions: one table for each architecture."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -40,22 +40,21 @@ class Row(NamedTuple):
     ours: its path, where the layers' arrays are stacked if it is in `depth`.
     theirs: the name of their tensor, with {} for the number of the layer.
     transform: how one becomes the other.
-    others: further names under which files have it.
+    earlier: its name in files of earlier versions.
     """
 
     ours: Path
     theirs: str
     transform: Transform = SAME
-    others: tuple[str, ...] = ()
+    earlier: str = ""
 
-    def name(self, layer: int, names: set[str]) -> str:
-        """The name of its tensor among `names`; if it isn't there, the usual one."""
-        usual, *others = (name.format(layer) for name in (self.theirs, *self.others))
-        return next((name for name in (usual, *others) if name in names), usual)
+    def name(self, layer: int, names: Collection[str]) -> str:
+        """The name of its tensor among `names`, where its first part may be missing; if it isn't there, the usual one.
 
-
-def _norm(ours: Path, theirs: str) -> list[Row]:
-    return [Row((*ours, "scale"), f"{theirs}.weight"), Row((*ours, "shift"), f"{theirs}.bias")]
+        The first part is that of the whole model, without a head, from which some files were saved.
+        """
+        usual = self.theirs.format(layer)
+        return next((name for name in (usual, self.earlier, usual.partition(".")[2]) if name in names), usual)
 
 
 def _linear(layer: str, theirs: str, kernel: Transform = TRANSPOSED, bias: Transform = SAME) -> list[Row]:
@@ -65,29 +64,22 @@ def _linear(layer: str, theirs: str, kernel: Transform = TRANSPOSED, bias: Trans
 
 def _norms(attention: str, feed_forward: str, last: str) -> list[Row]:
     layers = "depth", "layers"
-    rows = [*_norm((*layers, "norm_attention"), attention), *_norm((*layers, "norm_mlp"), feed_forward)]
-    return rows + _norm(("final_norm",), last)
+    norms = {(*layers, "norm_attention"): attention, (*layers, "norm_mlp"): feed_forward, ("final_norm",): last}
+    leaves = {"scale": "weight", "shift": "bias"}
+    return [Row((*ours, a), f"{theirs}.{b}") for ours, theirs in norms.items() for a, b in leaves.items()]
 
 
-def _without_prefix(rows: list[Row], prefix: str) -> list[Row]:
-    """The same rows, of files that may also leave out the prefix of all names."""
-    return [row._replace(others=(*row.others, row.theirs.removeprefix(prefix))) for row in rows]
-
-
-GPT2 = _without_prefix(
-    [
-        Row(("token_embedding",), "transformer.wte.weight"),
-        Row(("position_embedding",), "transformer.wpe.weight"),
-        *_norms("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
-        # GPT-2 has no Linear but Conv1D, which keeps [inputs, outputs] as we do
-        *_linear("qkv", "transformer.h.{}.attn.c_attn", HEADS_FIRST, HEADS_FIRST),
-        *_linear("attention_out", "transformer.h.{}.attn.c_proj", SAME),
-        *_linear("mlp_up", "transformer.h.{}.mlp.c_fc", SAME),
-        *_linear("mlp_down", "transformer.h.{}.mlp.c_proj", SAME),
-        Row(("lm_head",), "lm_head.weight", TRANSPOSED),
-    ],
-    "transformer.",
-)
+GPT2 = [
+    Row(("token_embedding",), "transformer.wte.weight"),
+    Row(("position_embedding",), "transformer.wpe.weight"),
+    *_norms("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
+    # GPT-2 has no Linear but Conv1D, which keeps [inputs, outputs] as we do
+    *_linear("qkv", "transformer.h.{}.attn.c_attn", HEADS_FIRST, HEADS_FIRST),
+    *_linear("attention_out", "transformer.h.{}.attn.c_proj", SAME),
+    *_linear("mlp_up", "transformer.h.{}.mlp.c_fc", SAME),
+    *_linear("mlp_down", "transformer.h.{}.mlp.c_proj", SAME),
+    Row(("lm_head",), "lm_head.weight", TRANSPOSED),
+]
 LLAMA = [
     Row(("token_embedding",), "model.embed_tokens.weight"),
     *_norms("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm", "model.norm"),
@@ -113,20 +105,23 @@ NEOX = [
     *_linear("attention_out", "gpt_neox.layers.{}.attention.dense"),
     *_linear("mlp_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
     *_linear("mlp_down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
-    Row(("lm_head",), "lm_head.weight", TRANSPOSED, ("embed_out.weight",)),  # the second before Transformers 5
+    Row(("lm_head",), "lm_head.weight", TRANSPOSED, "embed_out.weight"),  # the second before Transformers 5
 ]
 
 
-def tensors_of(rows: list[Row], leaves: dict[Path, tuple[int, ...]], heads: int) -> Iterator[tuple[Row, int, tuple]]:
-    """The tensors that a model consists of: each one's row, the number of its layer, and its shape in their layout.
+def tensors_of(
+    rows: list[Row], leaves: dict[Path, tuple[int, ...]], heads: int, names: Collection[str] = ()
+) -> Iterator[tuple[Row, int, str, tuple[int, ...]]]:
+    """The tensors that a model consists of: each one's row, the number of its layer, its name, and its shape there.
 
     Args:
         leaves: the shapes of our parameters, by path.
+        names: those of a file, which may have other names for some.
     """
     for row in rows:
         if row.ours in leaves:
-            stacked = row.ours[0] == "depth"
-            shape = leaves[row.ours][stacked:]
-            theirs = row.transform.to_theirs(np.broadcast_to(np.float32(0), shape), heads).shape
-            for layer in range(leaves[row.ours][0] if stacked else 1):
-                yield row, layer, theirs
+            stacked, shape = row.ours[0] == "depth", leaves[row.ours]
+            one = np.broadcast_to(np.float32(0), shape[stacked:])
+            theirs = row.transform.to_theirs(one, heads).shape
+            for layer in range(shape[0] if stacked else 1):
+                yield row, layer, row.name(layer, names), theirs

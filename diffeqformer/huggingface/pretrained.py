@@ -37,10 +37,8 @@ class Pretrained(NamedTuple):
 
     def places(self) -> Iterator[tuple[Row, int, str, tuple[int, ...]]]:
         """Its tensors: the row in the table, the number of the layer, the name, and the shape that config.json says."""
-        leaves, names = shapes_of(self.config), self.tensors.names()
-        rows = ARCHITECTURES[self.architecture].rows
-        for row, layer, shape in tensors_of(rows, leaves, self.config.model.heads):
-            yield row, layer, row.name(layer, names), shape
+        leaves, rows = shapes_of(self.config), ARCHITECTURES[self.architecture].rows
+        return tensors_of(rows, leaves, self.config.model.heads, self.tensors.names())
 
     def arrays(self) -> Iterator[tuple[Path, np.ndarray]]:
         """The parameters of our baseline in fp32, with their paths, one made after the other."""

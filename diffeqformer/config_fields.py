@@ -23,7 +23,7 @@ from diffeqformer.fields.llama import BIASES
 from diffeqformer.fields.rotary import read_scaling
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import REMAT
-from diffeqformer.transformer import MODELS, vector_field
+from diffeqformer.transformer import MODELS
 
 
 class Values(NamedTuple):
@@ -119,20 +119,24 @@ OF_LAYERS = Ignored(
     lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
     "layers and adapters generate no weights",
 )
-NO_SUCH_NORM = Ignored(
-    lambda c: not c.base and (MODELS[c.model.kind].vanilla or not hasattr(vector_field(c.model), "norm_of_norm")),
-    "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
-)
+
+
+def block_reads(config: ConfigDict, name: str) -> bool:
+    """Whether the block of a config, whose values may be wrong, has a field named like that one of the model."""
+    return name in {field.name for field in dataclasses.fields(FIELDS[config.model.field])}
 
 
 def unless_read(name: str) -> Ignored:
     """For a field of the model that not every block reads."""
     return Ignored(
-        lambda c: not c.base and name not in {field.name for field in dataclasses.fields(FIELDS[c.model.field])},
-        "the block of model.field {c.model.field} doesn't read it",
+        lambda c: not c.base and not block_reads(c, name), "the block of model.field {c.model.field} doesn't read it"
     )
 
 
+NO_SUCH_NORM = Ignored(
+    lambda c: not c.base and (MODELS[c.model.kind].vanilla or not block_reads(c, "norm_of_norm")),
+    "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
+)
 NO_ADAPTERS = Ignored(lambda c: not c.model.lora_rank, "lora_rank is 0")
 NOT_BINOMIAL = Ignored(lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}")
 NO_DECAY = Ignored(lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0")

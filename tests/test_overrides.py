@@ -60,6 +60,11 @@ def test_an_unknown_model_is_left_to_the_check_of_all_fields():
     check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
 
 
+def test_a_wrong_value_is_left_to_the_check_of_all_fields():
+    for wrong in ({"model__heads": 0}, {"model__biases": "some"}):
+        check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
+
+
 def test_what_a_base_has_may_be_said_again():
     check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
 

@@ -73,7 +73,7 @@ ROWS = [
     # training that is pretended; other studies of a clone have all their rows
     Row(r"experiments/(paper)\.py", r"tests/pretended_\1.py"),
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
-    Row(r"experiments/(recipe)\.py", r"tests/pretended_\1.py", add="--results=recipe.json --folder=recipe"),
+    Row(r"experiments/(recipe)\.py", r"tests/pretended_\1.py", add="--results=recipe.json --folder=."),
     Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
     # what is small
     Row(r"\bmain (--config=\S+)(?!.*smollm2)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),

@@ -1,4 +1,4 @@
-# make train      train a small Neural ODE Transformer on real text (about ten minutes)
+# make train      train a small Neural ODE Transformer on real text (about twelve minutes on two cores)
 # make test       the test suite
 # make test-fast  a subset for use after every change
 # make test-shuffled  the test suite in random order; it prints its seed, PYTEST='--randomly-seed=N' repeats it

@@ -8,7 +8,7 @@ The text is Python's own standard library. Shape, schedule and rates were chosen
 experiments/ablations.py tunes rates.
 
 What to expect, with the first command and Python 3.11.7: about 1.7 bits/byte on the validation split after 5,000 steps,
-in ten minutes on one core of an Intel Xeon. docs/results.md compares :diffeqformer with :gpt and :shared.
+in twelve minutes on two cores of an Intel Xeon. docs/results.md compares :diffeqformer with :gpt and :shared.
 """
 
 from diffeqformer.config import as_recipe, base_config

@@ -240,10 +240,18 @@ def check_overrides(arguments: list[str]) -> None:
 
 
 def given_fields(arguments: list[str]) -> set[str]:
-    """The fields that `--config.FIELD=VALUE` among the command's arguments set."""
-    options = [argument.lstrip("-") for argument in arguments if argument.startswith("-")]
-    names = {option.removeprefix("no").partition("=")[0] for option in options}
-    return {name.removeprefix("config.") for name in names if name.startswith("config.")}
+    """The fields that `--config.FIELD=VALUE` among the command's arguments set, and model.kind if it is named.
+
+    It is named after the config, as in `--config=tiny:gpt`.
+    """
+    names = set()
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = argument.lstrip("-").removeprefix("no").partition("=")
+        if argument.startswith("-") and name.startswith("config."):
+            names.add(name.removeprefix("config."))
+        elif argument.startswith("-") and name == "config" and ":" in os.path.basename(value if equals else following):
+            names.add("model.kind")
+    return names
 
 
 def check_used(arguments: list[str], config: ConfigDict) -> None:

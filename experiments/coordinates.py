@@ -4,8 +4,8 @@
 
 Each model of configs/tiny.py is trained for ten steps at a constant rate on one batch of random bytes. Shown is the
 root mean square of what the steps have changed: in the kernel of attention_out, in the last state, which the final norm
-brings to unit size, and in the logits. Where lines stay level, the rate carries over. The upper three rows have the
-recipe's generator (generator_start=unit, base_width=96), the lower three the published one.
+brings to unit size, and in the logits. Where lines stay level, the rate carries over. The upper three rows have a
+generator with generator_start=unit and base_width=96, the lower three the published one.
 """
 
 import pathlib
@@ -28,7 +28,7 @@ OUTPUT = flags.DEFINE_string("output", "runs/coordinates.png", "The picture.")
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "tiny.py"
 SWEEPS = {"width": (48, 96, 192, 384), "num_steps": (2, 4, 8, 16, 32), "time_embed_dim": (4, 12, 24, 48, 96)}
 MEASURED = ("kernel", "state", "logits")
-RECIPE = {"solver": "lie_trotter", "generator_start": "unit", "base_width": 96}
+UNIT = {"solver": "lie_trotter", "generator_start": "unit", "base_width": 96}
 
 
 def config_of(changes: dict):
@@ -69,7 +69,7 @@ def main(_) -> None:
     from diffeqformer.console.figures import new_figure
 
     figure, panels = new_figure(2 * len(MEASURED), len(SWEEPS), (4 * len(SWEEPS), 5 * len(MEASURED)))
-    for row, form in enumerate((RECIPE, {"solver": "lie_trotter"})):
+    for row, form in enumerate((UNIT, {"solver": "lie_trotter"})):
         for column, (name, values) in enumerate(SWEEPS.items()):
             found = np.array([changed(form | {name: value}) for value in values])  # [values, steps, measured]
             for index, measured in enumerate(MEASURED):

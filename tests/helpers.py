@@ -50,7 +50,7 @@ def long_to_compile(case: tuple) -> bool:
 
 
 def load_config(name: str, model: str = "diffeqformer"):
-    """The config of a file in configs/."""
+    """The config of a file in configs/, for a model that can follow its name."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -17,11 +17,12 @@ from diffeqformer.config import (
 )
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
+from diffeqformer.fields.layers import Linear
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.rules import RULES
 from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, abstract_model
+from diffeqformer.transformer import MODELS, abstract_model, vector_field
 from helpers import CONFIGS, load_config, toy_config
 
 
@@ -32,13 +33,25 @@ def pairs() -> list:
     return [*quick, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "recipe"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_sound(name, model):
     config = load_config(name, model)
     config.data.tokenizer_file = "a_model" if config.data.tokenizer == "sentencepiece" else ""
     check_config(config, num_devices=8)
     check_config(config, num_devices=None)  # of a machine that only prepares the text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recipe_has_the_layers_of_a_llama_as_knots(name):
+    recipe, llama = load_config(name, "recipe"), load_config(name, "llama")
+    steps = llama.model.num_steps
+    assert (recipe.model.num_steps, recipe.model.time_embed_dim, recipe.model.span) == (steps, steps, steps)
+    assert (recipe.model.kind, recipe.optimizer.name) == ("interpolated", "muon")
+    ours, theirs = (vector_field(config.model).layers() for config in (recipe, llama))
+    assert {name: layer for name, layer in ours.items() if isinstance(layer, Linear)} == {
+        name: layer for name, layer in theirs.items() if isinstance(layer, Linear)
+    }
 
 
 def test_the_elastic_config_is_sound():

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from diffeqformer import prepare
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.config import base_config, check_config
+from diffeqformer.config import base_config, check_config, given_fields
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
@@ -329,6 +329,12 @@ def test_what_does_not_fit_the_base_is_refused(tmp_path):
     assert (inherited.width, inherited.dropout) == (32, 0.25)
     with pytest.raises(UserError, match="^config.model.width: must be the base's, 32, but it is 64"):
         finetune.inherit(file, tmp_path / "new", {"base", "model.width"})
+    recipe = load_config("tiny", "recipe")
+    recipe.base = str(tmp_path / "gpt")
+    taken = finetune.inherit(recipe, tmp_path / "new", given_fields(["--config=tiny", "--config.base=x"]))
+    assert (taken.model.kind, taken.model.solver, taken.optimizer.name) == ("gpt", "lie_trotter", "muon")
+    with pytest.raises(UserError, match="^config.base: must be the folder of a model of the kind interpolated"):
+        finetune.inherit(recipe, tmp_path / "new", given_fields(["--config", "tiny:recipe", "--config.base=x"]))
     with pytest.raises(
         UserError, match="^config.data.tokenizer: must be the tokenizer of config.base, bytes, .* gives other ids"
     ):

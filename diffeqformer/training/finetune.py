@@ -43,6 +43,9 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     if meant := given is None or "base" not in given:  # a file or a notebook names this base
         default = base_config("", config.model.kind).model.num_steps
         given = {*(given or ()), *["model.num_steps"] * (config.model.num_steps != default)}
+    elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
+        config = config.copy_and_resolve_references()
+        config.model.kind = "diffeqformer"  # which any base suits
     try:
         about, ours = damage.newest_readable(workdir)
     except checkpoint.NoCheckpoint:

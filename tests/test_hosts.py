@@ -303,11 +303,12 @@ def test_two_processes_go_back_together_from_a_damaged_checkpoint(tmp_path, shor
     finish(start(2, 1, [tmp_path] * 2, short_stores))
     [file] = (tmp_path / "checkpoints" / "24" / "about").glob("data.json")
     record = unsealed(json.loads(file.read_text()))
-    record["checksums"]["optimizer/1/0/mu/token_embedding"] = 16 * "0"  # as if these had been others
+    [moment] = (name for name in record["checksums"] if name.endswith("/mu/token_embedding"))
+    record["checksums"][moment] = 16 * "0"  # as if these had been others
     file.write_text(json.dumps(sealed(record)))
     expected = curves(tmp_path)["train/loss"][24]
     [(output, _), _] = finish(start(2, 1, [tmp_path] * 2, short_stores))
-    assert "24: this checkpoint can't be read: optimizer/1/0/mu/token_embedding isn't what was saved" in output
+    assert f"24: this checkpoint can't be read: {moment} isn't what was saved" in output
     assert f"by its checksum; it is now {tmp_path}/damaged/24, and the one before it is taken" in output
     assert "from its checkpoint at step 20" in output and curves(tmp_path)["train/loss"][24] == expected
 

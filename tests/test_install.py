@@ -101,7 +101,7 @@ def test_a_wheel_has_the_task_files(wheel):
 @pytest.mark.slow
 def test_a_wheel_trains_from_an_empty_folder(trained):
     _, folder, said = trained
-    assert "Preparing python_stdlib into token_stores/python_stdlib-bytes" in said and "tiny: diffeqformer, " in said
+    assert "Preparing python_stdlib into token_stores/python_stdlib-bytes" in said and "tiny: interpolated, " in said
     assert sorted(path.name for path in folder.iterdir()) == ["runs", "token_stores"]
     assert (folder / "runs" / "tiny" / "checkpoints" / "3").is_dir()
 
@@ -117,7 +117,7 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, t
     assert lines[0].startswith("main ") and len(lines) == len(COMMANDS) + 2
 
     workdir = "--workdir=runs/tiny"
-    assert run(python, folder, "inspect", workdir).stdout.startswith("tiny: diffeqformer")
+    assert run(python, folder, "inspect", workdir).stdout.startswith("tiny: interpolated")
     assert "def " in run(python, folder, "generate", workdir, "--prompt=def ", "--tokens=4").stdout
     assert "bits/byte" in run(python, folder, "evaluate", workdir).stdout
     run(python, folder, "analyze", workdir, "--parts=spectra", "--nofeed_forward")

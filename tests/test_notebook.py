@@ -115,7 +115,7 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     files = "--config.data.train_files=text.txt --config.data.validation_files=other.txt"
     said = printed(**{"--config.steps=1000": f"--config.steps=2 {files}"})
     assert "Upload a wheel" in said and not list(computer.iterdir())
-    assert "tiny: diffeqformer" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
+    assert "tiny: interpolated" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
     find = "import importlib.util; print(importlib.util.find_spec('tensorflow'))"
     assert subprocess.run([python, "-c", find], capture_output=True, text=True).stdout == "None\n"
 

@@ -83,9 +83,10 @@ def test_a_fine_tuning_run_is_planned_whole(run, tmp_path):
 
 
 SHORT = [  # a small run whose arrays are whole tiles
-    "--config=configs/tiny.py", "--topology=v5e:2x2", "--config.batch_size=32", "--config.sequence_length=512",
-    "--config.model.num_steps=8", "--config.model.max_length=512", "--config.model.width=256",
-    "--config.model.mlp=1024", "--config.model.vocab_multiple=128", "--config.model.dtype=bfloat16",
+    "--config=configs/tiny.py:diffeqformer", "--topology=v5e:2x2", "--config.batch_size=32",
+    "--config.sequence_length=512", "--config.model.num_steps=8", "--config.model.max_length=512",
+    "--config.model.width=256", "--config.model.mlp=1024", "--config.model.vocab_multiple=128",
+    "--config.model.dtype=bfloat16",
 ]  # fmt: skip
 
 

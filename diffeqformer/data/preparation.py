@@ -235,10 +235,11 @@ def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardP
     remaining = iter(todo)  # taking the next one is atomic
     for worker in workers:
         threading.Thread(target=_follow, args=(worker, partial, progress, remaining), daemon=True).start()
-    while (done := progress.done()) < len(todo):
+    while progress.done() < len(todo):
         time.sleep(0.05)
         progress.show()
         if failures := [worker.failure for worker in workers if worker.failure]:
+            done = progress.done()
             goes_on = (
                 f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them, "
                 "unless the text has to change)"

@@ -50,18 +50,16 @@ MUON = {"optimizer.name": "muon"}
 UNIT = {"model.solver": "lie_trotter", "model.generator_start": "unit"}
 LLAMA = {"model.field": "llama"}
 PLAIN = LLAMA | {"model.norm_of_norm": False}
-KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # the layers of tiny.py's Llama, as functions of time
+KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # the layers of tiny.py's baselines, as functions of time
 ELASTIC = {"model.training_depths": "2:1,4:3"}
 
 FORM = {
     "gpt": Form("gpt", "gpt"),
     "gpt's block, published": Form("diffeqformer", "gpt"),
-    "gpt's block, unit": Form("diffeqformer", "gpt", UNIT),
     "gpt, muon": Form("gpt", "gpt, muon", MUON),
-    "gpt's block, unit, muon": Form("diffeqformer", "gpt, muon", UNIT | MUON),
+    "gpt's block, interpolated, muon": Form("interpolated", "gpt, muon", KNOTS),
     "llama": Form("llama", "llama"),
     "llama's block, published": Form("diffeqformer", "llama", LLAMA),
-    "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT),
     "llama, muon": Form("llama", "llama, muon", MUON),
     "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
     "llama's block, interpolated, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS),

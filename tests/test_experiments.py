@@ -285,7 +285,7 @@ def test_every_picture_of_the_docs_is_drawn(tmp_path):
 
 def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path):
     options = (f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", "--steps=100", "--seeds=2")
-    done = command("pretended_recipe", *options, "--forms=llama;llama's block, unit")
+    done = command("pretended_recipe", *options, "--forms=llama;llama's block, published")
     assert done.returncode == 0, done.stderr
     trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
     tuned = [line for line in trained if "python_packages" in line]
@@ -293,9 +293,9 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path):
     assert not any("-1e-3-" in line for line in tuned) and sum("-1.6e-2-" in line for line in tuned) == 2
     assert len(trained) == len(tuned) + 2 * 2 and all("-8e-3-" in line for line in trained[8:])
     assert "| llama | 1,234 |  | 8e-3 | 2.515 ± 0.007 |  |" in done.stdout
-    assert "| llama's block, unit | 1,234 | 2.0 | 8e-3 | 2.415 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
+    assert "| llama's block, published | 1,234 | 2.0 | 8e-3 | 2.415 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
     assert (tmp_path / "tiny-recipe.png").stat().st_size > 5_000
-    again = command("pretended_recipe", *options, "--forms=llama;llama's block, unit")
+    again = command("pretended_recipe", *options, "--forms=llama;llama's block, published")
     assert "trained" not in again.stdout and again.stdout.endswith(done.stdout[done.stdout.index("| form") :])
     wrong = command("pretended_recipe", *options, "--forms=bert")
     assert wrong.returncode == 1 and wrong.stderr.startswith("--forms: must be of gpt; gpt's block, published;")

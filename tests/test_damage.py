@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffeqformer.checkpoints import checkpoint, checksums, damage
 from diffeqformer.checkpoints import folder as checkpoint_folder
-from diffeqformer.console.progress import Progress, read_curves
+from diffeqformer.console.progress import read_curves
 from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError
 from diffeqformer.inspect import inspect_run
@@ -25,6 +25,7 @@ from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
+from diffeqformer.training.hooks import Hooks, Step
 from diffeqformer.training.run import Run, set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
@@ -296,16 +297,17 @@ def test_a_run_checks_its_token_store_before_it_saves_anything(tmp_path, short_s
 
 
 def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_to_stop(monkeypatch):
-    done, verified, progress = [], mock.Mock(concurrent.futures.Future), mock.Mock(Progress)
+    done, verified, hooks = [], mock.Mock(concurrent.futures.Future), mock.Mock()
     verified.done.return_value, verified.result.side_effect = False, lambda: done.append("check")
-    progress.flush.side_effect = lambda: done.append("curves")
+    hooks.progress.flush.side_effect = lambda: done.append("curves")
     monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
-    run = run_with(
-        config=toy_config("gpt"), verified=verified, clock=Stopwatch(0.0), checkpoints=None,
-        about=checkpoint.About({}, "bytes"), program=types.SimpleNamespace(trained=lambda params: params),
+    hooks.clock = Stopwatch(0.0)
+    hooks.run = run_with(
+        config=toy_config("gpt"), verified=verified, checkpoints=None, about=checkpoint.About({}, "bytes"),
+        program=types.SimpleNamespace(trained=lambda params: params),
     )  # fmt: skip
     for stopping, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
-        loop.save(run, 1, {"params": {}}, progress, None, stopping)
+        Hooks.save(hooks, Step(1, {"params": {}}, validates=False, saves=True, stops=stopping))
         assert done == expected
         done.clear()
 

@@ -24,8 +24,8 @@ from diffeqformer.inference.lm_eval_model import HarnessModel
 from diffeqformer.inference.perplexity import Evaluation
 from diffeqformer.inference.scoring import Scorer
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import loop
 from diffeqformer.training.step import Program
+from diffeqformer.training.validation import validate
 from diffeqformer.transformer import Transformer, split_model
 from helpers import ONE_DEVICE, lively_model, logits_of, make_store, save_params, toy_config
 from runs import command
@@ -209,7 +209,7 @@ def test_the_papers_perplexity_is_that_of_training(workdir, text, results, tmp_p
     params = transformer.split_model(checkpoint.load(workdir).model)[1]
     split = open_store(tmp_path / "store", "bytes", 8)["validation"]
     for row in results[1]["rows"][:2]:
-        scores = loop.validate(program, params, split, config, row["num_steps"])
+        scores = validate(program, params, split, config, row["num_steps"])
         assert scores["perplexity"] == pytest.approx(row["paper_perplexity"], rel=1e-5)
 
 

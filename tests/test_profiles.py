@@ -10,7 +10,7 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.store import Split
 from diffeqformer.depth.depths import drawn_depth, trained_depths
 from diffeqformer.errors import UserError
-from diffeqformer.training import goodput, loop, profile, run, utilisation
+from diffeqformer.training import goodput, hooks, loop, profile, run, utilisation
 from helpers import toy_config
 from runs import curves
 
@@ -19,7 +19,7 @@ SCORES = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
 
 def test_a_run_traces_its_steps_and_knows_its_utilisation(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
     monkeypatch.setattr(utilisation, "PEAKS", {"cpu": 1e12})  # of a pretended device
-    monkeypatch.setattr(loop, "validate", lambda *_: SCORES)
+    monkeypatch.setattr(hooks, "validate", lambda *_: SCORES)
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     config = toy_config(
         "shared", steps=5, log_every=4, profile_steps="3-4", data__dir=str(short_stores), model__dtype="bfloat16",
@@ -171,7 +171,7 @@ def test_goodput_counts_repeated_steps_once(tmp_path, short_stores, monkeypatch,
 
     monkeypatch.setattr(Split, "batch", batch)
     monkeypatch.setattr(run, "check_memory", lambda *_, **__: passes(100))
-    monkeypatch.setattr(loop, "validate", lambda *_: passes(10, SCORES))
+    monkeypatch.setattr(hooks, "validate", lambda *_: passes(10, SCORES))
     monkeypatch.setattr(checkpoint, "save", lambda *args: passes(5, save(*args)))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     with pytest.raises(UserError, match="died at step 4"):

@@ -29,8 +29,9 @@ from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, optimizer, resuming, run
+from diffeqformer.training import hooks, loop, optimizer, resuming, run
 from diffeqformer.training.step import Program, dropout_keys
+from diffeqformer.training.validation import validate
 from diffeqformer.transformer import abstract_model
 from flags import FAST_COMPILATION
 from helpers import (
@@ -153,7 +154,7 @@ def test_evaluation_scores_every_token_but_the_first_of_each_window():
     program, (graph, params) = Program(config, ONE_DEVICE), drawn(config.model)
     params["token_embedding"] *= 50  # no two targets are as likely
     ids = np.random.RandomState(0).permutation(16 * 11 + 5).astype(np.uint16)
-    scores = loop.validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
+    scores = validate(program, params, Split((ids,), text_bytes=len(ids) // 2, sha256=""), config)
     windows = np.int32(ids[: 16 * 11]).reshape(11, 16)
     log_probs = log_softmax(
         np.float64(logits_of(graph, params, program.weights(params, None), windows))[:, :-1], axis=-1
@@ -170,13 +171,13 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 ):
     """The notice comes while the device computes the step."""
     config = toy_config("gpt", steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
-    ended, show, of_another_start = [], loop.show_scalars, Progress(tmp_path, 0, 9, 1)  # which saved nothing
+    ended, count, of_another_start = [], Progress.train, Progress(tmp_path, 0, 9, 1)  # which saved nothing
     of_another_start.validation(0, {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
     of_another_start.close()
     monkeypatch.setattr(loop, "sample", lambda *_: "")
-    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):
-        patch.setattr(loop, "show_scalars", lambda run, step, *rest: ended.append(step) or show(run, step, *rest))
+        patch.setattr(Progress, "train", lambda progress, step, of: ended.append(step) or count(progress, step, of))
         patch.setattr(loop.hosts.Notice, "now", lambda notice, wait: wait and 3 in ended)
         loop.train(config, tmp_path)
     assert "validation/loss" not in curves(tmp_path)
@@ -244,7 +245,7 @@ def test_a_validation_that_is_not_finite_ends_the_run_before_its_state_is_saved(
 ):
     config = toy_config("gpt", steps=6, checkpoint_every=2, eval_every=2, data__dir=str(short_stores))
     losses = iter([1.0, np.nan])
-    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": next(losses), "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": next(losses), "perplexity": 2.0, "bits_per_byte": 3.0})
     with pytest.raises(UserError, match="^loss: it is nan in the validation at step 4; the last good .* is step 2 "):
         loop.train(config, tmp_path)
     best = checkpoint.open_to_read(tmp_path, step="best").step

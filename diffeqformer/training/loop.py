@@ -1,8 +1,5 @@
 """Training: the steps of a run, evaluation, curves, checkpoints, and a sample at the end."""
 
-import collections
-import dataclasses
-import math
 import os
 import pathlib
 import shutil
@@ -14,30 +11,26 @@ import jax
 from clu import parameter_overview
 from etils import epath
 from flax import nnx
-from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.checkpoints.folder import newest, work_folder
+from diffeqformer.checkpoints.folder import work_folder
 from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, sample_length
-from diffeqformer.config_fields import OF_ONE_HOST, traced_steps
-from diffeqformer.console.progress import BITS_AT, Progress
+from diffeqformer.config_fields import OF_ONE_HOST
 from diffeqformer.console.results import title
 from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.errors import Stopped, UserError, counted, out_of_memory, printable, reason_of
+from diffeqformer.errors import Stopped, counted, out_of_memory, printable, reason_of
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
-from diffeqformer.rules import decay_start
 from diffeqformer.training import finetune, goodput
-from diffeqformer.training.dynamics import Recorder, first_windows
-from diffeqformer.training.profile import Trace, check_profiler
+from diffeqformer.training.hooks import Hooks
+from diffeqformer.training.profile import check_profiler
 from diffeqformer.training.run import Run, agree, make_program, open_run, saved_tokenizer, start_or_resume
 from diffeqformer.training.step import Program
-from diffeqformer.training.validation import validate
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
 
@@ -181,133 +174,26 @@ def describe(run: Run, params: dict) -> None:
 def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
     """Train until the last step, or until a notice to stop.
 
-    Scalars are read one step late, so dispatch never waits.
-
     Args:
         state: donated.
 
     Raises:
         UserError: if the loss or the gradient is no longer finite, or a checkpoint can't be written.
     """
-    config, clock, first = run.config, run.clock, int(state["step"])
-    traced, tokens = traced_steps(config.profile_steps), config.batch_size * config.sequence_length
-    resumes = newest(run.checkpoints) is not None
-    progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths(), resumes)
-    progress.config({name: get_field(config, name) for name in field_names(config)})
-    dynamics = (
-        Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))
-        if config.dynamics_every
-        else None
-    )
-    clock.lap("start-up")
+    first = int(state["step"])
+    hooks = Hooks(run, first, notice)
+    run.clock.lap("start-up")
     if run.about.validation_due:  # for the base, or left over from a run that was told to stop
-        show_validation(run, first, state["params"], progress, dynamics)
-    pending, compiled = collections.deque(), set()
-    with Trace(traced if hosts.is_first() else range(0), run.folder, clock) as trace:
-        for step in range(first + 1, config.steps + 1):
-            progress.pause(trace.before(step, state))
-            num_steps, batch = run.num_steps(step), run.batch(step)
-            if new := num_steps not in compiled:
-                clock.lap("steps")
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, scalars = run.program.train_step(state, batch, num_steps)
-            if new:
-                compiled.add(num_steps)
-                progress.compiled(clock.lap("compilation"))
-            if step == first + 1:
-                jax.block_until_ready((state, scalars))  # raises an error if memory ran out
-            pending.append((step, run.seconds_at_peak[num_steps], scalars))
-            last = step == config.steps
-            to_save = last or step % config.checkpoint_every == 0 or step == decay_start(config)
-            due = to_save or step % config.eval_every == 0
-            while len(pending) > (0 if due or step == first + 1 else 1):
-                show_scalars(run, *pending.popleft(), progress)  # waits for the step
-            stopping = notice.now(due)  # after the wait, so that a notice during the step prevents its evaluation
-            progress.pause(trace.after(step, state, stopping))
-            evaluating = last or (step % config.eval_every == 0 and not stopping)
-            saving = stopping or to_save
-            while pending and stopping:
-                show_scalars(run, *pending.popleft(), progress)
-            if evaluating or saving:
-                clock.lap("steps")  # all have ended
-            found = show_validation(run, step, state["params"], progress, dynamics) if evaluating else None
-            if saving:  # only now: the step's scalars are finite, and no curve lags behind the checkpoint
-                save(run, step, state, progress, found, stopping)
-            checkpoint.check(run.checkpoints)
-            run.check_store()
-            if stopping:
+        hooks.show_validation(first, state["params"])
+    with hooks.tracer:
+        for number in range(first + 1, run.config.steps + 1):
+            step = hooks.train_step(number, state)
+            for hook in hooks.all:
+                hook(step)
+            state = step.state
+            if step.stops:
                 break
     checkpoint.check(run.checkpoints, wait=True)
-    clock.lap("saves")
-    progress.close()
+    run.clock.lap("saves")
+    hooks.progress.close()
     return state
-
-
-def show_scalars(run: Run, step: int, seconds_at_peak: float, scalars: dict[str, Array], progress: Progress) -> None:
-    """Print and write the scalars of a step, which would take `seconds_at_peak` at the devices' peak.
-
-    Raises:
-        UserError: if the loss or the gradient isn't finite.
-    """
-    scalars = {name: float(value) for name, value in scalars.items()}
-    if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["gradient_norm"])):
-        found = f"it is {scalars['loss']} with a gradient norm of {scalars['gradient_norm']} at step {step:,}"
-        raise UserError(diverged(run, found))
-    progress.step(seconds_at_peak)
-    if step == progress.first_step + 1:
-        progress.first(step, scalars["loss"], time.monotonic() - run.clock.started)
-    if step % run.config.log_every == 0 or step == run.config.steps:
-        progress.train(step, scalars)
-
-
-def show_validation(
-    run: Run, step: int, params: dict, progress: Progress, dynamics: Recorder | None
-) -> dict[str, float]:
-    """Print and write the validation after `step` steps, and the dynamics each `config.dynamics_every`-th time.
-
-    Returns:
-        The validation (`validate`), with bits per byte at the other depths of training.
-
-    Raises:
-        UserError: if the loss isn't finite.
-    """
-    config, split = run.config, run.splits["validation"]
-    results = validate(run.program, params, split, config)
-    if not math.isfinite(results["loss"]):
-        raise UserError(diverged(run, f"it is {results['loss']} in the validation at step {step:,}"))
-    for depth in run.other_depths():
-        results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
-    progress.validation(step, results)
-    if dynamics and (step == config.steps or step // config.eval_every % config.dynamics_every == 0):
-        progress.dynamics(step, dynamics(params))
-    progress.pause(run.clock.lap("evaluation"))
-    return results
-
-
-def save(
-    run: Run, step: int, state: dict, progress: Progress, validation: dict[str, float] | None, stopping: bool
-) -> None:
-    """Start saving the state after `step` steps, without frozen parameters, when all curves are on disk.
-
-    Args:
-        validation: of this step; None if there was none.
-        stopping: whether the run was told to stop. Then the token store's check isn't awaited: the next process has it.
-    """
-    run.check_store(wait=not stopping)
-    progress.pause(run.clock.lap("start-up"))  # the wait, if there was one
-    progress.flush()
-    trained = {**state, "params": run.program.trained(state["params"])}
-    due = validation is None and step % run.config.eval_every == 0
-    about = dataclasses.replace(run.about, validation_due=due, time_spent=run.clock.record())
-    checkpoint.save(run.checkpoints, step, trained, about, validation)
-    progress.pause(run.clock.lap("saves"))
-
-
-def diverged(run: Run, found: str) -> str:
-    """The message when the loss or the gradient is no longer finite."""
-    checkpoint.check(run.checkpoints, wait=True)
-    saved = newest(run.checkpoints)
-    good = f"the last good checkpoint is step {saved or 0:,} in {run.folder}"
-    if saved is None:
-        good = "no checkpoint had been saved yet"
-    return f"loss: {found}; {good}; start again in another --workdir with a lower config.optimizer.learning_rate"

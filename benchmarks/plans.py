@@ -26,6 +26,12 @@ ROWS = [  # the config, the topology, and further options
     ("large", "v5e:8x8"),
     ("large", "v5p:2x2x4"),
     ("llama_1b", "v5p:2x2x1", "data.tokenizer_file=any"),
+    ("wikitext103_small:recipe", "v5e:2x4"),
+    ("wikitext103_medium:recipe", "v5e:2x4"),
+    ("small:recipe", "v5e:2x4"),
+    ("medium:recipe", "v5e:2x4"),
+    ("large:recipe", "v5e:8x8"),
+    ("llama_1b:recipe", "v5p:2x2x1", "data.tokenizer_file=any"),
 ]
 HEAD = "| config | chips | mesh | GiB per chip | ms per step | of peak | hours |"
 

@@ -8,7 +8,8 @@ import pytest
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError, printable
-from diffeqformer.inference.cached import CHUNK, read_prompt, read_token
+from diffeqformer.inference import sampling
+from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import Samples, encode_prompt, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
@@ -91,6 +92,21 @@ def test_choices_have_their_distributions():
     check(Choice(1.0, top_k=3, top_p=0.8), probabilities * [0, 1, 0, 1, 0])  # of 0.4, 0.3, 0.15 the first two have 0.82
     check(Choice(1e-38), probabilities * [0, 1, 0, 0, 0])
     check(Choice(2.0, top_p=0.5), np.sqrt(probabilities) * [0, 1, 0, 1, 0])  # the temperature comes first
+
+
+def test_a_cache_is_no_longer_than_a_text_needs(monkeypatch):
+    """A pretrained model can have thousands of positions; a token would read all of them."""
+    lengths, model = [], lively_model("diffeqformer", "llama", max_length=600)
+    monkeypatch.setattr(
+        sampling, "padded_prompt", lambda ids, length: lengths.append(length) or padded_prompt(ids, length)
+    )
+    texts = [
+        list(write_tokens(model, [1, 2], count=count, key=jax.random.key(0), vocab_size=64, choice=Choice(0.0)))
+        for count in (20, 300, 598)
+    ]
+    assert lengths == [256, 512, 600]
+    np.testing.assert_array_equal(texts[0], texts[2][:20])
+    np.testing.assert_array_equal(texts[1], texts[2][:300])
 
 
 def test_prompts_may_end_in_the_last_chunk():

@@ -153,7 +153,7 @@ def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     monkeypatch.setattr(cached, "check_free", lambda what, one, times: counted.append(one.size * times))
     gpt = lively_model("gpt", max_length=LENGTH, num_steps=2)
     for model, depths, texts in ((gpt, [2], 3), (small_model(), [2], 3), (small_model(), [3, 1], 7)):
-        check_room(model, depths, texts, "samples")
+        check_room(model, depths, LENGTH, texts, "samples")
     of_step = 2 * LENGTH * gpt.field.width  # keys and values
     whole = [4 * 2 * of_step, 4 * 2 * of_step, 8 * 4 * of_step]
     assert counted == [whole[0], whole[1] / jax.device_count(), whole[2] / jax.device_count()]

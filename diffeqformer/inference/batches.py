@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference.cached import check_room
+from diffeqformer.inference.cached import check_room, positions_for
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.sampling import Samples, continue_prompts, encode_prompt, sample_keys, tokens_after
@@ -69,7 +69,8 @@ def write_texts(
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
-    check_room(model, [num_steps], size, "batch_size")
+    length = positions_for(max(len(text.prompt) + text.count for text in texts), model.max_length)
+    check_room(model, [num_steps], length, size, "batch_size")
     reader = *split_reader(model, num_steps), model.max_length
     return write_batches(reader, tokenizer, texts, keys, choice, size)
 

@@ -18,6 +18,11 @@ from diffeqformer.transformer import Transformer
 CHUNK = 64  # positions of the prompt that are processed at once
 
 
+def positions_for(needed: int, max_length: int) -> int:
+    """The length of a cache for so many positions: a power of two, so that few programs are compiled."""
+    return min(max_length, max(256, 1 << (needed - 1).bit_length()))
+
+
 def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
     """A prompt in an array of at least `room` positions, in whole chunks, for `read_prompt`."""
     tokens = np.zeros((1, -(-room // CHUNK) * CHUNK), np.int32)
@@ -83,17 +88,18 @@ def replace_text(
     return logits.at[text].set(new_logits[0]), cache
 
 
-def check_room(model: Transformer, depths: Sequence[int | None], texts: int, option: str) -> None:
+def check_room(model: Transformer, depths: Sequence[int | None], length: int, texts: int, option: str) -> None:
     """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
 
     They are divided over devices as a hypernetwork's weights are, at most.
 
     Args:
         depths: the numbers of steps in which each text is read (None: as trained).
+        length: positions of each.
     """
     steps = sum(len(model.grid(depth).ends) for depth in depths)
     parts = jax.device_count() if model.depth.generated else 1
-    check_cache(model, steps, model.max_length, texts, option, parts)
+    check_cache(model, steps, length, texts, option, parts)
 
 
 def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:

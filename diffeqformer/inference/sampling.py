@@ -16,7 +16,14 @@ from jaxtyping import Array, Float, Key
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
-from diffeqformer.inference.cached import check_room, padded_prompt, read_prompt, read_token, replace_text
+from diffeqformer.inference.cached import (
+    check_room,
+    padded_prompt,
+    positions_for,
+    read_prompt,
+    read_token,
+    replace_text,
+)
 from diffeqformer.inference.choice import Choice, checked, choose_next
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.inference.speculation import continue_by_drafts
@@ -92,7 +99,7 @@ def write_tokens(
             model, num_steps, draft_steps, prompt,
             count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
         )  # fmt: skip
-    check_room(model, [num_steps], samples, "samples")
+    check_room(model, [num_steps], positions_for(len(prompt) + count, model.max_length), samples, "samples")
     return continue_prompts(
         *split_reader(model, num_steps), model.max_length, [prompt] * samples,
         count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
@@ -132,7 +139,8 @@ def continue_prompts(
     seen = [list(prompt) if len(prompt) < max_length else prompt[-half:] for prompt in prompts]
     begun = np.array([len(prompt) for prompt in prompts], np.int32)
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
-    read = functools.partial(_read, graph, params, weights, max_length)
+    length = positions_for(max(map(len, seen)) + count, max_length)
+    read = functools.partial(_read, graph, params, weights, length)
     logits, cache = _read_all(read, seen)
     token = choose_next(logits, keys, begun, choice, vocab_size, unknown)
     for written in range(1, count):
@@ -149,8 +157,8 @@ def continue_prompts(
     yield checked(token)
 
 
-def _read(graph, params, weights, max_length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
-    return read_prompt(graph, params, weights, padded_prompt(ids, max_length), len(ids))
+def _read(graph, params, weights, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    return read_prompt(graph, params, weights, padded_prompt(ids, length), len(ids))
 
 
 def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:

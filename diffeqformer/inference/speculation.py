@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from diffeqformer.cross_entropy import of_vocabulary
 from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, counted
-from diffeqformer.inference.cached import check_room, padded_prompt, read_prompt
+from diffeqformer.inference.cached import check_room, padded_prompt, positions_for, read_prompt
 from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
 from diffeqformer.inference.reader import split_reader
 from diffeqformer.solvers import KeyValueCache
@@ -145,16 +145,17 @@ def continue_by_drafts(
         raise UserError(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
         )
-    check_room(model, [num_steps, draft_steps], len(keys), "samples")
+    length = positions_for(len(prompt) + count, model.max_length)
+    check_room(model, [num_steps, draft_steps], length, len(keys), "samples")
     graph, params, many = split_reader(model, num_steps)
     *_, few = split_reader(model, draft_steps)
     weights = Depths(few, many)
     how = choice, vocab_size, unknown
-    return _continue(graph, params, weights, model.max_length, prompt, count, keys, how)
+    return _continue(graph, params, weights, length, prompt, count, keys, how)
 
 
-def _continue(graph, params, weights, max_length, prompt, count, keys, how):
-    texts = _after_prompt(graph, params, weights, max_length, prompt, keys, how)
+def _continue(graph, params, weights, length, prompt, count, keys, how):
+    texts = _after_prompt(graph, params, weights, length, prompt, keys, how)
     written, yielded, waiting = [[token] for token in checked(texts.token).tolist()], 0, None
     while True:
         going_on = np.array([len(text) < count for text in written])
@@ -170,9 +171,9 @@ def _continue(graph, params, weights, max_length, prompt, count, keys, how):
             text += checked(tokens[:kept]).tolist()
 
 
-def _after_prompt(graph, params, weights, max_length, prompt, keys, how) -> Writing:
+def _after_prompt(graph, params, weights, length, prompt, keys, how) -> Writing:
     """Every text after the prompt, with its first token."""
-    tokens = padded_prompt(prompt, max_length + DRAFTED)  # the last draft can go on behind the last position
+    tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
     (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
     logits, caches = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))

@@ -20,6 +20,7 @@ COMMANDS = (
     "harness",
     "materialize",
     "import",
+    "export",
     "analyze",
     "ode",
     "inspect",

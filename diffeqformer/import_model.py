@@ -6,31 +6,29 @@ It becomes a run that every command opens, as a GPT, a Llama or a GPT-NeoX. With
 --kind=diffeqformer, its layers are values of functions of t (docs/huggingface.md).
 """
 
-import functools
 import math
 import pathlib
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 from etils import epath
-from flax import nnx, traverse_util
-from jaxtyping import Array, Float, Int
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import work_folder
 from diffeqformer.checkpoints.one_by_one import new_checkpoints, save_one_by_one, size_on_disk
 from diffeqformer.console import command_line
-from diffeqformer.errors import counted
 from diffeqformer.huggingface.knots import KINDS, knots_arrays, knots_config
-from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
+from diffeqformer.huggingface.pretrained import (
+    SENTENCE,
+    Pretrained,
+    baseline_model,
+    difference,
+    logits_of,
+    open_pretrained,
+)
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer, abstract_model, split_model, weights_at
-
-SENTENCE = "The capital of France is Paris, and the capital of Italy is"
-"""What every imported model is tried with."""
+from diffeqformer.transformer import Transformer
 
 
 class Check(NamedTuple):
@@ -68,15 +66,10 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
     return found, check(checkpoint.load(workdir).model, found, kind)
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _logits(graph: nnx.GraphDef, params: dict, weights, tokens: Int[Array, "1 S"]) -> Float[Array, "S V"]:
-    return nnx.merge(graph, params)(tokens, weights)[0]
-
-
 def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
     """Compare an imported model with the baseline that it was made from, and let it continue `SENTENCE`."""
     ids = found.tokenizer.encode(SENTENCE)[: model.max_length]
-    logits = np.asarray(_logits(*split_model(model), weights_at(model), jnp.array([ids])), np.float64)
+    logits = logits_of(model, ids)
     log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     loss = -np.mean([row[i] for row, i in zip(log_probs, ids[1:])])
     best = np.argsort(-log_probs[-1], kind="stable")[:5]
@@ -89,21 +82,13 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
         if path[0] == "depth":
             error = np.abs(np.asarray(made[path[-2]][path[-1]]) - array).max()
             of_weights = max(of_weights, float(error / (np.abs(array).max() or 1)))
-    baseline = nnx.merge(split_model(abstract_model(found.config))[0], traverse_util.unflatten_dict(params))
-    exact = np.asarray(_logits(*split_model(baseline), weights_at(baseline), jnp.array([ids])))
-    of_logits = np.abs(logits - exact)[exact > -np.inf].max() / np.abs(exact).max()
-    return said._replace(of_weights=of_weights, of_logits=float(of_logits))
+    of_logits = difference(logits, logits_of(baseline_model(found.config, params), ids))
+    return said._replace(of_weights=of_weights, of_logits=of_logits)
 
 
 def describe(found: Pretrained, check: Check) -> str:
     """What was read, and the check, in lines."""
-    files, types, shapes = zip(*(found.tensors.describe(name) for _, _, name, _ in found.places()))
-    lines = [
-        f"{found.folder}: {found.architecture}, {counted(sum(map(math.prod, shapes)), 'weight')} in {len(shapes):,} "
-        f"tensors of {' and '.join(sorted({*types}))} and {counted(len({*files}), 'file')}",
-        f"tokenizer: {found.tokenizer.vocab_size:,} ids of the model's {found.config.model.vocab_size:,}, end of text "
-        f"{found.tokenizer.end_of_text}",
-    ]
+    lines = [f"{found.folder}: {found.describe()}"]
     if check.of_weights is not None:
         lines.append(
             f"largest error of a weight: {check.of_weights:.1e} of the largest one of its layers; of a logit: "

@@ -22,6 +22,7 @@ COMMANDS = (
     "compare",
     "downstream",
     "evaluate",
+    "export",
     "generate",
     "import_model",
     "inspect",

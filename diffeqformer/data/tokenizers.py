@@ -226,7 +226,7 @@ class HuggingFaceTokenizer(_TextPieces):
     def __init__(self, file: bytes, end_of_text: str | int):
         import tokenizers
 
-        self._file = file
+        self.file = file
         try:
             self._encoding = tokenizers.Tokenizer.from_buffer(file)
             unknown = json.loads(file)["model"].get("unk_token")
@@ -245,7 +245,8 @@ class HuggingFaceTokenizer(_TextPieces):
         self.unknown = ids.get(unknown) if ids.get(unknown) != self.end_of_text else None
         self._encoding.no_truncation()
         self._encoding.no_padding()
-        self._encoding.add_special_tokens([self._encoding.id_to_token(self.end_of_text)])  # not all files say so
+        self.end_of_text_token = self._encoding.id_to_token(self.end_of_text)
+        self._encoding.add_special_tokens([self.end_of_text_token])  # not all files say so
         self._encoding.encode_special_tokens = True
         self.name = f"huggingface-{hashlib.sha256(self._data()).hexdigest()[:12]}"
 
@@ -267,7 +268,7 @@ class HuggingFaceTokenizer(_TextPieces):
         return self._encoding.decode(list(map(int, ids)), skip_special_tokens=True)
 
     def _data(self) -> bytes:
-        return b"%d\n%s" % (self.end_of_text, self._file)
+        return b"%d\n%s" % (self.end_of_text, self.file)
 
     def save(self) -> str:
         """The file, after the id that ends a document."""

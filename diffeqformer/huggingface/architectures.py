@@ -1,4 +1,4 @@
-"""What a config.json means in the fields of our config, and what of it this version can't compute.
+"""What a config.json means in the fields of our config, in both directions, and what of it this version can't compute.
 
 A config.json leaves out what has the default of its architecture, so the defaults are here, as in Transformers 5. A
 null stands for 0 or nothing.
@@ -8,34 +8,99 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ml_collections import ConfigDict
+
 from diffeqformer.errors import UserError
 from diffeqformer.huggingface.mapping import GPT2, LLAMA, NEOX, Row
+from diffeqformer.transformer import vector_field
 
-OF_LLAMA = dict(
-    vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=0,  # as many as heads
-    head_dim=0,  # hidden_size / num_attention_heads
-    hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, attention_bias=False, mlp_bias=False,
-    tie_word_embeddings=False, rope_theta=10_000.0, partial_rotary_factor=1.0, use_sliding_window=False,
-    sliding_window=0,
-)  # fmt: skip
-OF_QWEN2 = OF_LLAMA | dict(
-    vocab_size=151_936, intermediate_size=22_016, num_key_value_heads=32, max_position_embeddings=32_768
+
+class Field(NamedTuple):
+    """One field of a config.json.
+
+    theirs: its name.
+    default: its value where it is left out, of the type that it must have.
+    ours: the field of the `model` part of our config that means the same; empty: none does.
+    only: all values that can be computed with, of which the first is written; empty: any.
+    """
+
+    theirs: str
+    default: Any
+    ours: str = ""
+    only: tuple = ()
+
+
+OF_GPT2 = [
+    Field("vocab_size", 50_257, "vocab_size"),
+    Field("n_positions", 1024, "max_length"),
+    Field("n_embd", 768, "width"),
+    Field("n_layer", 12, "num_steps"),
+    Field("n_head", 12, "heads"),
+    Field("n_inner", 0, "mlp"),  # 0: four times n_embd
+    Field("layer_norm_epsilon", 1e-5, "norm_epsilon"),
+    # one function of three names
+    Field("activation_function", "gelu_new", only=("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),
+    Field("scale_attn_weights", True, only=(True,)),
+    Field("scale_attn_by_inverse_layer_idx", False, only=(False,)),
+    Field("tie_word_embeddings", True, only=(True,)),
+]
+OF_LLAMA = [
+    Field("vocab_size", 32_000, "vocab_size"),
+    Field("hidden_size", 4096, "width"),
+    Field("intermediate_size", 11_008, "mlp"),
+    Field("num_hidden_layers", 32, "num_steps"),
+    Field("num_attention_heads", 32, "heads"),
+    Field("num_key_value_heads", 0, "key_value_heads"),  # 0: as many as heads
+    Field("head_dim", 0, "head_width"),  # 0: hidden_size / num_attention_heads
+    Field("max_position_embeddings", 2048, "max_length"),
+    Field("rms_norm_eps", 1e-6, "norm_epsilon"),
+    Field("attention_bias", False),
+    Field("mlp_bias", False),
+    Field("tie_word_embeddings", False, "tied_head"),
+    Field("rope_theta", 10_000.0, "rope_theta"),
+    Field("rope_scaling", "", "rope_scaling"),
+    Field("hidden_act", "silu", only=("silu", "swish")),
+    Field("partial_rotary_factor", 1.0, only=(1.0,)),
+]
+OF_NEOX = [
+    Field("vocab_size", 50_432, "vocab_size"),
+    Field("hidden_size", 6144, "width"),
+    Field("intermediate_size", 24_576, "mlp"),
+    Field("num_hidden_layers", 44, "num_steps"),
+    Field("num_attention_heads", 64, "heads"),
+    Field("max_position_embeddings", 2048, "max_length"),
+    Field("layer_norm_eps", 1e-5, "norm_epsilon"),
+    Field("use_parallel_residual", True),
+    Field("tie_word_embeddings", False, "tied_head"),
+    Field("rope_theta", 10_000.0, "rope_theta"),
+    Field("rope_scaling", "", "rope_scaling"),
+    Field("partial_rotary_factor", 0.25, "rotary_fraction"),
+    Field("hidden_act", "gelu", only=("gelu",)),
+    Field("attention_bias", True, only=(True,)),
+]
+
+
+def _but(fields: list[Field], **defaults: Any) -> list[Field]:
+    """The same fields with other defaults. Those that aren't among them follow."""
+    known = [field._replace(default=defaults.pop(field.theirs, field.default)) for field in fields]
+    return known + [Field(name, default) for name, default in defaults.items()]
+
+
+OF_QWEN2 = _but(
+    OF_LLAMA,
+    vocab_size=151_936,
+    intermediate_size=22_016,
+    num_key_value_heads=32,
+    max_position_embeddings=32_768,
+    use_sliding_window=False,
 )
-OF_MISTRAL = OF_LLAMA | dict(
-    intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
+OF_MISTRAL = _but(
+    OF_LLAMA,
+    intermediate_size=14_336,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+    sliding_window=4096,
 )
-OF_GPT2 = dict(
-    vocab_size=50_257, n_positions=1024, n_embd=768, n_layer=12, n_head=12,
-    n_inner=0,  # four times n_embd
-    activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_weights=True,
-    scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True,
-)  # fmt: skip
-OF_NEOX = dict(
-    vocab_size=50_432, hidden_size=6144, intermediate_size=24_576, num_hidden_layers=44, num_attention_heads=64,
-    hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, attention_bias=True,
-    use_parallel_residual=True, tie_word_embeddings=False, rope_theta=10_000.0, partial_rotary_factor=0.25,
-)  # fmt: skip
 OTHER_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """What earlier versions called two fields of GPT-NeoX."""
 
@@ -53,103 +118,89 @@ def _require(fields: dict, name: str, *values: Any) -> None:
         raise Unsupported(f"{name}: must be {possible} to be imported, but it is {fields[name]!r}")
 
 
-def _gpt2(fields: dict) -> dict:
-    """The `model` part of our config for a GPT2LMHeadModel."""
-    _require(fields, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one function of three names
-    _require(fields, "scale_attn_weights", True)
-    _require(fields, "scale_attn_by_inverse_layer_idx", False)
-    _require(fields, "tie_word_embeddings", True)
-    return {
-        "width": fields["n_embd"],
-        "heads": fields["n_head"],
-        "mlp": fields["n_inner"] or 4 * fields["n_embd"],
-        "num_steps": fields["n_layer"],
-        "max_length": fields["n_positions"],
-        "norm_epsilon": fields["layer_norm_epsilon"],
-    }
+def _from_gpt2(fields: dict) -> dict:
+    """Fields of the `model` part of our config that don't mean the same as one of a GPT2LMHeadModel's."""
+    return {"mlp": fields["n_inner"] or 4 * fields["n_embd"]}
 
 
-OURS = {
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "mlp": "intermediate_size",
-    "num_steps": "num_hidden_layers",
-    "max_length": "max_position_embeddings",
-    "tied_head": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
-}
-"""Our names of what all architectures but GPT-2 call the same."""
+def _to_gpt2(model: dict) -> dict:
+    """Fields of the config.json of a GPT2LMHeadModel that don't mean the same as one of our `model`'s."""
+    return {"model_type": "gpt2"}
 
 
-def _llama(fields: dict) -> dict:
-    """The same for a LlamaForCausalLM and what has its block."""
-    _require(fields, "hidden_act", "silu", "swish")
-    _require(fields, "partial_rotary_factor", 1.0)
+def _from_llama(fields: dict) -> dict:
+    """As `_from_gpt2` for a LlamaForCausalLM and what has its block."""
     heads, of_values, head_width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if fields["mlp_bias"] and not fields["attention_bias"]:
         raise Unsupported("mlp_bias: must be False without attention_bias to be imported, but it is True")
     return {
-        **{ours: fields[theirs] for ours, theirs in OURS.items()},
         "key_value_heads": 0 if of_values == heads else of_values,
         "head_width": 0 if head_width * heads == fields["hidden_size"] else head_width,
-        "norm_epsilon": fields["rms_norm_eps"],
         "biases": "all" if fields["mlp_bias"] else "attention" if fields["attention_bias"] else "none",
     }
 
 
-def _mistral(fields: dict) -> dict:
-    """The same for a MistralForCausalLM without a sliding window, or with one that no text exceeds."""
+def _to_llama(model: dict) -> dict:
+    """As `_to_gpt2` for a LlamaForCausalLM."""
+    biases = {"attention_bias": model["biases"] in ("attention", "all"), "mlp_bias": model["biases"] == "all"}
+    return {"model_type": "llama", **biases, **_to_rotations(model)}
+
+
+def _from_mistral(fields: dict) -> dict:
+    """As `_from_llama` for a MistralForCausalLM without a sliding window, or with one that no text exceeds."""
     window, positions = fields["sliding_window"], fields["max_position_embeddings"]
     if 0 < window < positions:
         raise Unsupported(
             f"sliding_window: must be null, or no less than max_position_embeddings ({positions}), to be imported, but "
             f"it is {window}"
         )
-    return _llama(fields)
+    return _from_llama(fields)
 
 
-def _qwen2(fields: dict) -> dict:
-    """The same for a Qwen2ForCausalLM, whose queries, keys and values have biases."""
+def _from_qwen2(fields: dict) -> dict:
+    """As `_from_llama` for a Qwen2ForCausalLM, whose queries, keys and values have biases."""
     _require(fields, "use_sliding_window", False)
-    return _llama(fields) | {"biases": "qkv"}
+    return _from_llama(fields) | {"biases": "qkv"}
 
 
-def _neox(fields: dict) -> dict:
-    """The same for a GPTNeoXForCausalLM."""
-    _require(fields, "hidden_act", "gelu")
-    _require(fields, "attention_bias", True)
-    return {
-        **{ours: fields[theirs] for ours, theirs in OURS.items()},
-        "norm_epsilon": fields["layer_norm_eps"],
-        "rotary_fraction": fields["partial_rotary_factor"],
-        "solver": "euler" if fields["use_parallel_residual"] else "lie_trotter",
-    }
+def _from_neox(fields: dict) -> dict:
+    """As `_from_gpt2` for a GPTNeoXForCausalLM."""
+    return {"solver": "euler" if fields["use_parallel_residual"] else "lie_trotter"}
+
+
+def _to_neox(model: dict) -> dict:
+    """As `_to_gpt2` for a GPTNeoXForCausalLM."""
+    earlier = {"rotary_emb_base": model["rope_theta"], "rotary_pct": model["rotary_fraction"]}
+    fields = _to_rotations(model)
+    fields["rope_parameters"]["partial_rotary_factor"] = model["rotary_fraction"]
+    return {"model_type": "gpt_neox", "use_parallel_residual": model["solver"] == "euler", **earlier, **fields}
 
 
 class Architecture(NamedTuple):
     """One row of the table of architectures.
 
     kind: our model that computes the same, a key of `diffeqformer.transformer.MODELS`.
-    defaults: of the fields of its config.json that count.
-    model: the fields of the `model` part of our config, but vocab_size, from these.
+    fields: those of its config.json that count.
     rows: its tensors.
+    to_ours: from these fields, what the `model` part of our config has beside what means the same.
+    to_theirs: the reverse; None: it is imported, but not exported.
     """
 
     kind: str
-    defaults: dict[str, Any]
-    model: Callable[[dict], dict]
+    fields: list[Field]
     rows: list[Row]
+    to_ours: Callable[[dict], dict]
+    to_theirs: Callable[[dict], dict] | None = None
 
 
 ARCHITECTURES = {
-    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, _gpt2, GPT2),
-    "LlamaForCausalLM": Architecture("llama", OF_LLAMA, _llama, LLAMA),
-    "MistralForCausalLM": Architecture("llama", OF_MISTRAL, _mistral, LLAMA),
-    "Qwen2ForCausalLM": Architecture("llama", OF_QWEN2, _qwen2, LLAMA),
-    "GPTNeoXForCausalLM": Architecture("neox", OF_NEOX, _neox, NEOX),
+    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, GPT2, _from_gpt2, _to_gpt2),
+    "LlamaForCausalLM": Architecture("llama", OF_LLAMA, LLAMA, _from_llama, _to_llama),
+    "MistralForCausalLM": Architecture("llama", OF_MISTRAL, LLAMA, _from_mistral),
+    "Qwen2ForCausalLM": Architecture("llama", OF_QWEN2, LLAMA, _from_qwen2),
+    "GPTNeoXForCausalLM": Architecture("neox", OF_NEOX, NEOX, _from_neox, _to_neox),
 }
-"""What can be imported, by the name in `architectures` of config.json."""
+"""What can be imported and exported, by the name in `architectures` of config.json."""
 
 
 def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str, Any]]:
@@ -171,8 +222,13 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
         layers = given.get("layer_types") or []
         if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
             raise Unsupported(f"layer_types: must be full_attention alone, but it is {layers!r}")
-        fields = _with_defaults(_with_rotations(given), ARCHITECTURES[name].defaults)
-        model = {**ARCHITECTURES[name].model(fields), "vocab_size": fields["vocab_size"]}
+        table = ARCHITECTURES[name].fields
+        fields = _with_defaults(_with_rotations(given), table)
+        for field in table:
+            if field.only:
+                _require(fields, field.theirs, *field.only)
+        model = {field.ours: fields[field.theirs] for field in table if field.ours}
+        model |= ARCHITECTURES[name].to_ours(fields)
         if not model["norm_epsilon"] > 0:  # our 0 stands for a default
             raise Unsupported(
                 f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}"
@@ -182,10 +238,10 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
         raise UserError(f"{file}: {error}") from None
 
 
-def _with_defaults(given: dict, defaults: dict) -> dict:
-    """The value of each field that has a default. Its type must be the default's."""
-    fields = {"rope_scaling": given["rope_scaling"]}
-    for name, default in defaults.items():
+def _with_defaults(given: dict, table: list[Field]) -> dict:
+    """The value of each field of a table. Its type must be the default's."""
+    fields = {}
+    for name, default, *_ in table:
         value = given.get(name, default)
         needed = type(default)
         value = needed(value or 0) if value is None or (needed is float and type(value) is int) else value
@@ -215,3 +271,26 @@ def _with_rotations(given: dict) -> dict:
         raise Unsupported(f"rope_parameters: must give {', '.join(LLAMA3)} as numbers, but it is {nested!r}")
     others = {name: value for name, value in given.items() if name not in names}
     return {**others, **fields, "rope_scaling": ",".join(map(str, numbers))}
+
+
+def write_model(model: ConfigDict) -> dict[str, Any]:
+    """The fields of the config.json of a baseline: the reverse of `read_model`.
+
+    Args:
+        model: the `model` part of its config. It gives the epsilon of norms, and a Llama has no biases of `qkv` alone.
+    """
+    block = vector_field(model)
+    ours = {**model, "key_value_heads": block.key_value_heads, "head_width": block.head_width}
+    [(name, row)] = ((name, row) for name, row in ARCHITECTURES.items() if row.to_theirs and row.kind == model.kind)
+    same = {field.theirs: ours[field.ours] for field in row.fields if field.ours}
+    only = {field.theirs: field.only[0] for field in row.fields if field.only}
+    return {"architectures": [name], **same, **only, **row.to_theirs(ours)}
+
+
+def _to_rotations(model: dict) -> dict:
+    """Rotations as Transformers 5 reads them, and as earlier versions and others do."""
+    numbers = model["rope_scaling"].split(",") if model["rope_scaling"] else []
+    scaling = {"rope_type": "llama3"} | {name: float(number) for name, number in zip(LLAMA3, numbers)}
+    scaling = {**scaling, LLAMA3[-1]: int(scaling[LLAMA3[-1]])} if numbers else None
+    parameters = {"rope_type": "default", "rope_theta": model["rope_theta"], **(scaling or {})}
+    return {"rope_scaling": scaling, "rope_parameters": parameters}

@@ -1,15 +1,23 @@
-"""Read the JSON and the weights of a folder in Hugging Face's format, without torch, pickles or Transformers."""
+"""The JSON and the weights of a folder in Hugging Face's format, without torch, pickles or Transformers."""
 
+import contextlib
 import json
+import os
 import pathlib
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from diffeqformer.errors import UserError, reason_of
 
 INDEX = "model.safetensors.index.json"
+LARGEST = 5 * 10**9
+"""Bytes of a file of weights, unless a single tensor has more."""
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -109,3 +117,65 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
             "safetensors where you trust it (save_pretrained of Transformers)"
         )
     raise UserError(f"{folder}: has no weights, model.safetensors or {INDEX}; name the folder of a pretrained model")
+
+
+def write_tensors(folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int]) -> None:
+    """Write tensors to a folder: one file, or several of up to `LARGEST` bytes with an index.
+
+    Args:
+        tensors: what makes each of them. Those of one file are in memory at a time.
+        sizes: of each, in bytes.
+    """
+    files = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > LARGEST:
+            files.append([])
+        files[-1].append(name)
+    places = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        made = {name: np.ascontiguousarray(tensors[name]()) for name in names}
+        save_file(made, folder / file, metadata={"format": "pt"})  # some readers refuse files without it
+        places |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+
+
+def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Write fields as a JSON file."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def check_new(folder: pathlib.Path) -> None:
+    """Check that there is nothing where a folder will be written.
+
+    Raises:
+        UserError: if there is a file, or a folder that isn't empty.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--to: {folder} already holds something; give another folder, or delete it")
+
+
+@contextlib.contextmanager
+def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside another, for a `with` block that writes into it. At the end it becomes the other.
+
+    After an error it is removed.
+
+    Raises:
+        UserError: if it can't be written.
+    """
+    folder = folder.absolute()
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.iterdir():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        check_new(folder)
+        partial.replace(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"--to: {folder} can't be written: {reason_of(error)}; give another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

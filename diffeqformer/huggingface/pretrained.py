@@ -1,21 +1,29 @@
-"""A pretrained model in a folder: what it is in our terms, checked before anything is made of it."""
+"""A pretrained model in a folder: what it is in our terms, checked before anything is made of it; and the reverse."""
 
+import functools
+import math
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from flax import nnx, traverse_util
+from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import UserError
-from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model
-from diffeqformer.huggingface.folder import Tensors, read_json
+from diffeqformer.errors import UserError, counted
+from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model, write_model
+from diffeqformer.huggingface.folder import Tensors, read_json, write_json, write_tensors
 from diffeqformer.huggingface.mapping import Row, tensors_of
-from diffeqformer.transformer import Path, abstract_model, split_model, vector_field
+from diffeqformer.transformer import Path, Transformer, abstract_model, split_model, vector_field, weights_at
+
+SENTENCE = "The capital of France is Paris, and the capital of Italy is"
+"""What every model that is imported or exported is tried with."""
 
 TYPES = ("F32", "BF16", "F16")
 BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -50,6 +58,16 @@ class Pretrained(NamedTuple):
             made[layer if stacked else ...] = row.transform.to_ours(self.tensors.read(name), heads)
             if not stacked or layer == len(made) - 1:
                 yield row.ours, made
+
+    def describe(self) -> str:
+        """What there is."""
+        files, types, shapes = zip(*(self.tensors.describe(name) for _, _, name, _ in self.places()))
+        return (
+            f"{self.architecture}, {counted(sum(map(math.prod, shapes)), 'weight')} in {len(shapes):,} tensors of "
+            f"{' and '.join(sorted({*types}))} and {counted(len({*files}), 'file')}\n"
+            f"tokenizer: {self.tokenizer.vocab_size:,} ids of the model's {self.config.model.vocab_size:,}, end of "
+            f"text {self.tokenizer.end_of_text}"
+        )
 
 
 def shapes_of(config: ConfigDict) -> dict[Path, tuple[int, ...]]:
@@ -117,3 +135,55 @@ def _check_tensors(found: Pretrained) -> None:
         raise UserError(
             f"{folder}: has the tensor {min(rest)}, which a {found.architecture} lacks; correct config.json"
         )
+
+
+def write_pretrained(
+    folder: pathlib.Path,
+    config: ConfigDict,
+    arrays: dict[Path, Float[np.ndarray, "..."]],
+    dtype: str,
+    tokens: dict[str, int],
+) -> None:
+    """Write the config.json, generation_config.json and weights of a baseline, which `open_pretrained` can open.
+
+    Args:
+        config, arrays: of the baseline; its parameters in fp32, by path.
+        dtype: of what is written.
+        tokens: the ids of special tokens, by their names in config.json.
+    """
+    model = write_model(config.model)
+    tensors, sizes = {}, {}
+    [architecture] = model["architectures"]
+    leaves = {path: array.shape for path, array in arrays.items()}
+    for row, layer, name, shape in tensors_of(ARCHITECTURES[architecture].rows, leaves, config.model.heads):
+        tensors[name] = functools.partial(_theirs, row, layer, arrays[row.ours], config.model.heads, dtype)
+        sizes[name] = math.prod(shape) * jnp.dtype(dtype).itemsize
+    write_json(folder / "config.json", {**model, **tokens, "dtype": dtype, "torch_dtype": dtype})
+    write_json(folder / "generation_config.json", tokens)
+    write_tensors(folder, tensors, sizes)
+
+
+def _theirs(row: Row, layer: int, array: Float[np.ndarray, "..."], heads: int, dtype: str) -> np.ndarray:
+    one = array[layer] if row.ours[0] == "depth" else array
+    return row.transform.to_theirs(one, heads).astype(jnp.dtype(dtype))
+
+
+def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "..."]]) -> Transformer:
+    """The model of a config with these parameters."""
+    return nnx.merge(split_model(abstract_model(config))[0], traverse_util.unflatten_dict(arrays))
+
+
+def logits_of(model: Transformer, ids: list[int], num_steps: int | None = None) -> Float[np.ndarray, "S V"]:
+    """What a model says of some tokens, without the rows that pad its vocabulary."""
+    logits = _logits(*split_model(model), weights_at(model, num_steps), jnp.array([ids]))
+    return np.asarray(logits, np.float64)[:, : model.vocab_size]
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _logits(graph: nnx.GraphDef, params: dict, weights, tokens: Int[Array, "1 S"]) -> Float[Array, "S V"]:
+    return nnx.merge(graph, params)(tokens, weights)[0]
+
+
+def difference(logits: Float[np.ndarray, "S V"], exact: Float[np.ndarray, "S V"]) -> float:
+    """The largest error of a logit, as a part of the largest one."""
+    return float(np.abs(logits - exact).max() / np.abs(exact).max())

@@ -1,0 +1,182 @@
+"""Write a run as a folder that Transformers, vLLM, llama.cpp and lm-eval open without code of ours.
+
+    python -m diffeqformer.export --workdir=runs/tiny --to=tiny-exported --dtype=bfloat16
+
+It is the reverse of `import`: a GPT-2, a Llama or a GPT-NeoX with a layer for each step of depth
+(docs/huggingface.md).
+"""
+
+import pathlib
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from absl import flags, logging
+from etils import epath
+from flax import nnx
+
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.checkpoints.folder import Step
+from diffeqformer.console import command_line
+from diffeqformer.console.progress import BITS_AT, read_curves
+from diffeqformer.console.results import header
+from diffeqformer.errors import UserError, counted
+from diffeqformer.huggingface.folder import check_new, written_whole
+from diffeqformer.huggingface.pretrained import (
+    SENTENCE,
+    baseline_model,
+    difference,
+    logits_of,
+    open_pretrained,
+    write_pretrained,
+)
+from diffeqformer.huggingface.tokenizer_files import tokenizer_files
+from diffeqformer.inference.baseline import check_exact, to_baseline
+from diffeqformer.parallel import hosts
+from diffeqformer.transformer import Path, abstract_model, split_model
+
+DTYPES = ("float32", "bfloat16", "float16")
+LARGEST_ERROR = 1e-3
+"""Of an exported model's logits in fp32, as a part of the largest one."""
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    says: its architecture, weights and tokenizer, in words.
+    error: the largest one of a logit in `SENTENCE`, as a part of the largest, of the model in the folder.
+    size: of the folder, in bytes.
+    """
+
+    says: str
+    error: float
+    size: int
+
+
+def export(
+    workdir: epath.PathLike,
+    folder: pathlib.Path,
+    num_steps: int | None = None,
+    dtype: str = "float32",
+    step: Step = None,
+) -> Exported:
+    """Write a run's model in a number of steps as a folder in Hugging Face's format, and compare both.
+
+    Args:
+        workdir: of the run.
+        folder: to write; it must be empty if it is there.
+        num_steps: steps of depth; None: as trained.
+        dtype: one of `DTYPES`, of the weights.
+        step: see `diffeqformer.checkpoints.folder.Step`.
+
+    Raises:
+        UserError: if no architecture computes the same, or the folder can't be written. Then nothing is.
+    """
+    check_new(folder)
+    check_exact(checkpoint.load_config(workdir, step))
+    opened = checkpoint.load(workdir, step=step)
+    config, tokenizer = opened.config.copy_and_resolve_references(), opened.tokenizer
+    files = tokenizer_files(tokenizer, config.model.max_length)
+    num_steps = config.model.num_steps if num_steps is None else num_steps
+    config.model.dtype = "float32"
+    model = nnx.merge(split_model(abstract_model(config))[0], split_model(opened.model)[1])
+    baseline, arrays = to_baseline(model, config, num_steps)
+    check_range(arrays, dtype)
+    ids = tokenizer.encode(SENTENCE)[: model.max_length]
+    exact = logits_of(model, ids, num_steps)
+    check_error(difference(logits_of(baseline_model(baseline, arrays), ids), exact))
+    end = tokenizer.end_of_text
+    with written_whole(folder) as partial:
+        write_pretrained(partial, baseline, arrays, dtype, {"bos_token_id": end, "eos_token_id": end})
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        found = open_pretrained(partial)
+        if (found.tokenizer.encode(SENTENCE)[: len(ids)], found.tokenizer.end_of_text) != (ids, end):
+            raise UserError("--workdir: its tokenizer gives other ids as a tokenizer.json; train with another one")
+        error = difference(logits_of(baseline_model(found.config, dict(found.arrays())), ids), exact)
+        if dtype == "float32":
+            check_error(error)
+        says = found.describe()
+        (partial / "README.md").write_text(model_card(workdir, opened, num_steps, dtype, says, error), encoding="utf-8")
+        size = sum(path.stat().st_size for path in partial.iterdir())
+    return Exported(says, error, size)
+
+
+def check_range(arrays: dict[Path, np.ndarray], dtype: str) -> None:
+    """Check that a type holds numbers as large as these.
+
+    Raises:
+        UserError: if it doesn't.
+    """
+    largest = max(float(np.abs(array).max()) for array in arrays.values())
+    if largest > float(ml_dtypes.finfo(dtype).max):
+        raise UserError(f"--dtype: {dtype} can't hold {largest:.3g}, the largest weight; take bfloat16 or float32")
+
+
+def check_error(error: float) -> None:
+    """Check that a model computes the same as the run.
+
+    Raises:
+        UserError: if it doesn't.
+    """
+    if not error <= LARGEST_ERROR:
+        raise UserError(
+            f"--workdir: what would be written differs by {error:.1e} of the largest logit, and it may by at most "
+            f"{LARGEST_ERROR:g}; its architecture has one epsilon for all norms, so train a model with "
+            "config.model.norm_epsilon"
+        )
+
+
+def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int) -> float | None:
+    """What the run's validation found at this checkpoint in that number of steps, in bits per byte; None: nothing."""
+    depth = "bits_per_byte" if num_steps == opened.config.model.num_steps else f"{BITS_AT}{num_steps}"
+    return read_curves(workdir).get(f"validation/{depth}", {}).get(opened.step)
+
+
+def model_card(
+    workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int, dtype: str, says: str, error: float
+) -> str:
+    """The README.md of an exported model: what it is, how it was trained, and what was measured."""
+    config, about, bits = opened.config, header(workdir, opened), measured_bits(workdir, opened, num_steps)
+    origin, per_step = opened.about.materialized_from or opened.about.base, config.batch_size * config.sequence_length
+    rows = {
+        "model": f"{config.model.kind}, field {config.model.field}",
+        "depth": f"{counted(num_steps, 'step')} by {config.model.solver}; trained in {about['trained_num_steps']} by "
+        f"{about['trained_solver']}",
+        "training": f"{counted(opened.step, 'step')} of {per_step:,} tokens" if opened.step else "none",
+    }
+    if origin:
+        rows["made from"] = f"{pathlib.PurePath(origin['workdir']).name} at step {origin['step']:,}"
+    if bits is not None:
+        rows["bits per byte"] = f"{bits:.4f} of the run's validation text, before weights were rounded to {dtype}"
+    rows["largest error of a logit"] = f"{error:.1e} of the largest, against the run in float32"
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join(
+        [
+            "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+            f"# {about['title']}\n\nWritten by `diffeqformer export`: {says.splitlines()[0]}.\n\n| | |\n| -- | -- |",
+            *lines,
+            "\nEvery text follows an end-of-text token, and ends with one.\n",
+        ]
+    )
+
+
+def main() -> None:
+    workdir = flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
+    step = command_line.define_step()
+    num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
+    folder = flags.DEFINE_string("to", None, "Folder to write.", required=True)
+    dtype = flags.DEFINE_enum("dtype", "float32", DTYPES, "Type of the weights.")
+
+    def command() -> None:
+        hosts.check_one("export: this command")
+        done = export(workdir.value, pathlib.Path(folder.value), num_steps.value, dtype.value, step.value)
+        print(f"{folder.value}: {done.says}")
+        print(f"largest error of a logit: {done.error:.1e} of the largest, for {SENTENCE!r} in the written folder")
+        print(f"{done.size / 1e6:,.1f} MB")
+
+    command_line.run(command, verbosity=logging.FATAL)
+
+
+if __name__ == "__main__":
+    main()

@@ -85,6 +85,7 @@ def export(
     ids = tokenizer.encode(SENTENCE)[: model.max_length]
     exact = logits_of(model, ids, num_steps)
     check_error(difference(logits_of(baseline_model(baseline, arrays), ids), exact))
+    del model
     end = tokenizer.end_of_text
     with written_whole(folder) as partial:
         write_pretrained(partial, baseline, arrays, dtype, {"bos_token_id": end, "eos_token_id": end})
@@ -93,7 +94,7 @@ def export(
         found = open_pretrained(partial)
         if (found.tokenizer.encode(SENTENCE)[: len(ids)], found.tokenizer.end_of_text) != (ids, end):
             raise UserError("--workdir: its tokenizer gives other ids as a tokenizer.json; train with another one")
-        error = difference(logits_of(baseline_model(found.config, dict(found.arrays())), ids), exact)
+        error = difference(logits_of(found.model(), ids), exact)
         if dtype == "float32":
             check_error(error)
         says = found.describe()

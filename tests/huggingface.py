@@ -7,11 +7,15 @@ import json
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.import_model import SENTENCE
+from diffeqformer.transformer import abstract_model, select
+from helpers import drawn, normal, save_params, toy_config
 
 DATA = pathlib.Path(__file__).parent / "data"
 SMALL = {
@@ -67,6 +71,19 @@ def write_folder(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: di
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / "model.safetensors")
+
+
+def write_run(workdir: pathlib.Path, kind: str, field: str, saved: dict | None = None, **changes) -> dict:
+    """A run of step 12 with large random parameters, which are returned. `saved` changes what it says of itself."""
+    config = toy_config(kind, field, **{"model__solver": "lie_trotter", "model__norm_of_norm": False, **changes})
+    params, random = drawn(config.model)[1], np.random.RandomState(7)
+    params = jax.tree.map(lambda leaf: leaf + np.float32(0.1) * normal(random, leaf.shape), params)
+    if config.model.lora_rank:  # what adapters are added to has its own place
+        base, trains = {"workdir": "base", "step": 3, "data_sha256": ""}, abstract_model(config).trains
+        checkpoint.save_frozen(workdir, select(params, lambda path: not trains(path)), base)
+        params, saved = select(params, trains), {"base": base}
+    save_params(workdir, config, {12: params}, **(saved or {}))
+    return params
 
 
 if __name__ == "__main__":

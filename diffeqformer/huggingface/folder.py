@@ -171,6 +171,7 @@ def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in partial.iterdir():
+            path.chmod(0o666 & partial.stat().st_mode)  # safetensors' are its owner's alone
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         check_new(folder)

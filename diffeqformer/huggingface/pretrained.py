@@ -59,6 +59,10 @@ class Pretrained(NamedTuple):
             if not stacked or layer == len(made) - 1:
                 yield row.ours, made
 
+    def model(self) -> Transformer:
+        """Our baseline."""
+        return baseline_model(self.config, dict(self.arrays()))
+
     def describe(self) -> str:
         """What there is."""
         files, types, shapes = zip(*(self.tensors.describe(name) for _, _, name, _ in self.places()))
@@ -184,6 +188,6 @@ def _logits(graph: nnx.GraphDef, params: dict, weights, tokens: Int[Array, "1 S"
     return nnx.merge(graph, params)(tokens, weights)[0]
 
 
-def difference(logits: Float[np.ndarray, "S V"], exact: Float[np.ndarray, "S V"]) -> float:
+def difference(logits: Float[np.ndarray, "*B V"], exact: Float[np.ndarray, "*B V"]) -> float:
     """The largest error of a logit, as a part of the largest one."""
     return float(np.abs(logits - exact).max() / np.abs(exact).max())

@@ -1,0 +1,230 @@
+"""Runs as folders in Hugging Face's format: the same numbers as before, or one sentence and nothing written."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from huggingface import CONFIGS, arrays_of, write_folder, write_run
+from safetensors.numpy import load_file
+from test_tokenizers import TEXTS
+
+from diffeqformer import export as command_of_export
+from diffeqformer.checkpoints import checkpoint
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from diffeqformer.errors import UserError
+from diffeqformer.export import export
+from diffeqformer.huggingface import folder as folders
+from diffeqformer.huggingface.folder import INDEX
+from diffeqformer.huggingface.pretrained import difference, open_pretrained
+from diffeqformer.huggingface.tokenizer_files import tokenizer_files
+from diffeqformer.import_model import import_model
+from helpers import write_tokenizer_json
+from newcomer import gpt2_files
+from runs import command
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *((name, None) for name in CONFIGS),
+        ("llama3", "interpolated"),
+        ("neox", "diffeqformer"),
+        ("gpt2", "diffeqformer"),
+    ],
+)
+def test_what_transformers_wrote_comes_back(name, kind, tmp_path):
+    """The numbers in tests/data, bit for bit where weights at knots are exact, under the same names and fields."""
+    arrays, *_ = arrays_of(name)
+    write_folder(tmp_path / "folder", arrays, CONFIGS[name])
+    import_model(tmp_path / "folder", tmp_path / "run", kind)
+    export(tmp_path / "run", tmp_path / "back")
+    made = load_file(tmp_path / "back" / "model.safetensors")
+    if name == "qwen2":  # a Llama has one more bias, which is 0
+        assert not any(made.pop(f"model.layers.{n}.self_attn.o_proj.bias").any() for n in range(2))
+    assert made.keys() == arrays.keys()
+    for key, array in arrays.items():
+        np.testing.assert_allclose(made[key], array, rtol=0, atol=1e-6 if kind == "diffeqformer" else 0)
+    before, after = (open_pretrained(tmp_path / place).config.model.to_dict() for place in ("folder", "back"))
+    assert after == before | ({"biases": "attention"} if name == "qwen2" else {})
+    same = "tokenizer.json"
+    assert (tmp_path / "back" / same).read_bytes() == (tmp_path / "folder" / same).read_bytes()
+
+
+OF_LLAMA = {"model__key_value_heads": 2, "model__head_width": 12, "model__rope_scaling": "8,1,4,16"}
+PADDED = {"model__vocab_multiple": 64, "model__dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "kind, field, num_steps, changes",
+    [
+        ("gpt", "gpt", 6, {}),
+        ("llama", "llama", 6, OF_LLAMA | {"model__biases": "qkv", "model__tied_head": True}),
+        ("neox", "neox", 6, {"model__tied_head": True}),
+        ("neox", "neox", 6, {"model__solver": "euler", "model__rotary_fraction": 0.5, **PADDED}),
+        ("diffeqformer", "gpt", 4, PADDED),
+        ("diffeqformer", "llama", 3, OF_LLAMA | PADDED | {"model__base_width": 16}),
+        ("diffeqformer", "neox", 9, {"model__solver": "euler", "model__span": 3.0}),
+        ("interpolated", "llama", 8, {"model__biases": "all", "model__norm_epsilon": 1e-3}),
+        ("looped", "gpt", 5, {"model__base_width": 16}),
+        ("alternative", "gpt", 2, {}),
+        ("shared", "gpt", 5, {}),
+        ("discretized", "llama", 6, {"model__lora_rank": 2, "base": "base"}),
+    ],
+)
+def test_a_model_of_any_kind_comes_back_as_a_baseline(kind, field, num_steps, changes, tmp_path):
+    write_run(tmp_path / "run", kind, field, **changes)
+    done = export(tmp_path / "run", tmp_path / "folder", num_steps)
+    found, _ = import_model(tmp_path / "folder", tmp_path / "back")
+    assert found.config.model.num_steps == num_steps and found.config.model.kind == field
+    assert done.error < 2e-5 and f"257 ids of the model's 257, end of text {256}" in done.says
+    tokens = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
+    run, back = (checkpoint.load(tmp_path / place).model for place in ("run", "back"))
+    run = run.replace(dtype=jnp.dtype("float32"))
+    ours = np.asarray(run(tokens, run.weights(run.grid(num_steps))))[..., :257]
+    assert difference(np.asarray(back(tokens, back.weights())), ours) < 2e-5
+
+
+def test_fields_are_written_as_all_readers_know_them(tmp_path):
+    runs = {
+        "gpt": {},
+        "llama": OF_LLAMA | {"model__rope_theta": 500.0, "model__biases": "all", "model__norm_epsilon": 1e-4},
+        "neox": {"model__solver": "euler", "model__rotary_fraction": 0.5, "model__rope_theta": 500.0},
+    }
+    found = {}
+    for field, changes in runs.items():
+        write_run(tmp_path / field, field, field, **changes)
+        export(tmp_path / field, tmp_path / f"{field}-folder")
+        found[field] = json.loads((tmp_path / f"{field}-folder" / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    common = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "dtype": "float32", "torch_dtype": "float32"}
+    expected = {
+        "gpt": {"model_type": "gpt2", "n_inner": 128, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        "llama": {
+            **{"model_type": "llama", "num_key_value_heads": 2, "head_dim": 12, "attention_bias": True},
+            **{"mlp_bias": True, "rms_norm_eps": 1e-4, "tie_word_embeddings": False, "rope_theta": 500.0},
+            **{"rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": 500.0}},
+        },
+        "neox": {
+            **{"model_type": "gpt_neox", "use_parallel_residual": True, "rotary_pct": 0.5, "rotary_emb_base": 500.0},
+            **{"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_scaling": None, "hidden_act": "gelu"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    }
+    for field, fields in expected.items():
+        assert found[field].items() >= (common | fields).items()
+    assert json.loads((tmp_path / "gpt-folder" / "generation_config.json").read_text())["eos_token_id"] == 256
+    config = json.loads((tmp_path / "gpt-folder" / "tokenizer_config.json").read_text())
+    assert (config["tokenizer_class"], config["eos_token"]) == ("PreTrainedTokenizerFast", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("dtype, name", [("bfloat16", "BF16"), ("float16", "F16")])
+def test_weights_are_rounded_and_cut_into_files(dtype, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "LARGEST", 30_000)
+    params = write_run(tmp_path / "run", "gpt", "gpt")
+    done = export(tmp_path / "run", tmp_path / "folder", dtype=dtype)
+    index = json.loads((tmp_path / "folder" / INDEX).read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert 1e-5 < done.error < 0.1 and len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    size = 0
+    for file in files:
+        with safetensors.safe_open(tmp_path / "folder" / file, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert {opened.get_slice(key).get_dtype() for key in opened.keys()} == {name}
+            assert all(index["weight_map"][key] == file for key in opened.keys())
+            size += sum(opened.get_tensor(key).nbytes for key in opened.keys())
+    assert size == index["metadata"]["total_size"]
+    embedding = dict(open_pretrained(tmp_path / "folder").arrays())["token_embedding",]
+    rounded = params["token_embedding"].astype(getattr(ml_dtypes, dtype, dtype))
+    np.testing.assert_array_equal(embedding, np.float32(rounded))
+
+
+def test_a_tokenizer_gives_the_same_ids_as_a_tokenizer_json(tmp_path, sentencepiece_file):
+    given = [
+        ByteTokenizer(),
+        GPT2Tokenizer.open(str(gpt2_files())),
+        HuggingFaceTokenizer.open(str(write_tokenizer_json(tmp_path))),
+    ]
+    for number, tokenizer in enumerate(given):
+        (tmp_path / str(number)).mkdir()
+        for name, content in tokenizer_files(tokenizer, 16).items():
+            (tmp_path / str(number) / name).write_bytes(content)
+        made = HuggingFaceTokenizer.open(str(tmp_path / str(number) / "tokenizer.json"))
+        assert (made.vocab_size, made.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+        for text in [*TEXTS, *map(chr, range(300)), (gpt2_files() / "vocab.bpe").read_text(encoding="utf-8")[:50_000]]:
+            ids = tokenizer.encode(text)
+            assert made.encode(text) == ids and made.decode(ids) == text
+    with pytest.raises(UserError, match="^--workdir: its tokenizer is a SentencePiece model, which a tokenizer.json"):
+        tokenizer_files(SentencePieceTokenizer.open(str(sentencepiece_file)), 16)
+
+
+REFUSED = [
+    ("gpt", {"model__solver": "euler"}, {}, "the block of model.field gpt with model.solver euler; train one with"),
+    ("neox", {"model__solver": "heun"}, {}, "model.field neox with model.solver heun; train one with"),
+    ("llama", {"model__norm_of_norm": True}, {}, "a norm of a norm .model.norm_of_norm.; train a model with"),
+    ("gpt", {"model__head_width": 12}, {}, "4 heads of 12 are not 32 wide; train one without model.head_width"),
+    ("gpt", {}, {"num_steps": 0}, "num_steps: must be at least 1"),
+    ("gpt", {}, {"step": 13}, "--step: .*13"),
+]
+
+
+@pytest.mark.parametrize("field, changes, options, sentence", REFUSED)
+def test_what_no_architecture_computes_is_one_sentence(field, changes, options, sentence, tmp_path):
+    write_run(tmp_path / "run", "diffeqformer", field, **changes)
+    with pytest.raises(UserError, match=sentence):
+        export(tmp_path / "run", tmp_path / "folder", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_weights_and_epsilons_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", "diffeqformer", "llama")
+    assert 0 < export(tmp_path / "run", tmp_path / "made").error < 1e-3  # epsilons of 1e-6 and 1e-5
+    monkeypatch.setattr(command_of_export, "LARGEST_ERROR", 1e-9)
+    with pytest.raises(UserError, match="^--workdir: what would be written differs by .* one epsilon for all norms"):
+        export(tmp_path / "run", tmp_path / "folder", dtype="bfloat16")
+    with pytest.raises(UserError, match="^--dtype: float16 can't hold 1e.05, the largest weight; take bfloat16"):
+        command_of_export.check_range({("a",): np.array([-1e5])}, "float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "run"]
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", "gpt", "gpt")
+    (tmp_path / "folder").mkdir()
+    export(tmp_path / "run", tmp_path / "folder")  # it was empty
+    before = {path: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    assert len(before) == 6 and len({path.stat().st_mode for path in before}) == 1
+    with pytest.raises(UserError, match="^--to: .*folder already holds something; give another folder, or delete it"):
+        export(tmp_path / "run", tmp_path / "folder")
+    assert {path: path.read_bytes() for path in (tmp_path / "folder").iterdir()} == before
+    with pytest.raises(UserError, match="^--to: .* can't be written: .*; give another folder"):
+        export(tmp_path / "run", tmp_path / "folder" / "config.json" / "inside")
+    monkeypatch.setattr(command_of_export, "model_card", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(tmp_path / "run", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def test_the_card_has_what_was_measured_at_this_depth_alone(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", "interpolated", "gpt", model__training_depths="3,6")
+    curves = {"validation/bits_per_byte": {6: 9.0, 12: 2.5}, "validation/bits_per_byte_at_3": {12: 2.75}}
+    monkeypatch.setattr(command_of_export, "read_curves", lambda _: curves)
+    for number, said in ((6, "| bits per byte | 2.5000 of"), (3, "| bits per byte | 2.7500 of"), (4, None)):
+        export(tmp_path / "run", tmp_path / str(number), number)
+        card = (tmp_path / str(number) / "README.md").read_text()
+        assert said in card if said else "bits" not in card
+        assert f"{number} steps by lie_trotter; trained in 6 by lie_trotter" in card
+        assert "| training | 12 steps of 128 tokens |" in card and "| model | interpolated, field gpt |" in card
+
+
+def test_the_command_says_what_it_wrote(tmp_path):
+    write_run(tmp_path / "run", "interpolated", "llama")
+    options = f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'folder'}"
+    done = command("export", *options, "--num_steps=3", "--dtype=bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert "folder: LlamaForCausalLM, " in done.stdout and " tensors of BF16 and 1 file\n" in done.stdout
+    assert "largest error of a logit: " in done.stdout and " MB\n" in done.stdout
+    again = command("export", *options)
+    assert again.returncode == 1 and "already holds something" in again.stderr

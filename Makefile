@@ -6,6 +6,7 @@
 # make test-faults  an hour (or MINUTES=10) of signals, full disks, damage and more, all of which runs must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
+# make test-huggingface  imports and exports against Transformers itself, in an environment of its own
 # make lint       style, formatting, the order of imports, and the sizes of code and pages
 # make docs-figures  draw the pictures of docs/ (an hour on two cores)
 # make format     format Python and Markdown
@@ -24,7 +25,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu lint format docs-figures address help
+.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu test-huggingface lint format docs-figures address help
 
 train: $(VENV)/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -49,6 +50,10 @@ test-tpu: $(VENV)/installed-tpu
 
 test-gpu: $(VENV)/installed-cuda
 	TEST_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu tests/test_gpu.py
+
+test-huggingface:
+	$(MAKE) VENV=.venv-huggingface .venv-huggingface/installed-huggingface
+	.venv-huggingface/bin/python -m pytest -m huggingface tests/test_huggingface.py
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
@@ -94,4 +99,9 @@ $(VENV)/installed-tpu: $(VENV)/installed-test
 
 $(VENV)/installed-cuda: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cuda]' --constraint constraints.txt
+	@touch $@
+
+$(VENV)/installed-huggingface: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,huggingface]' \
+	  --constraint constraints.txt
 	@touch $@

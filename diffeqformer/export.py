@@ -7,7 +7,6 @@ It is the reverse of `import`: a GPT-2, a Llama or a GPT-NeoX with a layer for e
 """
 
 import pathlib
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -40,26 +39,13 @@ LARGEST_ERROR = 1e-3
 """Of an exported model's logits in fp32, as a part of the largest one."""
 
 
-class Exported(NamedTuple):
-    """What was written.
-
-    says: its architecture, weights and tokenizer, in words.
-    error: the largest one of a logit in `SENTENCE`, as a part of the largest, of the model in the folder.
-    size: of the folder, in bytes.
-    """
-
-    says: str
-    error: float
-    size: int
-
-
 def export(
     workdir: epath.PathLike,
     folder: pathlib.Path,
     num_steps: int | None = None,
     dtype: str = "float32",
     step: Step = None,
-) -> Exported:
+) -> tuple[str, float]:
     """Write a run's model in a number of steps as a folder in Hugging Face's format, and compare both.
 
     Args:
@@ -68,6 +54,9 @@ def export(
         num_steps: steps of depth; None: as trained.
         dtype: one of `DTYPES`, of the weights.
         step: see `diffeqformer.checkpoints.folder.Step`.
+
+    Returns:
+        What was written, in words, and the largest error of a logit of it in `SENTENCE`, as a part of the largest.
 
     Raises:
         UserError: if no architecture computes the same, or the folder can't be written. Then nothing is.
@@ -100,26 +89,18 @@ def export(
         says = found.describe()
         (partial / "README.md").write_text(model_card(workdir, opened, num_steps, dtype, says, error), encoding="utf-8")
         size = sum(path.stat().st_size for path in partial.iterdir())
-    return Exported(says, error, size)
+    return f"{folder}: {says}\n{size / 1e6:,.1f} MB", error
 
 
 def check_range(arrays: dict[Path, np.ndarray], dtype: str) -> None:
-    """Check that a type holds numbers as large as these.
-
-    Raises:
-        UserError: if it doesn't.
-    """
+    """Raise a UserError if a type can't hold numbers as large as these."""
     largest = max(float(np.abs(array).max()) for array in arrays.values())
     if largest > float(ml_dtypes.finfo(dtype).max):
         raise UserError(f"--dtype: {dtype} can't hold {largest:.3g}, the largest weight; take bfloat16 or float32")
 
 
 def check_error(error: float) -> None:
-    """Check that a model computes the same as the run.
-
-    Raises:
-        UserError: if it doesn't.
-    """
+    """Raise a UserError if what would be written doesn't compute the same as the run."""
     if not error <= LARGEST_ERROR:
         raise UserError(
             f"--workdir: what would be written differs by {error:.1e} of the largest logit, and it may by at most "
@@ -151,14 +132,11 @@ def model_card(
     if bits is not None:
         rows["bits per byte"] = f"{bits:.4f} of the run's validation text, before weights were rounded to {dtype}"
     rows["largest error of a logit"] = f"{error:.1e} of the largest, against the run in float32"
-    lines = [f"| {name} | {value} |" for name, value in rows.items()]
-    return "\n".join(
-        [
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
-            f"# {about['title']}\n\nWritten by `diffeqformer export`: {says.splitlines()[0]}.\n\n| | |\n| -- | -- |",
-            *lines,
-            "\nEvery text follows an end-of-text token, and ends with one.\n",
-        ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {about['title']}\n\n"
+        f"Written by `diffeqformer export`: {says.splitlines()[0]}.\n\n| | |\n| -- | -- |\n{table}\n\n"
+        "Every text follows an end-of-text token, and ends with one.\n"
     )
 
 
@@ -171,10 +149,9 @@ def main() -> None:
 
     def command() -> None:
         hosts.check_one("export: this command")
-        done = export(workdir.value, pathlib.Path(folder.value), num_steps.value, dtype.value, step.value)
-        print(f"{folder.value}: {done.says}")
-        print(f"largest error of a logit: {done.error:.1e} of the largest, for {SENTENCE!r} in the written folder")
-        print(f"{done.size / 1e6:,.1f} MB")
+        where = workdir.value, pathlib.Path(folder.value)
+        said, error = export(*where, num_steps.value, dtype.value, step.value)
+        print(f"{said}\nlargest error of a logit: {error:.1e} of the largest, in {SENTENCE!r}, as opened again")
 
     command_line.run(command, verbosity=logging.FATAL)
 

@@ -37,6 +37,7 @@ if PLATFORMS == "cpu":
     jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 import pictures  # noqa: E402, F401 (checks what is drawn)
 
+MARKERS = ("long", "slow", "faults", "tpu", "gpu", "huggingface")
 gc.set_threshold(100_000)  # with the default, looking for garbage takes 4 % of the time
 
 
@@ -60,7 +61,9 @@ def pytest_collection_modifyitems(items):
     """Mark the first case of every test as fast, unless it is marked as long."""
     for item in items:
         first = not hasattr(item, "callspec") or not any(item.callspec.indices.values())
-        if first and not any(item.get_closest_marker(name) for name in ("long", "slow", "faults", "tpu", "gpu")):
+        if first and not any(
+            item.get_closest_marker(name) for name in ("long", "slow", "faults", "tpu", "gpu", "huggingface")
+        ):
             item.add_marker("fast")
 
 

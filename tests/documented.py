@@ -81,6 +81,7 @@ ROWS = [
     Row(r"((gpt|tiny(\.py(:discretized)?)?) .*?)( --config\.model\.(time_embed|sinusoidal)_dim=4){2}", r"\1"),
     Row(r"\bmain .*smollm2", add=SAMPLED),
     Row(r"\bimport "),
+    Row(r"\bexport --"),
     # runs/tiny alone has the standard library
     Row(r"\bmain .*tiny(\.py)?(:|(?!.*_files).* --workdir)", add=LITTLE_TEXT),
     Row(r"\bmain .*schedule=wsd", add="--config.optimizer.warmup_steps=1"),

@@ -47,6 +47,7 @@ HELP = {
     "downstream": ["workdir", "step", "shots"],
     "materialize": ["workdir", "step", "dtype"],
     "import": ["from", "workdir", "kind"],
+    "export": ["workdir", "step", "num_steps", "to", "dtype"],
     "analyze": ["workdir", "step", "parts"],
     "ode": ["workdir", "step", "split", "refinements", "process_id"],
     "inspect": ["workdir", "step", "[no]statistics"],

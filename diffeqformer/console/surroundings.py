@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.errors import UserError
 
-PATHS = re.compile(r"workdir|output|include|json|dump|base|use_cache|(\w+_)?(dir|files?|path)")
+PATHS = re.compile(r"workdir|from|to|output|include|json|dump|base|use_cache|(\w+_)?(dir|files?|path)")
 """The names of options and of config fields whose values are paths."""
 
 

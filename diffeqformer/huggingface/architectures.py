@@ -95,11 +95,7 @@ OF_QWEN2 = _but(
     use_sliding_window=False,
 )
 OF_MISTRAL = _but(
-    OF_LLAMA,
-    intermediate_size=14_336,
-    num_key_value_heads=8,
-    max_position_embeddings=131_072,
-    sliding_window=4096,
+    OF_LLAMA, intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
 )
 OTHER_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """What earlier versions called two fields of GPT-NeoX."""
@@ -123,11 +119,6 @@ def _from_gpt2(fields: dict) -> dict:
     return {"mlp": fields["n_inner"] or 4 * fields["n_embd"]}
 
 
-def _to_gpt2(model: dict) -> dict:
-    """Fields of the config.json of a GPT2LMHeadModel that don't mean the same as one of our `model`'s."""
-    return {"model_type": "gpt2"}
-
-
 def _from_llama(fields: dict) -> dict:
     """As `_from_gpt2` for a LlamaForCausalLM and what has its block."""
     heads, of_values, head_width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -141,9 +132,9 @@ def _from_llama(fields: dict) -> dict:
 
 
 def _to_llama(model: dict) -> dict:
-    """As `_to_gpt2` for a LlamaForCausalLM."""
+    """Fields of the config.json of a LlamaForCausalLM that don't mean the same as one of our `model`'s."""
     biases = {"attention_bias": model["biases"] in ("attention", "all"), "mlp_bias": model["biases"] == "all"}
-    return {"model_type": "llama", **biases, **_to_rotations(model)}
+    return {**biases, **_to_rotations(model)}
 
 
 def _from_mistral(fields: dict) -> dict:
@@ -169,11 +160,11 @@ def _from_neox(fields: dict) -> dict:
 
 
 def _to_neox(model: dict) -> dict:
-    """As `_to_gpt2` for a GPTNeoXForCausalLM."""
+    """As `_to_llama` for a GPTNeoXForCausalLM."""
     earlier = {"rotary_emb_base": model["rope_theta"], "rotary_pct": model["rotary_fraction"]}
     fields = _to_rotations(model)
     fields["rope_parameters"]["partial_rotary_factor"] = model["rotary_fraction"]
-    return {"model_type": "gpt_neox", "use_parallel_residual": model["solver"] == "euler", **earlier, **fields}
+    return {"use_parallel_residual": model["solver"] == "euler", **earlier, **fields}
 
 
 class Architecture(NamedTuple):
@@ -183,22 +174,24 @@ class Architecture(NamedTuple):
     fields: those of its config.json that count.
     rows: its tensors.
     to_ours: from these fields, what the `model` part of our config has beside what means the same.
-    to_theirs: the reverse; None: it is imported, but not exported.
+    to_theirs: the reverse.
+    model_type: another name of it, which is written; empty: it is imported, but not exported.
     """
 
     kind: str
     fields: list[Field]
     rows: list[Row]
     to_ours: Callable[[dict], dict]
-    to_theirs: Callable[[dict], dict] | None = None
+    to_theirs: Callable[[dict], dict] = lambda model: {}
+    model_type: str = ""
 
 
 ARCHITECTURES = {
-    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, GPT2, _from_gpt2, _to_gpt2),
-    "LlamaForCausalLM": Architecture("llama", OF_LLAMA, LLAMA, _from_llama, _to_llama),
+    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, GPT2, _from_gpt2, model_type="gpt2"),
+    "LlamaForCausalLM": Architecture("llama", OF_LLAMA, LLAMA, _from_llama, _to_llama, "llama"),
     "MistralForCausalLM": Architecture("llama", OF_MISTRAL, LLAMA, _from_mistral),
     "Qwen2ForCausalLM": Architecture("llama", OF_QWEN2, LLAMA, _from_qwen2),
-    "GPTNeoXForCausalLM": Architecture("neox", OF_NEOX, NEOX, _from_neox, _to_neox),
+    "GPTNeoXForCausalLM": Architecture("neox", OF_NEOX, NEOX, _from_neox, _to_neox, "gpt_neox"),
 }
 """What can be imported and exported, by the name in `architectures` of config.json."""
 
@@ -281,10 +274,10 @@ def write_model(model: ConfigDict) -> dict[str, Any]:
     """
     block = vector_field(model)
     ours = {**model, "key_value_heads": block.key_value_heads, "head_width": block.head_width}
-    [(name, row)] = ((name, row) for name, row in ARCHITECTURES.items() if row.to_theirs and row.kind == model.kind)
+    [(name, row)] = ((name, row) for name, row in ARCHITECTURES.items() if row.model_type and row.kind == model.kind)
     same = {field.theirs: ours[field.ours] for field in row.fields if field.ours}
     only = {field.theirs: field.only[0] for field in row.fields if field.only}
-    return {"architectures": [name], **same, **only, **row.to_theirs(ours)}
+    return {"architectures": [name], "model_type": row.model_type, **same, **only, **row.to_theirs(ours)}
 
 
 def _to_rotations(model: dict) -> dict:

@@ -142,11 +142,7 @@ def _check_tensors(found: Pretrained) -> None:
 
 
 def write_pretrained(
-    folder: pathlib.Path,
-    config: ConfigDict,
-    arrays: dict[Path, Float[np.ndarray, "..."]],
-    dtype: str,
-    tokens: dict[str, int],
+    folder: pathlib.Path, config: ConfigDict, arrays: dict[Path, np.ndarray], dtype: str, tokens: dict[str, int]
 ) -> None:
     """Write the config.json, generation_config.json and weights of a baseline, which `open_pretrained` can open.
 

@@ -37,14 +37,13 @@ def check_exact(config: ConfigDict) -> None:
         )
     if getattr(block, "norm_of_norm", False):
         raise UserError(
-            "--workdir: no architecture of Transformers has a norm of a norm (model.norm_of_norm); train a model with "
+            "--workdir: no architecture of Transformers has a norm of a norm; train one with "
             "--config.model.norm_of_norm=False"
         )
     if model.field != "llama" and block.head_width * block.heads != block.width:
         raise UserError(
-            f"--workdir: in Transformers' architecture for model.field {model.field} heads together are as wide as the "
-            f"model, but here {block.heads} heads of {block.head_width} are not {block.width} wide; train one without "
-            "model.head_width"
+            f"--workdir: heads of model.field {model.field} must together be as wide as the model, but {block.heads} "
+            f"heads of {block.head_width} are not {block.width} wide; train one without config.model.head_width"
         )
 
 

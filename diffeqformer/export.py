@@ -1,4 +1,4 @@
-"""Write a run as a folder that Transformers, vLLM, llama.cpp and lm-eval open without code of ours.
+"""Write a run as a folder that Transformers, vLLM, llama.cpp and lm-eval open.
 
     python -m diffeqformer.export --workdir=runs/tiny --to=tiny-exported --dtype=bfloat16
 

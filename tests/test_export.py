@@ -77,12 +77,11 @@ PADDED = {"model__vocab_multiple": 64, "model__dtype": "bfloat16"}
 def test_a_model_of_any_kind_comes_back_as_a_baseline(kind, field, num_steps, changes, tmp_path):
     write_run(tmp_path / "run", kind, field, **changes)
     said, error = export(tmp_path / "run", tmp_path / "folder", num_steps)
-    found, _ = import_model(tmp_path / "folder", tmp_path / "back")
+    found = open_pretrained(tmp_path / "folder")
     assert found.config.model.num_steps == num_steps and found.config.model.kind == field
     assert error < 2e-5 and "257 ids of the model's 257, end of text 256\n" in said
     tokens = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
-    run, back = (checkpoint.load(tmp_path / place).model for place in ("run", "back"))
-    run = run.replace(dtype=jnp.dtype("float32"))
+    run, back = checkpoint.load(tmp_path / "run").model.replace(dtype=jnp.dtype("float32")), found.model()
     ours = np.asarray(run(tokens, run.weights(run.grid(num_steps))))[..., :257]
     assert difference(np.asarray(back(tokens, back.weights())), ours) < 2e-5
 

@@ -131,7 +131,7 @@ def test_lm_eval_says_the_same_of_both(name, depth, made, tmp_path):
     done("export", f"--workdir={made(name)}", f"--to={tmp_path / 'folder'}", f"--num_steps={depth}")
     models = {
         "hf": {"pretrained": str(tmp_path / "folder"), "dtype": "float32"},
-        "diffeqformer": {"workdir": str(made(name)), "num_steps": depth, "window": 64},
+        "diffeqformer": {"workdir": str(made(name)), "num_steps": depth, "window": 128},
     }
     found = {}
     for model, arguments in models.items():

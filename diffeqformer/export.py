@@ -87,7 +87,7 @@ def export(
         if dtype == "float32":
             check_error(error)
         says = found.describe()
-        (partial / "README.md").write_text(model_card(workdir, opened, num_steps, dtype, says, error), encoding="utf-8")
+        (partial / "README.md").write_text(model_card(workdir, opened, num_steps, says, error), encoding="utf-8")
         size = sum(path.stat().st_size for path in partial.iterdir())
     return f"{folder}: {says}\n{size / 1e6:,.1f} MB", error
 
@@ -115,9 +115,7 @@ def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_st
     return read_curves(workdir).get(f"validation/{depth}", {}).get(opened.step)
 
 
-def model_card(
-    workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int, dtype: str, says: str, error: float
-) -> str:
+def model_card(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int, says: str, error: float) -> str:
     """The README.md of an exported model: what it is, how it was trained, and what was measured."""
     config, about, bits = opened.config, header(workdir, opened), measured_bits(workdir, opened, num_steps)
     origin, per_step = opened.about.materialized_from or opened.about.base, config.batch_size * config.sequence_length
@@ -130,7 +128,7 @@ def model_card(
     if origin:
         rows["made from"] = f"{pathlib.PurePath(origin['workdir']).name} at step {origin['step']:,}"
     if bits is not None:
-        rows["bits per byte"] = f"{bits:.4f} of the run's validation text, before weights were rounded to {dtype}"
+        rows["bits per byte"] = f"{bits:.4f} of the run's validation text, which the run read in {config.model.dtype}"
     rows["largest error of a logit"] = f"{error:.1e} of the largest, against the run in float32"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (

@@ -4,13 +4,7 @@ import json
 
 import tokenizers
 
-from diffeqformer.data.tokenizers import (
-    ByteTokenizer,
-    GPT2Tokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, Tokenizer
 from diffeqformer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -25,15 +19,15 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     Raises:
         UserError: if the same ids can't be had in this format.
     """
-    if isinstance(tokenizer, SentencePieceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        file, end = tokenizer.file, tokenizer.end_of_text_token
+    elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
+        file, end = _byte_level(tokenizer).to_str(pretty=True).encode(), END_OF_TEXT
+    else:
         raise UserError(
             "--workdir: its tokenizer is a SentencePiece model, which a tokenizer.json can't follow exactly; train a "
             "model with data.tokenizer=huggingface, gpt2 or bytes"
         )
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        file, end = tokenizer.file, tokenizer.end_of_text_token
-    else:
-        file, end = _byte_level(tokenizer).to_str(pretty=True).encode(), END_OF_TEXT
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,

@@ -170,7 +170,7 @@ def _theirs(row: Row, layer: int, array: Float[np.ndarray, "..."], heads: int, d
 
 def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "..."]]) -> Transformer:
     """The model of a config with these parameters."""
-    return nnx.merge(split_model(abstract_model(config))[0], traverse_util.unflatten_dict(arrays))
+    return nnx.merge(split_model(abstract_model(config))[0], jax.device_put(traverse_util.unflatten_dict(arrays)))
 
 
 def logits_of(model: Transformer, ids: list[int], num_steps: int | None = None) -> Float[np.ndarray, "S V"]:

@@ -1,4 +1,4 @@
-"""Write a run as a folder that Transformers, vLLM, llama.cpp and lm-eval open.
+"""Write a run as a folder that Transformers opens, and whatever reads its format.
 
     python -m diffeqformer.export --workdir=runs/tiny --to=tiny-exported --dtype=bfloat16
 

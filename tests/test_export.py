@@ -101,7 +101,13 @@ def test_fields_are_written_as_all_readers_know_them(tmp_path):
     scaling["original_max_position_embeddings"] = 16
     common = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "dtype": "float32", "torch_dtype": "float32"}
     expected = {
-        "gpt": {"model_type": "gpt2", "n_inner": 128, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        "gpt": {
+            "model_type": "gpt2",
+            "n_inner": 128,
+            "n_ctx": 16,
+            "tie_word_embeddings": True,
+            "layer_norm_epsilon": 1e-5,
+        },
         "llama": {
             **{"model_type": "llama", "num_key_value_heads": 2, "head_dim": 12, "attention_bias": True},
             **{"mlp_bias": True, "rms_norm_eps": 1e-4, "tie_word_embeddings": False, "rope_theta": 500.0},

@@ -119,6 +119,11 @@ def _from_gpt2(fields: dict) -> dict:
     return {"mlp": fields["n_inner"] or 4 * fields["n_embd"]}
 
 
+def _to_gpt2(model: dict) -> dict:
+    """Fields of the config.json of a GPT2LMHeadModel that don't mean the same as one of our `model`'s."""
+    return {"n_ctx": model["max_length"]}  # llama.cpp's converter reads it
+
+
 def _from_llama(fields: dict) -> dict:
     """As `_from_gpt2` for a LlamaForCausalLM and what has its block."""
     heads, of_values, head_width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -132,7 +137,7 @@ def _from_llama(fields: dict) -> dict:
 
 
 def _to_llama(model: dict) -> dict:
-    """Fields of the config.json of a LlamaForCausalLM that don't mean the same as one of our `model`'s."""
+    """As `_to_gpt2` for a LlamaForCausalLM."""
     biases = {"attention_bias": model["biases"] in ("attention", "all"), "mlp_bias": model["biases"] == "all"}
     return {**biases, **_to_rotations(model)}
 
@@ -160,7 +165,7 @@ def _from_neox(fields: dict) -> dict:
 
 
 def _to_neox(model: dict) -> dict:
-    """As `_to_llama` for a GPTNeoXForCausalLM."""
+    """As `_to_gpt2` for a GPTNeoXForCausalLM."""
     earlier = {"rotary_emb_base": model["rope_theta"], "rotary_pct": model["rotary_fraction"]}
     fields = _to_rotations(model)
     fields["rope_parameters"]["partial_rotary_factor"] = model["rotary_fraction"]
@@ -182,12 +187,12 @@ class Architecture(NamedTuple):
     fields: list[Field]
     rows: list[Row]
     to_ours: Callable[[dict], dict]
-    to_theirs: Callable[[dict], dict] = lambda model: {}
+    to_theirs: Callable[[dict], dict] | None = None
     model_type: str = ""
 
 
 ARCHITECTURES = {
-    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, GPT2, _from_gpt2, model_type="gpt2"),
+    "GPT2LMHeadModel": Architecture("gpt", OF_GPT2, GPT2, _from_gpt2, _to_gpt2, "gpt2"),
     "LlamaForCausalLM": Architecture("llama", OF_LLAMA, LLAMA, _from_llama, _to_llama, "llama"),
     "MistralForCausalLM": Architecture("llama", OF_MISTRAL, LLAMA, _from_mistral),
     "Qwen2ForCausalLM": Architecture("llama", OF_QWEN2, LLAMA, _from_qwen2),

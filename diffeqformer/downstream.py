@@ -172,11 +172,7 @@ def run_all(options) -> None:
 
 
 def say(study: Study) -> None:
-    """Print the table.
-
-    Raises:
-        UserError: if a task was left out.
-    """
+    """Print the table."""
     tasks, folder, report = study
     print(f"\n{describe(report['runs'], tasks.failed)}")
     print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")

@@ -124,9 +124,6 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         config: every field's value by its dotted name; changed: the names of fields that differ from the default
         parameters: rows of name, shape, dtype, count, bytes, trains, and the fields of `statistics`
         validation, train, dynamics: rows of step and the scalars that were written at that step
-
-    Raises:
-        UserError: if there is no such checkpoint, or it can't be read.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     steps, best, damage = steps_of(folder), None, None

@@ -74,11 +74,7 @@ class OpenedRun:
         return self.checkpoint.model
 
     def at(self, num_steps: int | None = None, solver: str | None = None) -> "OpenedRun":
-        """The same model in another number of steps, or with another solver (a key of `diffeqformer.solvers.SOLVERS`).
-
-        Raises:
-            UserError: if the model can't take that number of steps or that solver.
-        """
+        """The same model in another number of steps, or with another solver of `diffeqformer.solvers.SOLVERS`."""
         num_steps = self.num_steps if num_steps is None else num_steps
         model = self.model if solver is None else with_solver(self.model, solver, self.checkpoint.config.model)
         check_weights(model, num_steps)
@@ -94,9 +90,6 @@ class OpenedRun:
         """The log-probability of each token of a text, which can be longer than a window.
 
         As in `evaluate`: windows of the length of training, which move by half a window.
-
-        Raises:
-            UserError: if the text is empty.
         """
         tokenizer, window = self.checkpoint.tokenizer, self.checkpoint.config.sequence_length
         ids = list(tokenizer.encode(text))

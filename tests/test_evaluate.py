@@ -254,8 +254,8 @@ def test_a_corpus_is_read_with_seqio_and_without(workdir, monkeypatch, tmp_path)
     given.split = "tests"
     with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
         text_options.open_text(given, opened, "wikitext103_raw", None, None, 8, 3)
-    opened.config.data.module = "my_corpora"
-    with pytest.raises(UserError, match="^the corpus mine needs seqio, which the light installation leaves"):
+    given.module = "my_corpora"
+    with pytest.raises(UserError, match="^--module: my_corpora needs seqio, which the light installation leaves"):
         text_options.open_text(given, opened, "mine", None, None, 8, 3)
 
 

@@ -47,14 +47,12 @@ from runs import command
 
 def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
     """A module runs code, so only the user's own option can name one."""
-    imported, task = [], types.SimpleNamespace(splits=["validation"], source=None)
-    fake = types.SimpleNamespace(CORPORA={"python_stdlib": ...}, fetch=lambda task: None)
-    fake.configure = lambda module, *_: imported.append(module)
-    fake.add_task, fake.examples = (lambda *_, **__: task), (lambda *_: [(b"a", np.array([97, 256]))])
-    tensorflow = types.SimpleNamespace(errors=types.SimpleNamespace(OpError=OSError))
-    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: tensorflow)
-    monkeypatch.setitem(sys.modules, "diffeqformer.data.tasks", fake)
-    monkeypatch.setattr(data, "tasks", fake, raising=False)
+    imported = []
+    texts = types.SimpleNamespace(splits=["validation"], fetch=lambda: None, documents=lambda split: ["a"])
+    fake = types.SimpleNamespace(SourceTexts=lambda task: texts, configure=lambda name, _: imported.append(name))
+    monkeypatch.setattr("diffeqformer.data.quiet.import_tensorflow", lambda: None)
+    monkeypatch.setitem(sys.modules, "diffeqformer.data.corpora", fake)
+    monkeypatch.setattr(data, "corpora", fake, raising=False)
     config = toy_config(data__task="mine", data__module="planted")
     opened = checkpoint.Checkpoint(3, config, lively_model("gpt"), ByteTokenizer(), checkpoint.About({}, "bytes"))
 

@@ -8,8 +8,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 21_480, "tests/**/*.py": 17_570}
-WORDS = {"docs/**/*.md": 20_140, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
+LINES = {"diffeqformer/**/*.py": 20_720, "tests/**/*.py": 17_160}
+WORDS = {"docs/**/*.md": 19_900, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 78
 
 

@@ -45,11 +45,7 @@ class About:
 
     @classmethod
     def from_json(cls, saved: dict) -> "About":
-        """The reverse. Fields that an earlier version didn't write get their defaults.
-
-        Raises:
-            ValueError: if config or tokenizer is missing, a field has another type, or its content was changed.
-        """
+        """The reverse. Fields that an earlier version didn't write get their defaults."""
         saved = unsealed(saved)
         types = dict.fromkeys(("config", "base", "materialized_from", "time_spent", "earlier_rates", "checksums"), dict)
         types["validation_due"] = bool

@@ -64,9 +64,6 @@ def open_to_write(
     """The checkpoints of a work folder, for a `with` block. Saves are complete when the block ends.
 
     If only one of several processes fails, it doesn't wait for saves: Orbax would wait for the others.
-
-    Raises:
-        UserError: as `open_checkpoints`.
     """
     checkpoints = open_checkpoints(folder_of(workdir, name), kept, always)
     try:
@@ -143,11 +140,7 @@ def read_json(folder: epath.Path, step: int) -> dict:
 
 
 def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
-    """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
-
-    Raises:
-        Damaged: if it can't be read, or isn't what was saved.
-    """
+    """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings)."""
     recorded = read_about(folder, step).checksums
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
     with readable(folder, step):
@@ -159,11 +152,7 @@ def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
 
 
 def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
-    """Compare the checksums of a restored tree with those that were saved, if there are any.
-
-    Raises:
-        Differs: for the first array that differs.
-    """
+    """Compare the checksums of a restored tree with those that were saved, if there are any."""
     if recorded is not None:
         checksums.check(checksums.of_tree(tree), recorded)
 
@@ -186,9 +175,6 @@ def open_arrays(
 
     Args:
         recorded: `About.checksums`, with which those are compared that are read as a whole.
-
-    Raises:
-        UserError: if they can't be read, now or later.
     """
     reading = functools.partial(readable, folder, step, remedy)
     saved = saved_arrays(folder, step, remedy)
@@ -259,11 +245,7 @@ def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
 
 
 def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[str, str] | None, str]:
-    """The folder of `save_frozen`'s checkpoint, whose step is 0, its checksums, and the remedy if it can't be read.
-
-    Raises:
-        UserError: if it is missing, has another base, or can't be read.
-    """
+    """The folder of `save_frozen`'s checkpoint, whose step is 0, its checksums, and the remedy if it can't be read."""
     folder, remedy = folder_of(workdir, "frozen"), "restore the folder that the run made"
     with reachable("--workdir", workdir):
         if work_folder(workdir).name.startswith("ended-") and not folder.exists():  # inside the run's folder
@@ -280,11 +262,7 @@ def open_frozen(workdir: epath.PathLike, base: dict) -> tuple[epath.Path, dict[s
 
 
 def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
-    """The parameters of `save_frozen`, placed according to `abstract`.
-
-    Raises:
-        UserError: if they are missing, come from another base, or can't be read.
-    """
+    """The parameters of `save_frozen`, placed according to `abstract`."""
     folder, recorded, remedy = open_frozen(workdir, base)
     with readable(folder, 0, remedy):
         params = ocp.load(folder / "0", abstract, checkpointable_name="params")
@@ -306,9 +284,6 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
             are on the first device.
         step: see `Step`.
         of: the option that gave the folder.
-
-    Raises:
-        UserError: if there is none, or it has parameters that aren't finite.
     """
     return once_more(lambda: _load(workdir, mesh, step, of))
 
@@ -341,11 +316,7 @@ def _load(workdir: epath.PathLike, mesh: Mesh | None, step: Step, of: str) -> Ch
 
 
 def load_on_all(workdir: epath.PathLike, step: Step = None) -> Checkpoint:
-    """A checkpoint on all devices of all processes (`load`).
-
-    Raises:
-        UserError: on every process, if one can't open it or sees another one.
-    """
+    """A checkpoint on all devices of all processes (`load`)."""
     with hosts.all_succeed("the checkpoint"):
         if jax.process_count() == 1:
             return load(workdir, make_mesh(), step)

@@ -123,11 +123,7 @@ class Differs(ValueError):
 
 
 def check(found: dict[str, str], recorded: dict[str, str]) -> None:
-    """Compare checksums with those that were recorded.
-
-    Raises:
-        Differs: for the first one that differs or wasn't recorded.
-    """
+    """Compare checksums with those that were recorded."""
     for name, value in found.items():
         if value != recorded.get(name):
             raise Differs(f"{name} isn't what was saved, by its checksum")

@@ -61,11 +61,7 @@ def work_folder(workdir: epath.PathLike) -> epath.Path:
 
 
 def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
-    """The folder of a work folder's checkpoints, which can be on gs://.
-
-    Raises:
-        UserError: if it is on something else, or its path isn't UTF-8, as TensorStore needs it.
-    """
+    """The folder of a work folder's checkpoints, which can be on gs://."""
     folder = work_folder(workdir) / name
     folder = folder if "://" in str(folder) else folder.absolute()
     if any("\ud800" <= character <= "\udfff" for character in str(folder)):  # as Python shows other bytes
@@ -79,9 +75,6 @@ def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -
     Kept are the newest `kept`, the one that validated best, and that of the step `always`.
 
     Saves run in the background. The remains of an interrupted save are removed.
-
-    Raises:
-        UserError: if the folder can't be written, or one of its validations can't be read.
     """
     policies = ocp.training.preservation_policies
     loss = operator.itemgetter("loss")
@@ -130,11 +123,7 @@ def _opening(folder: epath.Path) -> Iterator[None]:
 
 
 def steps_of(folder: epath.Path) -> list[int]:
-    """The training steps of the complete checkpoints in a folder, in order.
-
-    Raises:
-        UserError: if the folder can't be read.
-    """
+    """The training steps of the complete checkpoints in a folder, in order."""
     with _opening(folder):
         found = ocp.path.step.standard_name_format().find_all(folder) if folder.exists() else ()
         return sorted(checkpoint.step for checkpoint in found)
@@ -183,12 +172,7 @@ def once_more(read: Callable[[], Any]) -> Any:
 
 
 def best_step(folder: epath.Path) -> int | None:
-    """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation.
-
-    Raises:
-        Damaged: if a validation isn't what was saved.
-        UserError: if it can't be read.
-    """
+    """The training step of the checkpoint with the lowest validation loss; None if none was saved with a validation."""
     losses = {}
     for step in reversed(steps_of(folder)):  # of equal ones, the newest, as in `open_checkpoints`
         if validation := validation_of(folder, step):
@@ -233,10 +217,6 @@ def validation_of(folder: epath.Path, step: int) -> dict | None:
 
     Args:
         folder: of the checkpoints.
-
-    Raises:
-        Damaged: if it isn't what was saved.
-        UserError: if it can't be read.
     """
     file = folder / str(step) / "metrics" / "metrics"
     try:
@@ -258,9 +238,6 @@ def set_validations_aside(folder: epath.Path) -> None:
 
     Args:
         folder: of the checkpoints.
-
-    Raises:
-        UserError: if one can't be read or moved.
     """
     with reachable("--workdir", folder):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []

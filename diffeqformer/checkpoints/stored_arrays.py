@@ -58,11 +58,7 @@ class StoredArray:
         return self.store.size * self.store.dtype.numpy_dtype.itemsize
 
     def __getitem__(self, index) -> np.ndarray:
-        """A part of the array.
-
-        Raises:
-            UserError: if it can't be read (by `reading`), or it or a chunk doesn't fit into the free memory.
-        """
+        """A part of the array."""
         largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape or ()))
         needed = largest * self.store.dtype.numpy_dtype.itemsize
         part, remedy = f"{self.name}: a part of it", "use a machine with more memory"
@@ -87,11 +83,7 @@ class StoredArray:
                 checksums.check({self.name: checksums.as_text(total)}, {self.name: self.checksum})
 
     def verify(self) -> None:
-        """Read the whole array, and compare its checksum with the saved one.
-
-        Raises:
-            UserError: if it isn't what was saved (by `reading`).
-        """
+        """Read the whole array, and compare its checksum with the saved one."""
         collections.deque(self.checked_blocks(), maxlen=0)
 
     def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:

@@ -66,11 +66,7 @@ def configs() -> dict[str, pathlib.Path]:
 
 
 def config_file(text: str) -> str:
-    """The value of --config with a path in place of a config's name.
-
-    Raises:
-        UserError: if there is no such config.
-    """
+    """The value of --config with a path in place of a config's name."""
     text = at_home("--config", text)
     name, colon, model = text.partition(":")
     if pathlib.Path(name).is_file():
@@ -93,11 +89,7 @@ def check_text(arguments: list[str]) -> None:
 
 
 def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
-    """Parse the command line, whose arguments are options but for the first, and others only if `positional`.
-
-    Raises:
-        UserError, flags.Error: if it is invalid.
-    """
+    """Parse the command line, whose arguments are options but for the first, and others only if `positional`."""
     rest = flags.FLAGS(arguments)
     if len(rest) > 1 and not positional:
         raise UserError(f"{rest[1]}: this argument has no meaning here; options begin with --")
@@ -105,11 +97,7 @@ def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
 
 
 def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> list[str]:
-    """Parse the command line, whose arguments are checked first, and load the config file that it names.
-
-    Raises:
-        UserError, flags.Error: if either is invalid.
-    """
+    """Parse the command line, whose arguments are checked first, and load the config file that it names."""
     check(arguments)
     try:
         rest = parse_flags(_with_config_file(arguments))
@@ -136,11 +124,7 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
 
 
 def _with_config_file(arguments: list[str]) -> list[str]:
-    """The arguments with the path of the config file that --config names.
-
-    Raises:
-        UserError: if there is no such config, or a field of it comes before it.
-    """
+    """The arguments with the path of the config file that --config names."""
     for number, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if re.fullmatch("--?config", option) and (equals or arguments[number + 1 :]):

@@ -35,9 +35,6 @@ def read_curves(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
 
     This doesn't import TensorFlow, which takes TensorBoard's own reader seconds. A file that is damaged or still being
     written is read up to that point.
-
-    Raises:
-        UserError: if the folder can't be reached.
     """
     curves = {}
     folder = epath.Path(workdir) / "tensorboard"

@@ -19,9 +19,6 @@ def check_links(folder: pathlib.Path, option: str) -> None:
     """Check that a folder that is written into holds no links: if it is from elsewhere, they could point to anything.
 
     Inside of a checkpoint nothing is written, so the folders of a run's checkpoints are searched no deeper.
-
-    Raises:
-        UserError: if there is one.
     """
     inside = [os.path.join(folder, name) for name in ("checkpoints", "frozen", "damaged")]
     for parent, folders, files in os.walk(folder):
@@ -32,11 +29,7 @@ def check_links(folder: pathlib.Path, option: str) -> None:
 
 
 def check_link(path: os.PathLike | str, option: str) -> None:
-    """Check that a path that is written to is no link.
-
-    Raises:
-        UserError: if it is.
-    """
+    """Check that a path that is written to is no link."""
     if os.path.islink(path):
         raise UserError(
             f"{option}: {path} is a link, through which files elsewhere would be written; put what it points to in "
@@ -48,9 +41,6 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     """Create the folder for a command's results: `output`, or one named by date and time in a run's folder `inside`.
 
     Results are written on this machine. For a run gs://bucket/name they are in runs/name by default.
-
-    Raises:
-        UserError: if it can't be created, or already holds results.
     """
     if "://" in (output or ""):
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
@@ -68,11 +58,7 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
 
 
 def check_output(output: str | None, workdir: str) -> None:
-    """Create `output` if it is given, before the work whose results it will hold.
-
-    Raises:
-        UserError: as `results_folder` does.
-    """
+    """Create `output` if it is given, before the work whose results it will hold."""
     if output:
         results_folder(output, workdir)
 
@@ -159,11 +145,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def whole_numbers(option: str, texts: list[str], least: int) -> list[int]:
-    """The whole numbers of an option, without repetitions.
-
-    Raises:
-        UserError: if one isn't a whole number, or is below `least`.
-    """
+    """The whole numbers of an option, without repetitions."""
     for text in texts:
         if not text.strip().isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
             shown = text if len(text) <= MOST_DIGITS else f"{text[:10]}..."

@@ -4,7 +4,10 @@ A corpus of your own needs no change here: call `add_corpus` in a module that `c
 module only where TensorFlow may be imported.
 """
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ import tensorflow_datasets as tfds
 from diffeqformer.data import builders  # noqa: F401 (registers the data sets)
 from diffeqformer.data.sources import HUB_CORPORA, writing
 from diffeqformer.data.texts import StandardLibrary
-from diffeqformer.errors import UserError
+from diffeqformer.errors import UserError, reason_of
 
 
 class Corpus(NamedTuple):
@@ -88,19 +91,28 @@ def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str 
     CORPORA[name] = Corpus(source, origin, tokenizer)
 
 
-def fetch(source: seqio.DataSource) -> None:
-    """Download a source and write it as a TensorFlow data set, if it needs one and doesn't have it yet."""
-    if isinstance(source, seqio.TfdsDataSource):
-        with writing():
-            source.tfds_dataset.builder.download_and_prepare()
+def configure(module: str, option: str = "config.data.module") -> None:
+    """Import a module that adds corpora, if one is named, and use the folder that TFDS_DATA_DIR names.
+
+    The module may be in the current folder, even if the command's own script is elsewhere.
+
+    Args:
+        option: the one that names the module.
+    """
+    if module:
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.insert(0, os.getcwd())
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # the module is the user's
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise UserError(f"{option}: {module} can't be imported: {reason}") from None
+    if folder := os.environ.get("TFDS_DATA_DIR"):  # TFDS reads it only when it is imported, `HubTexts` at each use
+        seqio.set_tfds_data_dir_override(folder)
 
 
 def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The text, under the name that SeqIO expects for text to be tokenized.
-
-    Raises:
-        UserError: if the examples have no text.
-    """
+    """The text, under the name that SeqIO expects for text to be tokenized."""
     if "text" not in dataset.element_spec:
         raise UserError(
             "config.data.task: the examples of a corpus must have a 'text', but they have "
@@ -127,8 +139,10 @@ class SourceTexts:
         self.source, self.origin, _ = CORPORA[corpus]
 
     def fetch(self) -> None:
-        """As the function does."""
-        fetch(self.source)
+        """Download the source and write it as a TensorFlow data set, if it needs one and doesn't have it yet."""
+        if isinstance(self.source, seqio.TfdsDataSource):
+            with writing():
+                self.source.tfds_dataset.builder.download_and_prepare()
 
     @property
     def splits(self) -> Collection[str]:

@@ -70,9 +70,6 @@ def read_texts(path: str | os.PathLike, layout: Layout = Layout()) -> Iterator[s
     """The documents of a file: a JSON line or a Parquet row each, or the parts of a plain-text file.
 
     Documents may be empty. A blank line and a null count as such, so that a document has the number of its row.
-
-    Raises:
-        UserError: if the file is missing, empty, broken, without the field, not UTF-8, or holds too large a document.
     """
     if kind(path) == PARQUET:
         yield from _parquet_texts(path, layout.field)

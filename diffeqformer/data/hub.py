@@ -48,9 +48,6 @@ def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[
     Args:
         dataset: such as `Salesforce/wikitext`.
         config: folder of the repository, which is also the conversion's configuration; None if there is only one.
-
-    Raises:
-        UserError: if the hub can't be reached, or a split has no files there or is incomplete.
     """
     for branch in ("main", CONVERTED):
         try:

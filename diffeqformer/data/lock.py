@@ -42,9 +42,6 @@ def only_run(workdir: epath.Path) -> Iterator[None]:
     """Lock a work folder. A second run waits, on this machine or another one that shares the disk.
 
     On file systems without locks, such as gs:// and some cluster disks, this does nothing.
-
-    Raises:
-        UserError: if the file of the lock can't be created.
     """
     if "://" in str(workdir):
         yield
@@ -62,9 +59,6 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
     """Create the folder of an unfinished store and lock it, after waiting for other processes to release it.
 
     It stays locked for as long as any process keeps the returned file open.
-
-    Raises:
-        UserError: if it can't be created, or holds links.
     """
     obstacle = partial
     for _ in range(ATTEMPTS):

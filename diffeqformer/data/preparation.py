@@ -42,9 +42,6 @@ def tokenizer_of(data: ConfigDict, saved: tuple[str, str] | None = None) -> Toke
 
     Args:
         saved: name and data of a checkpoint's tokenizer.
-
-    Raises:
-        UserError: if there is none, or several stores could be meant.
     """
     try:
         return open_tokenizer(data.tokenizer, data.tokenizer_file)
@@ -298,11 +295,7 @@ def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
 
 
 def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
-    """Verify every shard, write `store.json`, and rename the folder.
-
-    Raises:
-        UserError: if a split has no text, or a shard differs from what was written.
-    """
+    """Verify every shard, write `store.json`, and rename the folder."""
     for split, entry in about["splits"].items():
         if not entry["documents"]:
             field = f"{split}_files" if about["files"] else "task"

@@ -45,9 +45,6 @@ def upload(folder: pathlib.Path, remote: str) -> None:
     """Copy a complete local store to a URL. `store.json` comes last, so that no host takes an unfinished store.
 
     `uploading.json` identifies the store that is being copied, so that an interrupted copy can be resumed.
-
-    Raises:
-        UserError: if the URL can't be written, or has another store of the same name, or a part of one.
     """
     about, ours, name = read_about(folder), (folder / "store.json").read_bytes(), f"{remote}/{folder.name}"
     with _opened(remote, folder.name, "written") as (system, there):
@@ -101,11 +98,7 @@ def check_writable(remote: str) -> None:
 
 
 def stage(remote: str, folder: pathlib.Path) -> None:
-    """Copy the store at a URL to `folder`, verifying every shard's SHA-256. Intact shards of an earlier call are kept.
-
-    Raises:
-        UserError: if there is no store, it can't be read, a shard differs from what was written, or the disk is full.
-    """
+    """Copy the store at a URL to `folder`, verifying every SHA-256. Intact shards of an earlier call are kept."""
     partial, name = folder.with_name(f"{folder.name}.copying"), f"{remote}/{folder.name}"
     with only_process(partial), _opened(remote, folder.name, f"copied to {folder}") as (system, there):
         if folder.exists():
@@ -145,11 +138,7 @@ def _check(found: str, shard: dict, name: str) -> None:
 
 
 def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
-    """A split of the store at a URL, in memory, after verifying every shard's SHA-256; and the training ids' SHA-256.
-
-    Raises:
-        UserError: if it can't be read, or a shard differs from what was written.
-    """
+    """A split of the store at a URL, in memory, after verifying every SHA-256; and the training ids' SHA-256."""
     with _opened(remote, name) as (system, there):
         about = parse_about(system.cat_file(f"{there}/store.json"), f"{remote}/{name}/store.json")
         entry, parts = about["splits"][split], []

@@ -158,11 +158,7 @@ def _is_account(about: dict) -> bool:
 
 
 def parse_about(content: bytes, place: str | os.PathLike) -> dict:
-    """The content of a `store.json` at `place`, after checking its entries and, if it has one, its seal.
-
-    Raises:
-        UserError: if it is none.
-    """
+    """The content of a `store.json` at `place`, after checking its entries and, if it has one, its seal."""
     try:
         about = from_json(content)
         unsealed(about)
@@ -229,9 +225,6 @@ def verify(
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
         by_seal: leave the hash of a split out if `about` has a seal: then shards as written are the split as written.
-
-    Raises:
-        UserError: for the first file that differs, or holds an id that the tokenizer doesn't have.
     """
     shards_of(about, folder / "store.json")  # their names are safe
     chosen = [about["splits"][name] for name in splits]
@@ -303,9 +296,6 @@ def open_store(
         files: fingerprints of the local files that replace the task (`diffeqformer.data.local_files.Fingerprint`), of
             which the store must have one; empty for no files, None for any.
         task: name of the corpus; None for any.
-
-    Raises:
-        UserError: if the store is missing or incomplete, has another tokenizer or text, or is shorter than one window.
     """
     folder = pathlib.Path(folder)
     about = read_about(folder)

@@ -14,23 +14,20 @@ alone are left out, as in training. An evaluator measures `diffeqformer.data.lan
 """
 
 import functools
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
 from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, add_corpus, fetch, one_sentence, rekey  # noqa: F401 (for others)
+from diffeqformer.data.corpora import CORPORA, add_corpus, rekey  # noqa: F401 (users add corpora from here)
 from diffeqformer.data.files import Layout
 from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
 from diffeqformer.data.texts import LocalTexts
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
-from diffeqformer.errors import UserError, reason_of
+from diffeqformer.errors import UserError
 
 TEXT = tf.TensorSpec([], tf.string)
 
@@ -105,32 +102,6 @@ class LocalFiles(seqio.DataSource):
         return tf.data.Dataset.from_generator(
             lambda: ({"text": text} for text in self.texts.documents(split, *part)), output_signature={"text": TEXT}
         )
-
-
-def configure(module: str, option: str = "config.data.module") -> None:
-    """Import a module that adds corpora, if one is named, and use the folder that TFDS_DATA_DIR names.
-
-    The module may be in the current folder, even if the command's own script is elsewhere.
-
-    Args:
-        option: the one that names the module.
-    """
-    if module:
-        if not {"", os.getcwd()} & set(sys.path):
-            sys.path.insert(0, os.getcwd())
-        try:
-            importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # the module is the user's
-            reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise UserError(f"{option}: {module} can't be imported: {reason}") from None
-    if folder := os.environ.get("TFDS_DATA_DIR"):  # TFDS reads it only when it is imported, `HubTexts` at each use
-        seqio.set_tfds_data_dir_override(folder)
-
-
-def examples(task: seqio.Task, split: str) -> Iterator[tuple[bytes, np.ndarray]]:
-    """The examples of a split in order: their text as UTF-8, and their ids."""
-    for example in task.get_dataset(split=split, sequence_length=None, shuffle=False).as_numpy_iterator():
-        yield example["targets_pretokenized"], example["targets"]
 
 
 def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.data import CORPUS_NAMES, quiet
 from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
 from diffeqformer.data.sources import HUB_CORPORA, FileTexts
 from diffeqformer.data.store import Split
@@ -100,6 +100,29 @@ def open_texts(corpus: str, files: dict[str, Sequence[str]] | None, layout: Layo
     if corpus in HUB_CORPORA:
         return HUB_CORPORA[corpus]()
     raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
+
+
+def open_corpus(
+    corpus: str,
+    files: dict[str, Sequence[str]] | None,
+    layout: Layout,
+    module: str = "",
+    option: str = "config.data.module",
+):
+    """The same, or `corpora.SourceTexts`: a corpus is read by SeqIO if that is installed.
+
+    Args:
+        module: one that adds corpora, which the option named.
+    """
+    if module and not files:
+        quiet.check_installed(f"{option}: {module}")
+    if files or quiet.not_installed():
+        return open_texts(corpus, files, layout)
+    quiet.import_tensorflow()
+    from diffeqformer.data import corpora
+
+    corpora.configure(module, option)
+    return corpora.SourceTexts(corpus)
 
 
 def stored_documents(stored: Split, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:

@@ -100,11 +100,7 @@ class GPT2Tokenizer(_BytePieces):
 
     @classmethod
     def open(cls, folder: str = "") -> "GPT2Tokenizer":
-        """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, tiktoken's cache, or by download.
-
-        Raises:
-            UserError: if they can't be read or downloaded, or their SHA-256 isn't GPT-2's.
-        """
+        """GPT-2's own 50,257 entries, from a folder with vocab.bpe and encoder.json, tiktoken's cache or a download."""
         import requests
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
@@ -159,9 +155,6 @@ class SentencePieceTokenizer(_TextPieces):
 
     Args:
         model: content of the model file.
-
-    Raises:
-        UserError: if it isn't one, or has no end-of-sentence id.
     """
 
     def __init__(self, model: bytes):
@@ -218,9 +211,6 @@ class HuggingFaceTokenizer(_TextPieces):
     Args:
         file: content of the file.
         end_of_text: the token that ends a document, or its id.
-
-    Raises:
-        UserError: if it isn't one, or has no such token.
     """
 
     def __init__(self, file: bytes, end_of_text: str | int):
@@ -282,11 +272,7 @@ class HuggingFaceTokenizer(_TextPieces):
 
 
 def _end_of_text(folder: pathlib.Path) -> str | int:
-    """The token that ends a text, or its id, from the first file beside a tokenizer.json that names it.
-
-    Raises:
-        UserError: if none does.
-    """
+    """The token that ends a text, or its id, from the first file beside a tokenizer.json that names it."""
     keys = {"tokenizer_config": "eos_token", "generation_config": "eos_token_id", "config": "eos_token_id"}
     for path, key in ((folder / f"{name}.json", key) for name, key in keys.items()):
         try:

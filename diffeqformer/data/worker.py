@@ -19,9 +19,9 @@ import numpy as np
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.data.files import Layout
-from diffeqformer.data.quiet import check_installed, import_tensorflow, not_installed, quiet
+from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import SPLITS, token_type
-from diffeqformer.data.texts import open_texts
+from diffeqformer.data.texts import open_corpus
 from diffeqformer.data.tokenizers import Tokenizer, lost_in, restore_tokenizer
 from diffeqformer.errors import UserError, unforeseen
 
@@ -35,22 +35,6 @@ def answer(**fields) -> None:
         os._exit(1)  # that process was killed; the next one removes unfinished files here
 
 
-def open_task(request: dict):
-    """The documents that the first request names: `diffeqformer.data.sources.FileTexts`, or the same by SeqIO."""
-    module, files = request["module"], request["files"]
-    if files or not_installed():
-        if module and not files:
-            check_installed(f"config.data.module: {module}")
-        texts = open_texts(request["task"], files, Layout(*request["layout"]))
-        texts.found = request.get("found", texts.found)
-        return texts
-    import_tensorflow()
-    from diffeqformer.data import corpora, tasks
-
-    tasks.configure(module)
-    return corpora.SourceTexts(request["task"])
-
-
 def plan(texts, task: str) -> None:
     """Fetch the corpus if it is missing, and answer with its origin and each split's number of shards."""
     texts.fetch()
@@ -61,11 +45,7 @@ def plan(texts, task: str) -> None:
 
 
 def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, index: int, count: int) -> None:
-    """Write one shard and its record. Each gets its final name only when it is complete.
-
-    Raises:
-        OSError: if the disk is full or the folder can't be written.
-    """
+    """Write one shard and its record. Each gets its final name only when it is complete."""
     name = f"{split}-{index:05d}.bin"
     digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
     sums = dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0)
@@ -104,8 +84,11 @@ def main() -> None:
         return  # the process that waits for the answers was killed before it asked
     first = json.loads(line)
     try:
-        tokenizer, texts = restore_tokenizer(*first["tokenizer"]), open_task(first)
-        if "found" not in first:
+        tokenizer = restore_tokenizer(*first["tokenizer"])
+        texts = open_corpus(first["task"], first["files"], Layout(*first["layout"]), first["module"])
+        if "found" in first:
+            texts.found = first["found"]
+        else:
             plan(texts, first["task"])
         for line in sys.stdin:
             folder, shard = json.loads(line)

@@ -12,9 +12,6 @@ def read_text(option: str, path: str | os.PathLike) -> str:
 
     A byte order mark isn't part of it, nor is the end of its last line. Lines end with a line feed, also where the file
     has a carriage return before it.
-
-    Raises:
-        UserError: with the name of the option that gave the path, if the text can't be read.
     """
     try:
         if path == "-":

@@ -2,19 +2,18 @@
 
 import os
 import pathlib
-from collections.abc import Collection, Iterator
 
 from absl import flags
 
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.data import CORPUS_NAMES, quiet
-from diffeqformer.data.files import OPENERS, Layout
+from diffeqformer.data.files import OPENERS
 from diffeqformer.data.local_files import layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
-from diffeqformer.data.texts import open_texts, stored_documents
+from diffeqformer.data.texts import open_corpus, stored_documents
 from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.perplexity import Evaluation
 
@@ -84,61 +83,27 @@ def name_of_text(options, task: str, files: list[str] | None) -> str:
 def open_text(
     options, opened: Checkpoint, task: str, files: list[str] | None, stored: Split | None, window: int, stride: int
 ) -> Evaluation:
-    """The text of `text_of`. Corpora are read by SeqIO where it is installed, and TensorFlow is imported for them."""
+    """The text of `text_of`."""
     name = ", ".join(files) if files else f"{task}: the {options.split} split"
     if stored:
         documents = stored_documents(stored, opened.tokenizer)
         return Evaluation(documents, name, window, stride, stored.text_bytes)
     layout, own = layout_of(opened.config.data), {"field": options.text_field, "separator": options.separator}
     layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
-    given = {options.split: files} if files else None
-    by_task = options.module or not (files or quiet.not_installed())
-    documents = (_task_documents if by_task else _plain_documents)(options, opened, task, given, layout)
-    return Evaluation(documents, name, window, stride)
-
-
-def _check_split(options, task: str, splits: Collection[str]) -> None:
-    if options.split not in splits:
-        raise UserError(f"--split: {task} has {', '.join(splits)}, but it is '{options.split}'")
-
-
-def _task_documents(
-    options, opened: Checkpoint, task: str, files: dict[str, list[str]] | None, layout: Layout
-) -> list[tuple[str, list[int]]]:
-    """The documents of a SeqIO task, tokenized by it."""
-    module = opened.config.data.module
-    if options.module:
-        quiet.check_installed(f"--module: {options.module}")
-    tensorflow = quiet.import_tensorflow()
-    from diffeqformer.data import tasks
-
-    if module and options.module is None and task not in tasks.CORPORA:
+    module, tokenizer = opened.config.data.module, opened.tokenizer
+    if module and options.module is None and not (files or task in CORPUS_NAMES):
         raise UserError(  # importing what a checkpoint names would run its code
             f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
             "--module=NAME"
         )
-    tasks.configure(options.module or "", "--module")
-    of_seqio = tasks.add_task(task, opened.tokenizer, files, layout=layout)
-    tasks.fetch(of_seqio.source)
-    _check_split(options, task, of_seqio.splits)
-    try:
-        with quiet.quiet():  # otherwise a broken document is reported twice, with a full traceback
-            return [(text.decode(), ids.tolist()) for text, ids in tasks.examples(of_seqio, options.split)]
-    except tensorflow.errors.OpError as error:
-        raise UserError(tasks.one_sentence(error)) from None
-
-
-def _plain_documents(
-    options, opened: Checkpoint, task: str, files: dict[str, list[str]] | None, layout: Layout
-) -> Iterator[tuple[str, list[int]]]:
-    """The same without SeqIO."""
-    if opened.config.data.module and not (files or task in CORPUS_NAMES):
-        quiet.check_installed(f"the corpus {task}")
-    texts, tokenizer = open_texts(task, files, layout), opened.tokenizer
-    _check_split(options, task, texts.splits)
+    texts = open_corpus(task, {options.split: files} if files else None, layout, options.module or "", "--module")
     texts.fetch()
-    every = (text for text in texts.documents(options.split) if text.strip())
-    return ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
+    if options.split not in texts.splits:
+        raise UserError(f"--split: {task} has {', '.join(texts.splits)}, but it is '{options.split}'")
+    with quiet.quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+        every = [text for text in texts.documents(options.split) if text.strip()]
+    documents = ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
+    return Evaluation(documents, name, window, stride)
 
 
 def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | None:

@@ -14,9 +14,9 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, title, whole_numbers
+from diffeqformer.data.files import read_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError
-from diffeqformer.inference.text_file import read_text
 from diffeqformer.parallel import hosts
 
 TEXT = "The committee met on Tuesday because the committee had not met on Monday, and the chairman of the committee"

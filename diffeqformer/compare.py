@@ -58,15 +58,12 @@ class Validated(NamedTuple):
         return fields | ({"before": rates} if rates else {})
 
     def end(self) -> float:
-        """The last validation."""
         return self.curve[max(self.curve)]
 
     def best_step(self) -> int:
-        """The step of the best validation."""
         return min(self.curve, key=self.curve.get)
 
     def best(self) -> float:
-        """The best validation."""
         return self.curve[self.best_step()]
 
 
@@ -110,7 +107,6 @@ def grouped(runs: Sequence[Validated]) -> dict[str, list[Validated]]:
 
 
 def distinct(values: Iterable[int]) -> str:
-    """Whole numbers, each once."""
     return ", ".join(f"{value:,}" for value in sorted(set(values)))
 
 

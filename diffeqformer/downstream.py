@@ -12,7 +12,6 @@ import os
 import pathlib
 import sys
 import time
-from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -22,12 +21,12 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.checkpoints.folder import Step
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
+from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import duration
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.inference.task_table import PERCENT, describe, scores_of_documents, summary
-from diffeqformer.inference.tasks import SEED, Tasks, load_tasks
+from diffeqformer.inference.tasks import SEED, Tasks, load_tasks, set_shots
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import abstract_model, split_model
 
@@ -35,7 +34,6 @@ BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no fo
 
 
 def define_flags() -> None:
-    """The options of the command."""
     flags.DEFINE_list("workdir", None, "Folders of runs or of materialized models, comma-separated.", required=True)
     command_line.define_step()
     flags.DEFINE_list("shots", ["0", "5"], "Numbers of examples in front of each question.")
@@ -82,17 +80,14 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
         )
 
 
-class Study(NamedTuple):
-    """The tasks, the folder of results, and what models have scored so far, of process 0 alone."""
-
-    tasks: Tasks
-    folder: pathlib.Path
-    report: dict
+Study = tuple[Tasks, pathlib.Path, dict]
+"""The tasks, the folder of results, and what models have scored so far, of process 0 alone."""
 
 
 def open_study(options, shots: list[int], window: int) -> Study:
     """Load the tasks, for models of at least this window, and make the folder."""
-    check_output(options.output, options.workdir[0])
+    if options.output:  # before the work whose results it will hold
+        results_folder(options.output, options.workdir[0])
     tasks = load_tasks(options.tasks, options.include, shots, window)
     for row in tasks.rows.values():
         for name, task in row["tasks"].items():
@@ -107,7 +102,7 @@ def open_study(options, shots: list[int], window: int) -> Study:
         "failed": tasks.failed,
         "runs": [],
     }
-    return Study(tasks, results_folder(options.output, options.workdir[0], "downstream"), report)
+    return tasks, results_folder(options.output, options.workdir[0], "downstream"), report
 
 
 def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
@@ -120,9 +115,8 @@ def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
     run = {"label": label, **header(workdir, model.opened), **about}
     report["runs"].append(run)
     for row, loaded in tasks.rows.items():
-        for counts in (model.contexts, model.cut, model.unknown, model.altered):
-            counts.clear()
-        tasks.set_shots(row, shots)
+        model.counts.clear()
+        set_shots(loaded["tasks"], tasks.own, shots)
         results = run_harness(model, loaded, report["limit"])
         found = summary(results, [row], model)
         run["tasks"] |= found

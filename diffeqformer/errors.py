@@ -38,22 +38,19 @@ class Stopped(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar known name, if there is one.
 
-    Names can have parts: of `model.width`, the last is compared, in the same section first, where initials (`lr` is
-    `learning_rate`) and common words (`warmup_fraction` and `warmup_steps`) count as well.
+    Names can have parts: of `model.width`, the last is compared, in the same section first, where parts of it and
+    initials (`lr` is `learning_rate`) count as well.
     """
     section, _, last = name.rpartition(".")
     known = list(known)
-    elsewhere = [other for other in known if other.rpartition(".")[2] == last]
-    if len(elsewhere) == 1:
-        return f"; did you mean {elsewhere[0]}?"
     beside = [other for other in known if other.rpartition(".")[0] == section]
-    for names, cutoff in ((beside, 0.6), (known, 0.8 if beside else 0.6)):
+    for names, cutoff in ((known, 1.0), (beside, 0.6), (known, 0.8 if beside else 0.6)):
         parts = {other.rpartition(".")[2]: other for other in reversed(names)}
-        words = {part: part.split("_") for part in parts if names is beside}
-        initials = [part for part in words if "_" in part and last == "".join(word[:1] for word in words[part])]
-        common = [part for part in words if (len(last) > 3 and last in part) or {*words[part]} & {*last.split("_")}]
-        close = initials or difflib.get_close_matches(last, parts, 1, cutoff)
-        if close := close or difflib.get_close_matches(last, common, 1, 0.0):
+        close = difflib.get_close_matches(last, parts, 1, cutoff)
+        if names is beside:
+            close += [part for part in parts if last == "".join(word[:1] for word in part.split("_"))]
+            close += difflib.get_close_matches(last, [part for part in parts if last in part], 1, 0.0)
+        if close:
             return f"; did you mean {parts[close[0]]}?"
     return ""
 

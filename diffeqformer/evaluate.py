@@ -17,7 +17,7 @@ from flax import nnx
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_output, header, results_folder, whole_numbers, write_json, write_text
+from diffeqformer.console.results import header, results_folder, whole_numbers, write_json, write_text
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.perplexities import WITHHELD
 from diffeqformer.data.store import Split
@@ -33,7 +33,6 @@ PERPLEXITIES = {"paper": "disjoint windows", "full": "every token"}
 
 
 def define_flags() -> None:
-    """The options of the command."""
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
@@ -73,7 +72,8 @@ def score_checkpoint(options) -> dict | None:
     text = None  # of process 0, which alone reads it
     with hosts.all_succeed("the text"):
         if hosts.is_first():
-            check_output(options.output, options.workdir)
+            if options.output:  # before the work whose results it will hold
+                results_folder(options.output, options.workdir)
             text = text_of(options, opened)
     scorers = make_scorers(opened, options)  # invalid options fail here, before anything is scored
     results = {
@@ -100,12 +100,7 @@ def score_text(
     results: dict,
     scorers: list[tuple[dict, Scorer]],
 ) -> dict:
-    """Score a text with every scorer, then write and print the results.
-
-    Args:
-        task, files, stored: from `text_of`.
-        results: those known so far.
-    """
+    """Score a text with every scorer, then write and print the results."""
     evaluation = open_text(options, opened, task, files, stored, results["window"], results["stride"])
     text = name_of_text(options, task, files)
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
@@ -167,7 +162,6 @@ def time_windows(scorers: list[Scorer], window: int, rounds: int = 7) -> list[fl
 
 
 def command() -> None:
-    """Evaluate, on all hosts."""
     with hosts.joined(flags.FLAGS):
         score_checkpoint(flags.FLAGS)
 

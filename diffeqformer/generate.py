@@ -14,19 +14,17 @@ from diffeqformer.checkpoints.finite import logits_of
 from diffeqformer.console import command_line
 from diffeqformer.console.results import title
 from diffeqformer.console.terminal import json_line
+from diffeqformer.data.files import read_text
 from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, counted, printable
-from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.inference.sampling import MOST, Samples, encode_prompt, write_tokens
-from diffeqformer.inference.text_file import read_text
+from diffeqformer.inference.sampling import MOST, Samples, encode_prompt, write_texts, write_tokens
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, random_key
 
 
 def define_flags() -> None:
-    """The options of the command."""
     flags.DEFINE_string("workdir", None, "Folder of the run, or of a materialized model.", required=True)
     command_line.define_step()
     flags.DEFINE_string("prompt", None, "The text to continue; may be empty.")

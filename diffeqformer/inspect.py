@@ -32,9 +32,6 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
     the number of elements that aren't finite.
 
     The first three are computed in float64. They are None if no element is finite.
-
-    Args:
-        blocks: the array, in parts.
     """
     size, count, mean, squares, largest, zeros = 0, 0, 0.0, 0.0, 0.0, 0
     flat_blocks = (block.reshape(-1) for block in blocks)
@@ -62,15 +59,7 @@ def statistics(blocks: Iterable[np.ndarray]) -> dict:
 def parameters(
     folder: epath.Path, step: int, recorded: dict[str, str] | None, trains: bool, with_statistics: bool, remedy: str
 ) -> list[dict]:
-    """One row for each parameter of a checkpoint, in the order of the model.
-
-    Args:
-        folder: of the checkpoints.
-        recorded: their checksums, which are checked if they are read.
-        trains: whether these parameters are trained.
-        with_statistics: whether to compute statistics. Without them no array is read.
-        remedy: what to do if they can't be read.
-    """
+    """One row for each parameter of a checkpoint, in the order of the model."""
     saved = checkpoint.saved_arrays(folder, step, remedy)
     found = {}
     if with_statistics:
@@ -108,8 +97,6 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
     """Describe a run or a materialized model as plain data, without building the model.
 
     Args:
-        workdir: its folder, which can be on gs://.
-        step: see `diffeqformer.checkpoints.folder.Step`.
         with_statistics: whether to compute statistics of the parameters. This reads all of them, in parts.
 
     Returns:

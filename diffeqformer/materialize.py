@@ -72,7 +72,7 @@ def materialize(
         materialized_from={"workdir": str(workdir), "step": step, "model": trained},
         time_spent=None,
     )
-    progress = show_progress("weights", "blocks")
+    progress = show_progress("weights", "layers")
     arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
     with new_checkpoints(output, "--output"):
         checked, bad = show_progress("checksums", "arrays"), []

@@ -13,7 +13,7 @@ from absl import flags
 from diffeqformer.analysis.convergence import convergence, curves, perplexities, plot, smoothness, table, trained_times
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.console.results import check_output, header, results_folder, write_json, write_text
+from diffeqformer.console.results import header, results_folder, write_json, write_text
 from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.perplexity_report import depths_of
@@ -51,7 +51,8 @@ def examine(options) -> dict:
     ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):
         if hosts.is_first():
-            check_output(options.output, options.workdir)
+            if options.output:  # before the work whose results it will hold
+                results_folder(options.output, options.workdir)
             task, files, stored = text_of(options, opened)
             windows = open_text(options, opened, task, files, stored, window, window).windows[: options.windows]
             folder = results_folder(options.output, options.workdir, "ode")

@@ -70,7 +70,6 @@ class OpenedRun:
 
     @property
     def model(self) -> Transformer:
-        """The model itself."""
         return self.checkpoint.model
 
     def at(self, num_steps: int | None = None, solver: str | None = None) -> "OpenedRun":

@@ -10,7 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import shuffle
 
-from diffeqformer.data import builders  # noqa: F401 (registers the data sets)
+from diffeqformer.data import corpora  # noqa: F401 (registers the data sets)
 from diffeqformer.data.sources import validation_rows
 from hub import parquet
 

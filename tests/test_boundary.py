@@ -102,7 +102,7 @@ def test_a_field(changes, sentence):
         ("ode", ["--output=gs://a/b", "--files=absent"], "--output: must be a folder of this "),
         ("analyze", ["--times=1000000000"], "--times: must be at most 65,536, but it is 1000000000"),
         ("inspect", ["--step=9" + 30 * "9"], "--step: must be best or the step of a checkpoint in "),
-        ("inspect", [f"--step={'9' * 5000}"], "flag --step=9"),
+        ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),
     ],
 )
 def test_an_argument(name, arguments, sentence, run):

@@ -4,11 +4,9 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from absl import flags
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints import folder as checkpoint_folder
-from diffeqformer.console import command_line
 from diffeqformer.errors import UserError
 from helpers import drawn, save_params, toy_config
 
@@ -102,17 +100,3 @@ def test_a_validation_that_cannot_be_reached_is_not_set_aside(tmp_path, error, m
     with pytest.raises(UserError, match="1/metrics/metrics: this file can't be read: .*; check that it can be reached"):
         checkpoint_folder.set_validations_aside(checkpoint_folder.folder_of(tmp_path))
     assert not (tmp_path / "damaged").exists()
-
-
-def test_the_option_takes_a_step_or_best(monkeypatch):
-    values = flags.FlagValues()
-    monkeypatch.setattr(command_line.flags, "FLAGS", values)
-    monkeypatch.setattr(
-        command_line.flags, "DEFINE", lambda *args, define=flags.DEFINE, **more: define(*args, values, **more)
-    )
-    option = command_line.define_step()
-    for text, expected in (("1000", 1000), ("best", "best")):
-        values(["command", f"--step={text}"])
-        assert option.value == expected
-    with pytest.raises(flags.Error, match="--step=-1: must be a whole number or best"):
-        values(["command", "--step=-1"])

@@ -98,7 +98,7 @@ def test_contexts_that_are_cut_are_counted(continuation, fits):
     model._score = lambda groups, *_: [(0.0, False)] * len(groups)
     log_likelihoods(model, [(length * "a", continuation) for length in (0, 1, fits, fits + 1)])
     rolling(model)
-    assert model.contexts == {"task": 4} and model.cut["task"] == 1
+    assert model.counts["task"]["contexts"] == 4 and model.counts["task"]["contexts_cut"] == 1
 
 
 def test_what_is_written_is_the_likeliest_text_and_known_as_such():
@@ -224,7 +224,7 @@ def constant_writer(tokens):
 def test_writing_stops_and_truncates(monkeypatch):
     model = harness_model(batch_size=1)
     writer, calls = constant_writer(list(b"one\ntwo. three") + [256] + list(b"more"))
-    monkeypatch.setattr("diffeqformer.inference.batches.continue_prompts", writer)
+    monkeypatch.setattr("diffeqformer.inference.sampling.continue_prompts", writer)
     assert write(
         model,
         ("a", {"until": ["\n", ".", ""]}),
@@ -236,7 +236,7 @@ def test_writing_stops_and_truncates(monkeypatch):
     ) == ["one", "one\ntwo", "one\nt", "one\ntwo. three", "one\ntwo. three", "one\ntwo. three"]
     greedy = (0.0, 0, 1.0)
     assert calls[0] == ([97], 20, greedy) and calls[2] == ([97], 5, greedy)
-    assert model.contexts == {"task": 6} and model.cut == {"task": 1}
+    assert model.counts["task"]["contexts"] == 6 and model.counts["task"]["contexts_cut"] == 1
     assert calls[4] == (list(b"x" * 8 + b"yz"), 30, (0.5, 3, 0.9)) and calls[5] == ([256], 20, (1.0, 0, 1.0))
 
 
@@ -268,7 +268,7 @@ def test_texts_are_the_same_in_any_batch():
 
 def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     writer, calls = constant_writer(list(b"one. two") + [256])
-    monkeypatch.setattr("diffeqformer.inference.batches.continue_prompts", writer)
+    monkeypatch.setattr("diffeqformer.inference.sampling.continue_prompts", writer)
     asked = ("a", {"until": "."}), ("b", {"until": " t"}), ("c", {"until": ".", "do_sample": True})
     model = harness_model(batch_size=2)
     assert write(model, *asked) == ["one", "one.", "one"]

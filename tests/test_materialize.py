@@ -115,7 +115,7 @@ def test_layers_are_made_from_blocks(kind, changes, bytes_at_once, bound, tmp_pa
     for path, array in expected.items():
         np.testing.assert_allclose(found[path], array, rtol=0, atol=bound * np.abs(array).max(), err_msg=str(path))
     assert max((array.nbytes for array in read if array.ndim == 3), default=0) <= bytes_at_once
-    assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 20
+    assert done == [(n, len(done)) for n in range(1, len(done) + 1)] and len(done) > 5 and len(read) > 20
 
 
 def test_arrays_saved_one_by_one_are_written_in_small_files(tmp_path, monkeypatch):
@@ -127,7 +127,7 @@ def test_arrays_saved_one_by_one_are_written_in_small_files(tmp_path, monkeypatc
     save_one_by_one(tmp_path, 1, iter(expected.items()), about)
     folder, step, about, _ = checkpoint.open_to_read(tmp_path)
     for path, array in checkpoint.open_arrays(folder, step, about.checksums).items():
-        array.verify()
+        assert list(array.checked_blocks())
         np.testing.assert_array_equal(array[...], expected[path])
     sizes = [path.stat().st_size for path in (tmp_path / "checkpoints").rglob("d/*")]
     assert sum(sizes) > 3 * 36_000 and max(sizes) < 2**15

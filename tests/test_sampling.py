@@ -198,7 +198,7 @@ def test_a_text_is_decoded_token_by_token_as_at_once(sentencepiece_file):
         (12 * [1], {}, "tokens: after a prompt of 12 there is room for 4, but it is 5"),
         ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
-        ([1], {"choice": Choice(1.0, -2)}, "top_k: must be at least 0, but it is -2"),
+        ([1], {"choice": Choice(1.0, -2)}, "top_k: must be a whole number of at least 0, but it is -2"),
         ([1], {"choice": Choice(1.0, 0, 1.5)}, "top_p: must be above 0 and at most 1, but it is 1.5"),
         ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
         ([1], {"draft_steps": 2}, "draft_steps: this model has weights for 6 steps and for no other number"),

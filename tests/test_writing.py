@@ -13,11 +13,10 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.inference import cached, sampling, speculation
-from diffeqformer.inference.batches import write_texts
 from diffeqformer.inference.cached import check_room
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import split_reader, with_solver
-from diffeqformer.inference.sampling import continue_prompts, generate, write_tokens
+from diffeqformer.inference.sampling import continue_prompts, generate, write_texts, write_tokens
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS

@@ -147,14 +147,8 @@ def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
         items = {"params": abstract_state["params"], "optimizer": rest}
         restored = ocp.load_checkpointables(folder / str(step), items)
         state = {"params": restored["params"], **restored["optimizer"]}
-        check_arrays(state, recorded)
+        checksums.check(state, recorded)
     return state
-
-
-def check_arrays(tree: dict, recorded: dict[str, str] | None) -> None:
-    """Compare the checksums of a restored tree with those that were saved, if there are any."""
-    if recorded is not None:
-        checksums.check(checksums.of_tree(tree), recorded)
 
 
 def saved_arrays(folder: epath.Path, step: int, remedy: str = "") -> dict[Path, Any]:
@@ -205,10 +199,6 @@ class Opened(NamedTuple):
 def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step = None) -> Opened:
     """A checkpoint of a work folder. Its arrays aren't read, and nothing is written.
 
-    Args:
-        option: the option that gave the folder.
-        step: see `Step`.
-
     Raises:
         NoCheckpoint: if there is none.
         UserError: if there is none for that step, or it can't be read.
@@ -230,11 +220,7 @@ def load_config(workdir: epath.PathLike, step: Step = None, of: str = "--workdir
 
 
 def save_frozen(workdir: epath.PathLike, params: dict, base: dict) -> None:
-    """Save a new run's frozen parameters, which its checkpoints won't hold. Earlier ones are replaced.
-
-    Args:
-        base: their origin, the same as `About.base` of the run's checkpoints.
-    """
+    """Save a new run's frozen parameters, which its checkpoints won't hold. Earlier ones are replaced."""
     with hosts.all_succeed("the frozen weights"), reachable("--workdir", workdir):
         if hosts.is_first():
             folder_of(workdir, "frozen").rmtree(missing_ok=True)
@@ -266,7 +252,7 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
     folder, recorded, remedy = open_frozen(workdir, base)
     with readable(folder, 0, remedy):
         params = ocp.load(folder / "0", abstract, checkpointable_name="params")
-        check_arrays({"params": params}, recorded)
+        checksums.check({"params": params}, recorded)
     return params
 
 
@@ -282,8 +268,6 @@ def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, o
     Args:
         mesh: devices over which the parameters are sharded, a generator over its copies (`data`), too; by default all
             are on the first device.
-        step: see `Step`.
-        of: the option that gave the folder.
     """
     return once_more(lambda: _load(workdir, mesh, step, of))
 
@@ -304,7 +288,7 @@ def _load(workdir: epath.PathLike, mesh: Mesh | None, step: Step, of: str) -> Ch
         parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
         check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
         restored = ocp.load(folder / str(step), target, checkpointable_name="params")
-        check_arrays({"params": restored}, about.checksums)
+        checksums.check({"params": restored}, about.checksums)
         tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     if frozen:
         rest = select(placed, lambda path: not model.trains(path))

@@ -78,7 +78,6 @@ def sums_of_block(block: np.ndarray, start: tuple[int, ...], shape: tuple[int, .
 
 
 def _sums_of(array: Array | np.ndarray) -> UInt32[Any, "2"]:
-    """The sums of an array."""
     array = array.reshape(array.shape or (1,))
     start = (0,) * array.ndim
     if isinstance(array, np.ndarray) or (array.size <= SMALL and array.is_fully_addressable):
@@ -121,9 +120,12 @@ def name_of_parameter(path: tuple[str, ...]) -> str:
 class Differs(ValueError):
     """An array isn't what was saved. Of a copy that each process has, only the one that read it wrong finds this."""
 
+    def __init__(self, name: str):
+        super().__init__(f"{name} isn't what was saved, by its checksum")
 
-def check(found: dict[str, str], recorded: dict[str, str]) -> None:
-    """Compare checksums with those that were recorded."""
-    for name, value in found.items():
-        if value != recorded.get(name):
-            raise Differs(f"{name} isn't what was saved, by its checksum")
+
+def check(tree: Any, recorded: dict[str, str] | None) -> None:
+    """Compare the checksums of a tree with those that were recorded, if any were; `Differs` names the first array."""
+    for name, found in of_tree(tree).items() if recorded is not None else ():
+        if found != recorded.get(name):
+            raise Differs(name)

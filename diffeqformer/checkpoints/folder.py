@@ -5,7 +5,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from etils import epath
 
@@ -18,8 +18,8 @@ REPLACED = "restore its files or, if a running training has replaced it, start a
 """The remedy if a checkpoint of a run that may be training can't be read."""
 
 BEST = "best"
-Step = int | Literal["best"] | None
-"""Which checkpoint of a folder: its training step, the one that validated best, or (None) the newest."""
+Step = int | str | None
+"""Which checkpoint of a folder: its training step, `BEST` for the one that validated best, or (None) the newest."""
 
 
 class NoCheckpoint(UserError):
@@ -35,12 +35,7 @@ class NoSuchStep(UserError):
 
 
 class Damaged(UserError):
-    """A checkpoint can't be read, or isn't what was saved.
-
-    Args:
-        directory: the folder of the checkpoints.
-        step: its training step.
-    """
+    """A checkpoint can't be read, or isn't what was saved."""
 
     def __init__(self, message: str, directory: epath.Path, step: int):
         super().__init__(message)
@@ -132,10 +127,6 @@ def steps_of(folder: epath.Path) -> list[int]:
 def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
     """The training step of one of the checkpoints in a folder.
 
-    Args:
-        workdir: the work folder, for messages.
-        option: the option that gave `step`.
-
     Raises:
         NoCheckpoint: if there is none.
         NoSuchStep: if there is none for `step`.
@@ -150,11 +141,11 @@ def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option:
         if best is None:
             raise UserError(f"{option}: no checkpoint in {workdir} was saved with a validation; give {there}")
         return best
-    if step is not None and step not in steps:
+    if step is not None and str(step) not in map(str, steps):
         raise NoSuchStep(
             f"{option}: must be {BEST} or the step of a checkpoint in {workdir}, {there}, but it is {step}", step
         )
-    return steps[-1] if step is None else step
+    return steps[-1] if step is None else int(step)
 
 
 def once_more(read: Callable[[], Any]) -> Any:
@@ -213,11 +204,7 @@ def _remedy(folder: epath.Path, step: int) -> str:
 
 
 def validation_of(folder: epath.Path, step: int) -> dict | None:
-    """The validation that was saved with a checkpoint; None if there was none.
-
-    Args:
-        folder: of the checkpoints.
-    """
+    """The validation that was saved with a checkpoint; None if there was none."""
     file = folder / str(step) / "metrics" / "metrics"
     try:
         content = file.read_bytes()
@@ -234,11 +221,7 @@ def validation_of(folder: epath.Path, step: int) -> dict | None:
 
 
 def set_validations_aside(folder: epath.Path) -> None:
-    """Move the validations aside that aren't what was saved. Their checkpoints then count as not validated.
-
-    Args:
-        folder: of the checkpoints.
-    """
+    """Move the validations aside that aren't what was saved. Their checkpoints then count as not validated."""
     with reachable("--workdir", folder):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
     for step in sorted(int(name) for name in names if name.isdecimal()):

@@ -23,9 +23,6 @@ def save_one_by_one(
     """Save parameters as the only checkpoint of a folder. Each is made after the one before it is on disk.
 
     They are written twice: as they are made, to files that are then mapped into memory, and as Orbax stores them.
-
-    Args:
-        arrays: makes the parameters, with their paths.
     """
     made, found = {}, {}
     with open_to_write(workdir, 1) as checkpoints, written(checkpoints):

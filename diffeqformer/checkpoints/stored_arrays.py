@@ -4,7 +4,6 @@ For arrays that don't fit into memory, or of which little is needed at a time. O
 chunk is read and decompressed as a whole. So blocks consist of whole chunks.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -39,7 +38,6 @@ class StoredArray:
     """An array on disk. Indexing reads a part of it.
 
     Args:
-        store: the open array.
         reading: the context in which it is read, which may translate errors.
         name, checksum: those under which it was saved (`checksums`); None: of an earlier version.
     """
@@ -80,11 +78,8 @@ class StoredArray:
             yield block
         if self.checksum is not None:
             with self.reading():
-                checksums.check({self.name: checksums.as_text(total)}, {self.name: self.checksum})
-
-    def verify(self) -> None:
-        """Read the whole array, and compare its checksum with the saved one."""
-        collections.deque(self.checked_blocks(), maxlen=0)
+                if checksums.as_text(total) != self.checksum:
+                    raise checksums.Differs(self.name)
 
     def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:
         """The indices of blocks that make up the array.
@@ -124,15 +119,7 @@ def open_arrays(
     recorded: dict[str, str] | None,
     name: Callable[[Path], str] = checksums.name_of_parameter,
 ) -> dict[Path, StoredArray]:
-    """Open the arrays of a checkpoint, by default its parameters. Only their metadata is read.
-
-    Args:
-        folder: of the item, as Orbax wrote it.
-        paths: of its arrays.
-        reading: see `StoredArray`.
-        recorded: their checksums by name; None if there are none.
-        name: the name of the array with a path.
-    """
+    """Open the arrays of a checkpoint, by default its parameters. Only their metadata is read."""
     names = {path: name(path) for path in paths}
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 10**8}})
     with reading():

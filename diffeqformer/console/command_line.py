@@ -9,7 +9,6 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffeqformer.console.results import MOST_DIGITS
 from diffeqformer.console.surroundings import at_home, options_at_home, set_up
 from diffeqformer.console.terminal import PrintableOutput
 from diffeqformer.errors import (
@@ -36,26 +35,10 @@ def define_config() -> flags.FlagHolder:
     )
 
 
-class _Step(flags.ArgumentParser):
-    """The value of --step."""
-
-    syntactic_help = "a whole number or best"
-
-    def parse(self, argument):
-        if argument == "best":
-            return argument
-        if not argument.isdecimal() or len(argument) > MOST_DIGITS:
-            raise ValueError(f"must be {self.syntactic_help}")
-        return int(argument)
-
-    def flag_type(self):
-        return "step of a checkpoint"
-
-
 def define_step() -> flags.FlagHolder:
     """The option --step, for the commands that open a run (`diffeqformer.checkpoints.folder.Step`)."""
     help_text = "Training step of the checkpoint; best: the one with the lowest validation loss; by default the newest."
-    return flags.DEFINE(_Step(), "step", None, help_text)
+    return flags.DEFINE_string("step", None, help_text)
 
 
 def configs() -> dict[str, pathlib.Path]:
@@ -67,7 +50,7 @@ def configs() -> dict[str, pathlib.Path]:
 
 def config_file(text: str) -> str:
     """The value of --config with a path in place of a config's name."""
-    text = at_home("--config", text)
+    text = at_home(text)
     name, colon, model = text.partition(":")
     if pathlib.Path(name).is_file():
         return text
@@ -191,7 +174,7 @@ def run(
             rest = parse_config(line, check) if check else parse_flags(line, arguments)
             for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
                 flags.FLAGS[name].value = value
-            return [at_home(each, each) for each in rest]
+            return [at_home(each) for each in rest]
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long

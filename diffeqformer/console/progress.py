@@ -76,10 +76,7 @@ class Progress:
     If curves can't be written, the run continues, and a message is printed once.
 
     Args:
-        workdir: folder of the run.
         first_step: the step from which this process trains; values that earlier processes wrote after it are dropped.
-        steps: steps of the whole run.
-        tokens_per_step: tokens of one global batch.
         writes: whether this process writes the curves. Only one process of a run does.
         depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
         resumes: whether there is a checkpoint; if not, what earlier processes wrote is of another start, and dropped.

@@ -1,6 +1,8 @@
 """Folders of results that never overwrite one another, and files in them that are never half-written."""
 
+import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -57,12 +59,6 @@ def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Pa
     return folder
 
 
-def check_output(output: str | None, workdir: str) -> None:
-    """Create `output` if it is given, before the work whose results it will hold."""
-    if output:
-        results_folder(output, workdir)
-
-
 def title(config: ConfigDict) -> str:
     """What a heading calls a run: the config's name, and whether the run began with another's weights."""
     how = " (lora)" if config.model.lora_rank else ""
@@ -70,12 +66,7 @@ def title(config: ConfigDict) -> str:
 
 
 def header(workdir: os.PathLike | str, opened) -> dict:
-    """The beginning of every results file: the checkpoint, and how it was trained, before it was materialized.
-
-    Args:
-        workdir: folder of the run.
-        opened: the `diffeqformer.checkpoints.checkpoint.Checkpoint`.
-    """
+    """The beginning of every results file: the checkpoint, and how it was trained, before it was materialized."""
     config = opened.config
     trained = config.model.to_dict() | (opened.about.materialized_from or {}).get("model", {})
     return {
@@ -94,14 +85,12 @@ def header(workdir: os.PathLike | str, opened) -> dict:
 def _new_folder(parent: pathlib.Path) -> pathlib.Path:
     """A folder named by date and time; a second one in the same second gets a number."""
     parent.mkdir(parents=True, exist_ok=True)
-    now, number = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S"), 1
-    while True:
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    for number in itertools.count(1):
         folder = parent / (now if number == 1 else f"{now}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
-        except FileExistsError:
-            number += 1
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

@@ -22,11 +22,7 @@ def json_line(record: dict) -> str:
 
 
 class PrintableOutput:
-    """An output that replaces control characters (`printable`). File names and checkpoints can hold any.
-
-    Args:
-        output: takes what is left.
-    """
+    """An output that replaces control characters (`printable`). File names and checkpoints can hold any."""
 
     def __init__(self, output: io.TextIOBase):
         self.output = output

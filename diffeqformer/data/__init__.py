@@ -1,6 +1,6 @@
 """Data: corpus -> token store -> `batch(step)`.
 
-`corpora`, `tasks`, `language_model` and `builders` import TensorFlow; so do commands that score a corpus. Training
+`corpora`, `tasks` and `language_model` import TensorFlow; so do commands that score a corpus. Training
 doesn't: it leaves preparation to the processes of `worker`, which read a corpus by SeqIO. Local files, and where SeqIO
 isn't installed the corpora, are read by `sources` and `texts` alone, with the same ids.
 """

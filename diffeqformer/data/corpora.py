@@ -1,5 +1,8 @@
 """The corpora. To add one, call `add_corpus` here and put its name into `CORPUS_NAMES` of `diffeqformer.data`.
 
+The import registers the TFDS data sets `wikitext103/detokenized`, `wikitext103/raw` and `openwebtext`, with the
+documents of `diffeqformer.data.sources`.
+
 A corpus of your own needs no change here: call `add_corpus` in a module that `config.data.module` names. Import this
 module only where TensorFlow may be imported.
 """
@@ -8,17 +11,66 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from diffeqformer.data import builders  # noqa: F401 (registers the data sets)
-from diffeqformer.data.sources import HUB_CORPORA, writing
+from diffeqformer.data.sources import HUB_CORPORA, DetokenizedWikitext, HubTexts, OpenWebText, RawWikitext, writing
 from diffeqformer.data.texts import StandardLibrary
 from diffeqformer.errors import UserError, reason_of
+
+
+class _HubBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """The documents of a corpus of the hub, one per example, in the order of the source."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = "docs/data.md of diffeqformer says which files in manual_dir replace a download."
+
+    texts: Callable[[], HubTexts]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+            disable_shuffling=True,  # keep the order of the source; the keys are integers
+        )
+
+    def _split_generators(self, dl_manager):
+        try:
+            manual = dl_manager.manual_dir
+        except AssertionError:  # TFDS raises this if manual_dir is missing or empty
+            manual = None
+        texts = self.texts()
+        texts.find(dl_manager.download_dir, manual)
+        return {split: self._generate_examples(texts, split) for split in texts.splits}
+
+    def _generate_examples(self, texts: HubTexts, split: str):
+        """Beyond 1 GB, TFDS sorts examples in buckets, cut evenly from keys of 128 bits: so the keys fill these."""
+        step = 2**128 // texts.number(split)
+        for row, text in enumerate(texts.documents(split)):
+            yield row * step, {"text": text}
+
+
+class Wikitext103(_HubBuilder):
+    """Featured and good articles of Wikipedia (Merity et al., 2016)."""
+
+    BUILDER_CONFIGS = [
+        tfds.core.BuilderConfig(name="detokenized", description="As prose: dlwh/wikitext_103_detokenized."),
+        tfds.core.BuilderConfig(name="raw", description="As tokens, without <unk>: Salesforce/wikitext."),
+    ]
+
+    def texts(self) -> HubTexts:
+        return RawWikitext() if self.builder_config.name == "raw" else DetokenizedWikitext()
+
+
+class Openwebtext(_HubBuilder):
+    """Web pages that Reddit links to (Gokaslan and Cohen, 2019)."""
+
+    texts = OpenWebText
 
 
 class Corpus(NamedTuple):
@@ -95,9 +147,6 @@ def configure(module: str, option: str = "config.data.module") -> None:
     """Import a module that adds corpora, if one is named, and use the folder that TFDS_DATA_DIR names.
 
     The module may be in the current folder, even if the command's own script is elsewhere.
-
-    Args:
-        option: the one that names the module.
     """
     if module:
         if not {"", os.getcwd()} & set(sys.path):
@@ -150,10 +199,9 @@ class SourceTexts:
         return self.source.splits
 
     def shards(self, split: str) -> int:
-        """The number of shards."""
         return len(self.source.list_shards(split))
 
-    def documents(self, split: str, index: int, count: int) -> Iterator[str]:
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """The documents of one of `count` shards, in order."""
         part = seqio.ShardInfo(index, count) if count > 1 else None
         try:

@@ -6,6 +6,7 @@ import gzip
 import lzma
 import os
 import pathlib
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -89,6 +90,21 @@ def read_lines(path: str | os.PathLike) -> Iterator[str]:
     return _pieces(path, "\n")
 
 
+def read_text(option: str, path: str | os.PathLike) -> str:
+    """The text of a file that an option names, or of standard input (-), as all commands read it.
+
+    A byte order mark isn't part of it, nor is the end of its last line. Lines end with a line feed, also where the file
+    has a carriage return before it.
+    """
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig") if path == "-" else "".join(read_lines(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: the text must be UTF-8, but byte {error.start} is not") from None
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
+    return text.replace("\r\n", "\n").removesuffix("\n")
+
+
 def _pieces(path: str | os.PathLike, end: str) -> Iterator[str]:
     """The pieces of a file that `end` ends, or the end of the file; all of it as one if `end` is empty."""
     mark, start, rest = end.encode("utf-8"), 0, bytearray()
@@ -108,10 +124,9 @@ def _pieces(path: str | os.PathLike, end: str) -> Iterator[str]:
 
 
 def _decoded(path: str | os.PathLike, start: int, data: bytes | bytearray, whole: bool = True) -> str:
-    """Some bytes of a file as text, without its byte order mark. If they aren't `whole`, they may end in a character.
+    """Some bytes of a file as text, without its byte order mark. Unless they are `whole`, they may end in a character.
 
-    Args:
-        start: the number of bytes before these.
+    `start` is the number of bytes before these.
     """
     mark = len(codecs.BOM_UTF8) if not start and data.startswith(codecs.BOM_UTF8) else 0
     try:

@@ -5,7 +5,6 @@ The settings of `huggingface_hub` apply: HF_TOKEN, HF_ENDPOINT and others. Its i
 
 import contextlib
 import glob
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.data.seals import from_json
+from diffeqformer.data.store import sha256
 from diffeqformer.errors import UserError
 
 CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the hub's own conversion
@@ -84,17 +84,12 @@ def _check_whole(dataset: str, found: dict[str, list[RepoFile]]) -> None:
         raise UserError(f"{dataset}: {problem} into manual_dir (docs/data.md)")
 
 
-def _sha256(path: pathlib.Path) -> str:
-    with open(path, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _downloaded(record: pathlib.Path, splits: Sequence[str]) -> dict[str, dict[str, str]] | None:
     """What the record of the last download says, if it can be read and all files have the hashes that it names."""
     try:
         files = {split: from_json(record.read_bytes())["files"][split] for split in splits}
-        for path, sha256 in (each for entries in files.values() for each in entries.items()):
-            if _sha256(record.parent / path) != sha256:
+        for path, recorded in (each for entries in files.values() for each in entries.items()):
+            if sha256(record.parent / path) != recorded:
                 return None
     except (FileNotFoundError, ValueError, KeyError):
         return None
@@ -109,10 +104,6 @@ def download(
 
     Otherwise the files that `hub_files` finds are downloaded, unless they are there already.
     `<downloads>/<dataset>/downloads.json` records their commit, and their SHA-256 by split and path.
-
-    Args:
-        downloads: the folder, which gets a folder for the data set.
-        dataset, config, splits: as for `hub_files`.
 
     Raises:
         UserError: if a download fails, or if a file's hash differs from the one that the hub states.
@@ -133,8 +124,8 @@ def download(
 def _checked(where: pathlib.Path, file: RepoFile) -> str:
     """The SHA-256 of a downloaded file, which must be the one that the hub states, if it states one."""
     path, stated = where / file.path, file.lfs and file.lfs.sha256
-    sha256 = _sha256(path)
-    if stated not in (None, sha256):
-        raise UserError(f"{path}: has the SHA-256 {sha256}, but the hub states {stated}; delete it and try again")
-    print(f"{path}\n  SHA-256 {sha256}, {'as the hub states' if stated else 'none stated by the hub'}")
-    return sha256
+    found = sha256(path)
+    if stated not in (None, found):
+        raise UserError(f"{path}: has the SHA-256 {found}, but the hub states {stated}; delete it and try again")
+    print(f"{path}\n  SHA-256 {found}, {'as the hub states' if stated else 'none stated by the hub'}")
+    return found

@@ -38,11 +38,7 @@ def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
 
 
 def tokenizer_of(data: ConfigDict, saved: tuple[str, str] | None = None) -> Tokenizer:
-    """The tokenizer of a config's `data` part. Where its file isn't here, the `saved` one, or that of its token store.
-
-    Args:
-        saved: name and data of a checkpoint's tokenizer.
-    """
+    """The tokenizer of a config's `data` part. Where its file isn't here, the `saved` one, or that of its store."""
     try:
         return open_tokenizer(data.tokenizer, data.tokenizer_file)
     except NoTokenizer:

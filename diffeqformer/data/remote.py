@@ -10,7 +10,6 @@ import hashlib
 import os
 import pathlib
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -18,6 +17,7 @@ import fsspec
 import numpy as np
 
 from diffeqformer.console.results import write_whole
+from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import SPLITS, Split, parse_about, read_about, sha256, shards_of
 from diffeqformer.errors import UserError, reason_of
@@ -68,14 +68,13 @@ def upload(folder: pathlib.Path, remote: str) -> None:
         system.rm(f"{there}/uploading.json")
 
 
-def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, goes_on: bool, shard: dict) -> int:
-    """Copy a shard to a URL, unless an upload `goes_on` that has done it, and return the number of bytes."""
+def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, goes_on: bool, shard: dict) -> None:
+    """Copy a shard to a URL, unless an upload `goes_on` that has done it."""
     path, target = folder / shard["file"], f"{there}/{shard['file']}"
     size = path.stat().st_size
     if not (goes_on and system.exists(target) and system.size(target) == size):
         with open(path, "rb") as source, system.open(target, "wb") as file:
             shutil.copyfileobj(source, file, CHUNK)
-    return size
 
 
 def _ids(about: dict) -> list[str]:
@@ -117,8 +116,8 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         (folder / "lock").unlink()
 
 
-def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> int:
-    """Copy a shard from a URL, unless it is here, and return the number of bytes."""
+def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> None:
+    """Copy a shard from a URL, unless it is here."""
     path = partial / shard["file"]
     if not path.exists() or sha256(path) != shard["sha256"]:
         with system.open(f"{there}/{shard['file']}", "rb") as source, open(path, "wb") as target:
@@ -126,7 +125,6 @@ def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, n
             target.flush()
             os.fsync(target.fileno())
         _check(sha256(path), shard, name)
-    return path.stat().st_size
 
 
 def _check(found: str, shard: dict, name: str) -> None:
@@ -149,14 +147,10 @@ def read_split(remote: str, name: str, split: str) -> tuple[Split, str]:
         return Split.of(parts, entry), about["splits"]["train"]["sha256"]
 
 
-def each_shard(copy: Callable[[dict], int], shards: list[dict], what: str) -> None:
-    """Copy every shard, several in parallel, with a progress line. `copy` returns the number of bytes of a shard."""
-    start, shown, size = time.monotonic(), 0.0, 0
+def each_shard(copy: Callable[[dict], None], shards: list[dict], what: str) -> None:
+    """Copy every shard, several in parallel, with a progress line."""
     print(what, flush=True)
+    show = show_progress("copied", "files")
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for done, bytes_of_shard in enumerate(pool.map(copy, shards), 1):
-            size, now = size + bytes_of_shard, time.monotonic()
-            if now - shown > 2 or done == len(shards):
-                shown = now
-                rate = size / 1e6 / max(now - start, 1e-9)
-                print(f"  file {done:,}/{len(shards):,}  {size / 1e9:.2f} GB  {rate:,.0f} MB/s", flush=True)
+        for done, _ in enumerate(pool.map(copy, shards), 1):
+            show(done, len(shards))

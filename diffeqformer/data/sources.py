@@ -1,6 +1,6 @@
 """The corpora of the hub: their files, and the documents in them.
 
-`diffeqformer.data.builders` makes TFDS data sets of them. Where TFDS isn't installed, `diffeqformer.data.texts` opens
+`diffeqformer.data.corpora` makes TFDS data sets of them. Where TFDS isn't installed, `diffeqformer.data.texts` opens
 them, and they are prepared and scored as they are. The folders are those of TFDS in both cases.
 """
 
@@ -62,7 +62,6 @@ class FileTexts:
         return [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
 
     def shards(self, split: str) -> int:
-        """The number of shards."""
         return len(self.groups(split))
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
@@ -144,7 +143,6 @@ class DetokenizedWikitext(HubTexts):
     origin = "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir"
 
     def texts(self, path: str) -> Iterator[str]:
-        """The articles of a file."""
         if files.kind(path) == files.PLAIN:
             return map(wikitext.detokenize, wikitext.articles_of_lines(files.read_lines(path)))
         return super().texts(path)
@@ -157,11 +155,9 @@ class RawWikitext(HubTexts):
     origin = "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir"
 
     def groups(self, split: str) -> list[Sequence[str]]:
-        """All files, as one shard."""
         return [self.found["files"][split]]
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """As in the other corpora."""
         lines = itertools.chain.from_iterable(map(self.lines, self.found["files"][split]))
         return wikitext.articles_of_lines(lines)
 
@@ -219,7 +215,6 @@ class OpenWebText(HubTexts):
         return rows if split == "validation" else count - rows
 
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
-        """As in the other corpora."""
         counts = self.found["counts"]
         starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
         chosen = dict.fromkeys(validation_rows(sum(counts.values())).tolist())

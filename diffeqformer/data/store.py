@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
@@ -65,7 +65,6 @@ class Split:
 
     @property
     def size(self) -> int:
-        """The number of ids."""
         return int(self.ends[-1])
 
     def ids(self, start: int, stop: int) -> Int[np.ndarray, "_"]:
@@ -205,8 +204,8 @@ def sha256(*paths: pathlib.Path) -> str:
     """The SHA-256 of files, one after another."""
     digest = hashlib.sha256()
     for path in paths:
-        for block in _blocks(path):
-            digest.update(block)
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -237,15 +236,11 @@ def verify(
         checks += [functools.partial(_check_split, folder, split) for split in chosen]
     try:
         with ThreadPool(max(1, min(MOST_THREADS, number_of_cores() // 2))) as pool:  # which end with the process
-            for _ in pool.imap(_call, checks):
+            for _ in pool.imap(lambda check: check(), checks):
                 pass
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"{reason}; the token store can't be verified until its disk can be read") from None
-
-
-def _call(check: Callable[[], None]) -> None:
-    check()
 
 
 def _check_split(folder: pathlib.Path, split: dict) -> None:
@@ -292,10 +287,8 @@ def open_store(
     """The training and validation splits of the store in `folder`, after checking that it is complete and fits.
 
     Args:
-        tokenizer: name of the tokenizer.
         files: fingerprints of the local files that replace the task (`diffeqformer.data.local_files.Fingerprint`), of
             which the store must have one; empty for no files, None for any.
-        task: name of the corpus; None for any.
     """
     folder = pathlib.Path(folder)
     about = read_about(folder)

@@ -46,7 +46,6 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
         return open_tokenizer(self._given) if isinstance(self._given, str) else self._given
 
     @property
@@ -142,7 +141,6 @@ def add_task(
     Args:
         tokenizer: as for `TokenizerVocabulary`.
         files: local files of each split that replace the corpus, which then needs no entry in `CORPORA`.
-        layout: how documents lie in these files.
         preprocessors: those that come after the tokenization.
         more: other arguments of `seqio.TaskRegistry.add`. Without metrics among them, the task has `Perplexity`.
     """

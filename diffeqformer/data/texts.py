@@ -34,9 +34,7 @@ class LocalTexts(FileTexts):
     A shard is one file, or a group of consecutive files if there are very many.
 
     Args:
-        files: paths of each split.
         corpus: the one that they replace, by which plain text, or its parts between separators, is cut (`CUTS`).
-        layout: how documents lie in the files.
     """
 
     def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
@@ -45,14 +43,12 @@ class LocalTexts(FileTexts):
 
     @property
     def origin(self) -> str:
-        """A description for readers."""
         paths = list(itertools.chain(*self.found["files"].values()))
         folders, plain = {str(pathlib.Path(path).parent) for path in paths}, PLAIN in map(kind, paths)
         whole = plain and not (self.cut or self.layout.separator)
         return f"local files in {', '.join(sorted(folders))}" + ", each plain text as one document" * whole
 
     def texts(self, path: str) -> Iterator[str]:
-        """The documents of a file."""
         texts = read_texts(path, self.layout)
         return itertools.chain.from_iterable(map(self.cut, texts)) if self.cut and kind(path) == PLAIN else texts
 

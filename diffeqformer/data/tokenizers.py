@@ -51,6 +51,12 @@ class ByteTokenizer(_BytePieces):
     end_of_text, unknown = 256, None
     vocab_size = 257
 
+    @classmethod
+    def open(cls, file: str = "") -> "ByteTokenizer":
+        return cls()
+
+    restore = open
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id."""
         return list(text.encode("utf-8"))
@@ -146,16 +152,11 @@ class GPT2Tokenizer(_BytePieces):
 
     @classmethod
     def restore(cls, saved: str) -> "GPT2Tokenizer":
-        """The tokenizer that gave `saved`."""
         return cls({base64.b64decode(line): i for i, line in enumerate(_unpack(saved).split(b"\n"))})
 
 
 class SentencePieceTokenizer(_TextPieces):
-    """A SentencePiece model, whose end-of-sentence id ends a document. Its name holds the model's SHA-256.
-
-    Args:
-        model: content of the model file.
-    """
+    """A SentencePiece model, whose end-of-sentence id ends a document. Its name holds the model's SHA-256."""
 
     def __init__(self, model: bytes):
         import sentencepiece
@@ -193,12 +194,10 @@ class SentencePieceTokenizer(_TextPieces):
         return self._processor.decode(list(map(int, ids)))
 
     def save(self) -> str:
-        """The model file."""
         return _pack(self._model)
 
     @classmethod
     def restore(cls, saved: str) -> "SentencePieceTokenizer":
-        """The tokenizer that gave `saved`."""
         return cls(_unpack(saved))
 
 
@@ -209,7 +208,6 @@ class HuggingFaceTokenizer(_TextPieces):
     whatever the file says.
 
     Args:
-        file: content of the file.
         end_of_text: the token that ends a document, or its id.
     """
 
@@ -266,7 +264,6 @@ class HuggingFaceTokenizer(_TextPieces):
 
     @classmethod
     def restore(cls, saved: str) -> "HuggingFaceTokenizer":
-        """The tokenizer that gave `saved`."""
         end_of_text, _, file = _unpack(saved).partition(b"\n")
         return cls(file, int(end_of_text))
 
@@ -307,28 +304,23 @@ def say_lost(unknown: int, altered: int | None) -> str:
     return " and ".join(said)
 
 
-TOKENIZERS = ("bytes", "gpt2", "sentencepiece", "huggingface")
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "gpt2": GPT2Tokenizer,
+    "sentencepiece": SentencePieceTokenizer,
+    "huggingface": HuggingFaceTokenizer,
+}
 """What `config.data.tokenizer` may name."""
 
 
 def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
     """The tokenizer that a config names, one of `TOKENIZERS` and its file. A UserError says what is wrong with it."""
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer.open(file)
-    if kind == "huggingface":
-        return HuggingFaceTokenizer.open(file)
-    if kind == "gpt2":
-        return GPT2Tokenizer.open(file)
-    return ByteTokenizer()
+    return TOKENIZERS[kind].open(file)
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:
     """The tokenizer of a checkpoint, from its name and what its `save` gave."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "gpt2":
-        return GPT2Tokenizer.restore(saved)
-    return (HuggingFaceTokenizer if name.startswith("huggingface") else SentencePieceTokenizer).restore(saved)
+    return TOKENIZERS[name.partition("-")[0]].restore(saved)
 
 
 def _pack(data: bytes) -> str:

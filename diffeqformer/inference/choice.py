@@ -29,7 +29,7 @@ class Choice(NamedTuple):
         """Check that the values are in range."""
         for name, value, holds, needed in (
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not holds:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,85 +79,61 @@ def discretized_arrays(
     In memory are, at a time, the weights of one layer at all times, a block of its parameters, and those of its
     parameters that are no larger than a block.
 
-    Args:
-        config: the model's.
-        stored: its parameters.
-        progress: called with the number of finished blocks, and of all.
-        bytes_at_once: limit of a block, see `StoredArray.blocks`.
-
     Returns:
         An iterator that makes them, with their paths.
     """
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     leaves = traverse_util.flatten_dict(shapes)
-    layers = [_layer(model, name, stored, leaves, bytes_at_once) for name in model.field.layers()]
     times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
     others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
     return itertools.chain(
         ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
-        _arrays_of_layers(layers, times, jnp.dtype(dtype), progress, bytes_at_once),
+        _arrays_of_layers(model, stored, leaves, {**times, "dtype": jnp.dtype(dtype)}, progress, bytes_at_once),
     )
 
 
-class _Layer(NamedTuple):
-    """One layer of a model on disk.
-
-    layer: its shape.
-    graph: the structure of depth weights that have this layer alone, under the name "layer".
-    arrays, axes: their parameters on disk, and the logical axes of each, by path.
-    blocks: what the layer is made from at a time, each a part of the kernel's axes.
-    weights: shapes and types of what is made, by path in the discretized model.
-    """
-
-    layer: Linear | Norm
-    graph: nnx.GraphDef
-    arrays: dict[Path, StoredArray]
-    axes: dict[Path, tuple[str | None, ...]]
-    blocks: list[dict[str, slice]]
-    weights: dict[Path, jax.ShapeDtypeStruct]
-
-
-def _layer(
+def _arrays_of_layers(
     model: Transformer,
-    name: str,
     stored: dict[Path, StoredArray],
     leaves: dict[Path, jax.ShapeDtypeStruct],
+    how: dict,
+    progress: Callable[[int, int], None],
     bytes_at_once: int,
-) -> _Layer:
-    layer, depth = model.field.layers()[name], nnx.merge(*nnx.split(model.depth))
-    depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
-    axes = traverse_util.flatten_dict(parameter_metadata(depth, "axes"))
-    arrays = {path: stored["depth", *(name if key == "layer" else key for key in path)] for path in axes}
+) -> Iterator[tuple[Path, np.ndarray]]:
+    layers = model.field.layers()
+    for done, (name, layer) in enumerate(layers.items(), 1):
+        depth = nnx.merge(*nnx.split(model.depth))
+        depth.layers = nnx.Dict(layer=depth.layers[name])  # equal layers have equal structures, which compile once
+        graph, axes = split_model(depth)[0], traverse_util.flatten_dict(parameter_metadata(depth, "axes"))
+        arrays = {path: stored["depth", *(name if key == "layer" else key for key in path)] for path in axes}
+        blocks = _blocks(layer, arrays, axes, bytes_at_once)
+        arrays |= {path: array[...] for path, array in arrays.items() if array.nbytes <= bytes_at_once}
+        weights = {path: leaf for path, leaf in leaves.items() if path[:3] == ("depth", "layers", name)}
+        weights = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
+        for block in blocks:
+            params = {path: array[_index(axes[path], block)] for path, array in arrays.items()}
+            made = _weights_of_layer(graph, traverse_util.unflatten_dict(params), **how)
+            for path, array in weights.items():
+                array[..., *_index(weight_axes(layer, path[-1]), block)] = made[path[-1]]
+            del params, made, array  # not kept while the next are read
+        progress(done, len(layers))
+        del arrays
+        while weights:
+            yield weights.popitem()  # what has been taken isn't kept
+
+
+def _blocks(
+    layer: Linear | Norm, arrays: dict[Path, StoredArray], axes: dict[Path, tuple[str | None, ...]], bytes_at_once: int
+) -> list[dict[str, slice]]:
+    """What a layer is made from at a time: parts of its kernel's axes, by the blocks of its largest array on disk."""
     cut = layer.axes if isinstance(layer, Linear) else ()
     largest = max((path for path in axes if {*cut} <= {*axes[path]}), key=lambda path: arrays[path].nbytes)
     places = tuple(axes[largest].index(axis) for axis in cut)
-    blocks = [
+    return [
         {axis: block[place] for axis, place in zip(cut, places)}
         for block in arrays[largest].blocks(bytes_at_once, places)
     ]
-    weights = {path: leaf for path, leaf in leaves.items() if path[:3] == ("depth", "layers", name)}
-    return _Layer(layer, split_model(depth)[0], arrays, axes, blocks, weights)
-
-
-def _arrays_of_layers(
-    layers: list[_Layer], times: dict, dtype: jnp.dtype, progress: Callable[[int, int], None], bytes_at_once: int
-) -> Iterator[tuple[Path, np.ndarray]]:
-    done, total = 0, sum(len(layer.blocks) for layer in layers)
-    for layer in layers:
-        kept = {path: array[...] for path, array in layer.arrays.items() if array.nbytes <= bytes_at_once}
-        arrays = {**layer.arrays, **kept}
-        weights = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in layer.weights.items()}
-        for block in layer.blocks:
-            params = {path: array[_index(layer.axes[path], block)] for path, array in arrays.items()}
-            made = _weights_of_layer(layer.graph, traverse_util.unflatten_dict(params), dtype=dtype, **times)
-            for path, array in weights.items():
-                array[..., *_index(weight_axes(layer.layer, path[-1]), block)] = made[path[-1]]
-            del params, made, array  # not kept while the next are read
-            done += 1
-            progress(done, total)
-        while weights:
-            yield weights.popitem()  # what has been taken isn't kept
 
 
 def _index(axes: tuple[str | None, ...], block: dict[str, slice]) -> tuple[slice, ...]:

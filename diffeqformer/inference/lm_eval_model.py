@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
 
 import jax
 import lm_eval.api.model
@@ -24,11 +23,10 @@ from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
-from diffeqformer.inference.batches import Text, write_batches
 from diffeqformer.inference.cached import check_cache
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
-from diffeqformer.inference.sampling import encode_prompt, sample_keys
+from diffeqformer.inference.sampling import Text, encode_prompt, sample_keys, write_batches
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
@@ -38,16 +36,14 @@ from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-WHOLE = ("max_gen_toks", "top_k")
 
 
 @register_model("diffeqformer")
 class HarnessModel(lm_eval.api.model.TemplateLM):
     """One checkpoint at one number of steps. Its weights are made once, and few shapes are compiled (see `Scorer`).
 
-    contexts, cut: by task, the contexts so far, and how many of these were too long for the window and lost their
-        start. Whole texts (`loglikelihood_rolling`) have no context.
-    unknown, altered: by task, the unknown ids of its texts, and how many of these texts decode to others.
+    counts: by task, the contexts so far, and how many of these were too long for the window and lost their start (whole
+        texts have no context); the unknown ids of its texts, and how many of these texts decode to others.
 
     Args:
         opened: from `checkpoint.load`.
@@ -70,7 +66,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh, opened.tokenizer)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
-        self.contexts, self.cut, self.unknown, self.altered = (collections.Counter() for _ in range(4))
+        self.counts = collections.defaultdict(collections.Counter)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
@@ -79,24 +75,21 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
         lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
         """
-        values = {name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict
-        values = {name: value for name, value in values.items() if name not in ("device", "max_batch_size")}
+        given = {**(additional_config or {}), **arg_dict, "device": None, "max_batch_size": None}
+        values = {name: value for name, value in given.items() if value is not None}
         workdir = values.pop("workdir", None)
         if workdir is None:
             raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
+        step = values.pop("step", None)
         for name, value in values.items():
-            if name not in ("step", "num_steps", "window", "batch_size"):
+            if name not in ("num_steps", "window", "batch_size"):
                 raise UserError(
                     f"{name}: there is no such argument; use workdir, step, num_steps, window or batch_size"
                 )
-            best = " or best" * (name == "step")
-            if (name, value) == ("step", "best"):
-                continue
             if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
-                raise UserError(f"{name}: must be a whole number{best}, but it is {value!r}")
+                raise UserError(f"{name}: must be a whole number, but it is {value!r}")
             values[name] = int(value)
-        step = values.pop("step", None)
-        return cls(checkpoint.load(at_home("workdir", str(workdir)), make_mesh(), step), **values)
+        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
@@ -120,8 +113,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def get_model_info(self) -> dict:
         """What lm-eval stores alongside its results."""
         return {
-            "model_unknown_tokens": self.unknown.total(),
-            "model_altered_texts": self.altered.total(),
+            "model_unknown_tokens": sum(counts["unknown_tokens"] for counts in self.counts.values()),
+            "model_altered_texts": sum(counts["altered_texts"] for counts in self.counts.values()),
             "model_source": "diffeqformer",
             "model_config": self.opened.config.name,
             "model_step": self.opened.step,
@@ -148,19 +141,12 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             if not request.args[1]:
                 raise _nothing_to_score(*request.args)
         results = super().loglikelihood(requests, disable_tqdm)
-        self._count(requests, self._too_long)
-        self._count_lost(requests, self._lost)
+        for request, cut, lost in zip(requests, self._too_long, self._lost, strict=True):
+            self._count(request, lost, contexts=1, contexts_cut=cut)
         return results
 
-    def _count(self, requests: list[Instance], too_long: Sequence[bool]) -> None:
-        for request, cut in zip(requests, too_long, strict=True):
-            self.contexts[request.task_name] += 1
-            self.cut[request.task_name] += cut
-
-    def _count_lost(self, requests: list[Instance], lost: Sequence[tuple[int, bool]]) -> None:
-        for request, (unknown, altered) in zip(requests, lost, strict=True):
-            self.unknown[request.task_name] += unknown
-            self.altered[request.task_name] += altered
+    def _count(self, request: Instance, lost: tuple[int, bool], **contexts: int) -> None:
+        self.counts[request.task_name].update(contexts, unknown_tokens=lost[0], altered_texts=lost[1])
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
@@ -192,7 +178,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         texts = [request.args[0] for request in requests]
         window, before, encoded = self.max_length, self.eot_token_id, [*map(self.tok_encode, texts)]
         lost = [lost_in(self.opened.tokenizer, text, ids) for text, ids in zip(texts, encoded)]
-        self._count_lost(requests, lost)
+        for request, each in zip(requests, lost, strict=True):
+            self._count(request, each)
         groups = [list(sliding_windows(ids, window, window, before)) for ids in encoded]
         scores = self._score(groups, "Scoring texts", disable_tqdm)
         results = [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
@@ -229,8 +216,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             context, options = request.args
             ids, (count, until, choice) = self.tok_encode(context), generation(options, self.max_length)
             kept = (ids or [self.eot_token_id])[-(self.max_length - count) :]
-            self._count_lost([request], [lost_in(self.opened.tokenizer, context, ids)])
-            self._count([request], [len(kept) < len(ids)])
+            self._count(
+                request, lost_in(self.opened.tokenizer, context, ids), contexts=1, contexts_cut=len(kept) < len(ids)
+            )
             texts.append(Text(kept, count, number, until))
             choices[choice].append(texts[-1])
         size, reader = self._room(len(texts)), (scorer.graph, scorer.params, scorer.weights, self.max_length)
@@ -259,11 +247,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens."""
-    for name in GENERATION_FIELDS & set(options):
-        if not _suits(name, options[name]):
-            said = f"a {'whole ' * (name in WHOLE)}number of at least 0"
-            said = "text, or a list of texts" if name == "until" else said
-            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {options[name]!r}")
     options = normalize_gen_kwargs(options, min(256, window // 2))
     unknown = sorted(set(options) - GENERATION_FIELDS)
     if unknown:
@@ -275,19 +258,9 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
             f"but it is {count}"
         )
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-    choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
+    choice = Choice(float(temperature), options.get("top_k", 0), float(options.get("top_p", 1.0)))
     choice.check()
     return count, [stop for stop in options["until"] if stop], choice
-
-
-def _suits(name: str, value) -> bool:
-    """Whether a value of `generation_kwargs` has the type of its option."""
-    if name == "until":
-        return all(each is None or isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
-    if value is None or name == "do_sample":
-        return value is None or isinstance(value, int)
-    kinds = int if name in WHOLE else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
 class _Cache(lm_eval.api.model.CachingLM):

@@ -21,8 +21,6 @@ class Evaluation:
 
     Args:
         documents: texts and their ids, of which the last is end-of-text.
-        name: what an error calls the text.
-        window: tokens of a window.
         stride: tokens between the starts of the full perplexity's windows.
         text_bytes: of the text before a tokenizer changed it; None: those of `documents`.
 

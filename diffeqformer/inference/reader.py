@@ -18,12 +18,7 @@ def without_depth(model: Transformer) -> Transformer:
 
 
 def with_solver(model: Transformer, name: str, config) -> Transformer:
-    """A copy with another solver. It shares the parameters.
-
-    Args:
-        name: a key of `SOLVERS`.
-        config: the `model` part of the config that the model was made from.
-    """
+    """A copy with another solver. It shares the parameters."""
     possible = MODELS[config.kind].solvers(model.unit_steps)
     if model.depth.fixed_depth:  # it has weights for the nodes of its own solver only
         possible = [other for other in possible if SOLVERS[other].nodes == SOLVERS[config.solver].nodes]

@@ -6,6 +6,7 @@ Depth weights are generated once, and keys and values are cached for every step 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +77,8 @@ def write_tokens(
     Args:
         prompt: at least one id; with `count` at most `model.max_length` of them, unless the window slides.
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
-        key: random key of all choices.
         vocab_size: ids from this one on are never written (they pad the vocabulary).
         unknown: an id that is never written either, the tokenizer's for text that it doesn't have.
-        choice: how each token is chosen.
-        samples: number of texts, all after the same prompt.
         num_steps: steps of depth; None: as trained.
         draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
         sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
@@ -212,7 +210,6 @@ class Samples:
         return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
 
     def _stop(self, text: str) -> int | None:
-        """Where the first of the strings begins."""
         return min((place for place in map(text.find, self.until) if place >= 0), default=None)
 
     def _whole(self, sample: int) -> str:
@@ -252,12 +249,6 @@ def generate(
 ) -> list[str]:
     """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
-    Args:
-        model: any model of the family.
-        tokenizer: one of `diffeqformer.data.tokenizers`.
-        prompt: may be empty.
-        until: see `Samples`.
-
     See `write_tokens` for the other arguments and the errors.
     """
     ids = encode_prompt(tokenizer, prompt)
@@ -270,3 +261,90 @@ def generate(
         if written.finished():
             break
     return [written.text(sample) for sample in range(samples)]
+
+
+class Text(NamedTuple):
+    """A text to be written.
+
+    prompt: its beginning, at least one id.
+    count: the most tokens.
+    key: the index of its random key.
+    until: strings at which it ends, none of them empty.
+    """
+
+    prompt: list[int]
+    count: int
+    key: int
+    until: Sequence[str] = ()
+
+
+def write_texts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    tokens: int | None,
+    key: Key[Array, ""],
+    choice: Choice = Choice(),
+    samples: int = 1,
+    batch_size: int = 8,
+    num_steps: int | None = None,
+    sliding_window: bool = False,
+    until: Sequence[str] = (),
+) -> Iterator[str]:
+    """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
+
+    A text doesn't depend on the other prompts: up to rounding, it is that of `generate` for its prompt alone.
+
+    Args:
+        prompts: of any lengths; each may be empty.
+        batch_size: texts that are written at once; affects only the speed.
+
+    See `generate` for the other arguments.
+
+    Raises:
+        UserError: at once, if one of these is out of range, with the number of the prompt at fault, from 1.
+    """
+    choice.check()
+    texts, keys = [], sample_keys(key, samples)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            ids = encode_prompt(tokenizer, prompt)
+            count = tokens_after(ids, tokens, model.max_length, sliding_window)
+        except UserError as error:
+            raise UserError(f"prompt {number}: {error}") from None
+        texts += [Text(ids, count, sample, until) for sample in range(samples)]
+    if not texts:
+        return iter(())
+    size = min(batch_size, len(texts))
+    length = positions_for(max(len(text.prompt) + text.count for text in texts), model.max_length)
+    check_room(model, [num_steps], length, size, "batch_size")
+    reader = *split_reader(model, num_steps), model.max_length
+    return write_batches(reader, tokenizer, texts, keys, choice, size)
+
+
+def write_batches(
+    reader: tuple, tokenizer: Tokenizer, texts: Sequence[Text], keys: Key[Array, "N"], choice: Choice, size: int
+) -> Iterator[str]:
+    """Yields the texts in order, `size` at a time: what follows each prompt, up to the string that ends it, if any.
+
+    Args:
+        reader: the first four arguments of `continue_prompts`.
+    """
+    for start in range(0, len(texts), size):
+        batch = texts[start : start + size]
+        whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
+        written = [Samples(tokenizer, text.prompt, 1, text.until) for text in batch]
+        steps = continue_prompts(
+            *reader, [text.prompt for text in whole], count=max(text.count for text in batch),
+            keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size,
+            unknown=tokenizer.unknown, choice=choice,
+        )  # fmt: skip
+        going_on = range(len(batch))
+        for done, tokens in enumerate(steps, 1):
+            for i in going_on:
+                written[i].add(tokens[i : i + 1])
+            going_on = [i for i in going_on if done < batch[i].count and not written[i].finished()]
+            if not going_on:
+                break
+        yield from (samples.text(0) for samples in written)

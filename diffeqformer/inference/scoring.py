@@ -44,13 +44,7 @@ class Scores(NamedTuple):
 
 
 def window_size(window: int | None, config, positions: int, name: str = "window", of: str = "of the model") -> int:
-    """Tokens of a window: `window`, or by default the sequence length of training.
-
-    Args:
-        config: the config of the run.
-        positions: the number of positions of the model.
-        name, of: what an error message calls the window and the model.
-    """
+    """Tokens of a window: `window`, or by default the sequence length of training."""
     window = config.sequence_length if window is None else window
     if not 2 <= window <= positions:
         raise UserError(f"{name}: must be from 2 to the {positions:,} positions {of}, but it is {window}")
@@ -106,11 +100,6 @@ def target_scores(
     return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
 
 
-def full_batch(batch_size: int, mesh: Mesh) -> int:
-    """A number of sequences, rounded up to a multiple of the number of devices."""
-    return -(-batch_size // mesh.size) * mesh.size
-
-
 class Scorer:
     """Scores sequences with one model at one number of steps; its weights are generated once.
 
@@ -138,7 +127,7 @@ class Scorer:
         self.graph, self.params, self.weights = split_reader(model, num_steps, self.mesh)
         self.by_example = sharding(self.mesh, "batch", None)
         self.max_length = model.max_length
-        self.batch_size = full_batch(batch_size, self.mesh)
+        self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
         self.width = model.field.width
         self.written = (tokenizer.vocab_size, tokenizer.unknown) if tokenizer else None
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`

@@ -13,6 +13,8 @@ METRICS = ("acc", "exact_match", "f1", "bits_per_byte", "word_perplexity", "perp
 On ARC-Challenge and LogiQA they are below chance, 25, as `acc` usually is for such models. The length-normalised
 `acc_norm` isn't."""
 PERCENT = ("acc", "exact_match", "f1")
+COUNTS = ("contexts", "contexts_cut", "unknown_tokens", "altered_texts")
+"""Of `HarnessModel.counts`."""
 
 
 class Value(NamedTuple):
@@ -76,12 +78,7 @@ def columns_of(runs: list[dict]) -> list[Column]:
 
 
 def table(columns: list[Column], rows: dict[str, dict], failed: Iterable[str] = ()) -> str:
-    """Columns as a Markdown table, by the shots of the first one.
-
-    Args:
-        rows: a run's results by task, whose metrics and numbers of examples are shown.
-        failed: further tasks, whose rows say that they weren't run.
-    """
+    """Columns as a Markdown table, by the shots of the first one."""
     places = [(number, column) for number in columns[0].values for column in columns if number in column.values]
     above = [("Zero-shot" if n == 0 else "Five-shot" if n == 5 else f"{n}-shot") for n, _ in places]
     above = [name if i == 0 or above[i - 1] != name else "" for i, name in enumerate(above)]
@@ -99,12 +96,7 @@ def table(columns: list[Column], rows: dict[str, dict], failed: Iterable[str] = 
 
 
 def describe(runs: list[dict], failed: dict[str, str]) -> str:
-    """The table of all runs, and sentences on contexts that were cut and on tasks that weren't run.
-
-    Args:
-        runs: as `diffeqformer.downstream` keeps them.
-        failed: tasks that have no results, and why (`diffeqformer.inference.tasks.Tasks`).
-    """
+    """The table of all runs, and sentences on contexts that were cut and on tasks that weren't run."""
     text, every = (
         table(columns_of(runs), runs[0]["tasks"], failed),
         [task for run in runs for task in run["tasks"].values()],
@@ -142,10 +134,7 @@ def summary(results: dict, names: list[str], model) -> dict[str, dict]:
         tasks = leaves(name, results["group_subtasks"])
         rows[name] = {
             "examples": values["sample_len"],
-            "contexts": sum(model.contexts[leaf] for leaf in tasks),
-            "contexts_cut": sum(model.cut[leaf] for leaf in tasks),
-            "unknown_tokens": sum(model.unknown[leaf] for leaf in tasks),
-            "altered_texts": sum(model.altered[leaf] for leaf in tasks),
+            **{name: sum(model.counts[leaf][name] for leaf in tasks) for name in COUNTS},
             "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
             "version": results["versions"].get(name),
             **{key: value for key, value in values.items() if "," in key},
@@ -158,10 +147,6 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
 
     It isn't for perplexities, where a document has its log-likelihood, nor for groups in which tasks of different sizes
     count the same.
-
-    Args:
-        results: lm-eval's, with `samples`.
-        rows: from `summary`.
     """
     scores = {}
     for name, row in rows.items():

@@ -40,10 +40,6 @@ class Tasks(NamedTuple):
     own: dict[str, int | None]
     failed: dict[str, str]
 
-    def set_shots(self, row: str, shots: int) -> None:
-        """Put `shots` examples before every question of a row."""
-        _set_shots(self.rows[row]["tasks"], self.own, shots)
-
 
 def load_tasks(names: list[str], include: str | None, shots: list[int], window: int) -> Tasks:
     """The tasks of some names, each tried with one example at every number of shots, for models with that window.
@@ -118,7 +114,7 @@ def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], win
     from diffeqformer.inference.lm_eval_model import generation
 
     for number in shots:
-        _set_shots(tasks, own, number)
+        set_shots(tasks, own, number)
         for name, task in tasks.items():
             try:
                 task.build_all_requests(limit=1)
@@ -133,13 +129,12 @@ def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], win
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error."""
     first = (str(error).strip().splitlines() or [""])[0][:300]
     return printable(first if isinstance(error, UserError) else f"{type(error).__name__}: {first}")
 
 
-def _set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
-    """Examples are drawn with a fixed seed. A task file that sets 0 keeps its 0."""
+def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:
+    """Put `shots` examples, drawn with a fixed seed, before every question. A task file that sets 0 keeps its 0."""
     for name, task in tasks.items():
         task.set_config(key="num_fewshot", value=0 if own[name] == 0 else shots)
         task.set_fewshot_seed(seed=SEED)

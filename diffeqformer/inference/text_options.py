@@ -68,11 +68,7 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split |
 
 
 def name_of_text(options, task: str, files: list[str] | None) -> str:
-    """What results are filed under: the corpus and its split; or the first file, if other text than a corpus is scored.
-
-    Args:
-        task, files: from `text_of`.
-    """
+    """What results are filed under: the corpus and its split, or the first file if files alone are scored."""
     if not options.files or options.task is not None:
         return f"{task}-{options.split}"
     first = pathlib.Path(files[0])

@@ -150,16 +150,6 @@ def plot(groups: dict[str, list[Validated]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def as_data(groups: dict[str, list[Validated]]) -> dict:
-    """The comparison as plain data: the runs of each label."""
-    return {
-        label: [
-            run._asdict() | {"config": run.config.to_dict(), "curve": dict(sorted(run.curve.items()))} for run in runs
-        ]
-        for label, runs in groups.items()
-    }
-
-
 def compare(folders: Sequence[str], output: str | None) -> None:
     """Compare the runs in some folders, and write and print the results. Folders without a run are named and left out.
     A folder that is given twice counts once.
@@ -178,7 +168,8 @@ def compare(folders: Sequence[str], output: str | None) -> None:
     groups = grouped(sorted(runs, key=lambda run: run.config.seed))
     groups = dict(sorted(groups.items(), key=lambda item: statistics.mean(run.end() for run in item[1])))
     folder = results_folder(output, "comparisons")
-    write_json(folder / "results.json", as_data(groups))
+    data = {label: [run._asdict() | {"config": run.config.to_dict()} for run in runs] for label, runs in groups.items()}
+    write_json(folder / "results.json", data)
     write_text(folder / "results.md", table(groups) + "\n")
     plot(groups, folder / "validation.png")
     print(f"\n{printable(table(groups))}\n")

@@ -58,7 +58,7 @@ def log_probabilities(
     return tuple(score.reshape(-1)[: len(x)] for score in scores)
 
 
-def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int, unknown: int | None) -> Float[Array, "N W"]:
+def of_vocabulary(logits: Float[Array, "N V"], vocab_size: int | None, unknown: int | None) -> Float[Array, "N W"]:
     """The logits of the ids that can be written: the first `vocab_size`, with -inf for the tokenizer's unknown one."""
     logits = logits[:, :vocab_size]
     return logits if unknown is None else logits.at[:, unknown].set(-jnp.inf)

@@ -162,10 +162,10 @@ def run_all(options) -> None:
             del model, work
     with hosts.all_succeed("the results"):
         if study:
-            say(study)
+            print_results(study)
 
 
-def say(study: Study) -> None:
+def print_results(study: Study) -> None:
     """Print the table."""
     tasks, folder, report = study
     print(f"\n{describe(report['runs'], tasks.failed)}")

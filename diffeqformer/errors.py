@@ -49,7 +49,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         close = difflib.get_close_matches(last, parts, 1, cutoff)
         if names is beside:
             close += [part for part in parts if last == "".join(word[:1] for word in part.split("_"))]
-            close += difflib.get_close_matches(last, [part for part in parts if last in part], 1, 0.0)
+            holding = [part for part in parts if len(last) > 3 and last in part]
+            close += difflib.get_close_matches(last, holding, 1, 0.0)
         if close:
             return f"; did you mean {parts[close[0]]}?"
     return ""

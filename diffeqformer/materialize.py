@@ -43,10 +43,6 @@ def materialize(
 
     Returns:
         The folder. The model in it is numbered by the training step of its source.
-
-    Raises:
-        UserError: if there is no finite checkpoint, if the folder already has one or can't be written, if the model
-            can't take that number of steps, or if its solver needs weights at several times within a step.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     if config.model.solver not in MODELS["discretized"].solvers(unit_steps=not config.model.span):

@@ -220,6 +220,10 @@ def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
         ({"config": 3}, "'config' in its 'about' must be a dict, but it is int"),
         ({"tokenizer": None}, "'tokenizer' in its 'about' must be a str, but it is NoneType"),
         ({"base": "runs/base"}, "'base' in its 'about' must be a dict, but it is str"),
+        (
+            {"time_spent": {"steps": float("nan")}},
+            "'time_spent' in its 'about' must hold nothing but numbers of at least 0",
+        ),
     ):
         file.write_text(json.dumps(older | change))
         with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; restore"):

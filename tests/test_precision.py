@@ -94,8 +94,8 @@ def of_inference(config) -> list[Product]:
         if model.depth.generated:
             caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)
             text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
-            choice = Choice(), config.model.vocab_size, None
-            made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), *choice)]
+            choice = Choice(vocab_size=config.model.vocab_size)
+            made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), choice)]
         return made, read_token(graph, params, weights, cache, tokens[:1, 0], 1)
 
     return products(score_and_write, params)

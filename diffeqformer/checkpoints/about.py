@@ -54,4 +54,11 @@ class About:
             expected, found = types.get(name, str), type(fields.get(name))
             if not issubclass(found, expected):
                 raise ValueError(f"'{name}' in its 'about' must be a {expected.__name__}, but it is {found.__name__}")
+        for name in ("base", "materialized_from"):
+            origin = fields.get(name, {"workdir": "", "step": 0})
+            if not (isinstance(origin.get("workdir"), str) and isinstance(origin.get("step"), int)):
+                raise ValueError(f"'{name}' in its 'about' must have a workdir and a step, but it is {origin!r}")
+        numbers = fields.get("time_spent", {}).values()
+        if not all(isinstance(number, int | float) and 0 <= number < 1e15 for number in numbers):
+            raise ValueError("'time_spent' in its 'about' must hold nothing but numbers of at least 0")
         return cls(**fields)

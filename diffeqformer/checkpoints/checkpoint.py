@@ -197,12 +197,7 @@ class Opened(NamedTuple):
 
 
 def open_to_read(workdir: epath.PathLike, option: str = "--workdir", step: Step = None) -> Opened:
-    """A checkpoint of a work folder. Its arrays aren't read, and nothing is written.
-
-    Raises:
-        NoCheckpoint: if there is none.
-        UserError: if there is none for that step, or it can't be read.
-    """
+    """A checkpoint of a work folder. Its arrays aren't read, and nothing is written."""
     folder = folder_of(workdir)
     with reachable(option, workdir):
         there = folder.is_dir()

@@ -29,7 +29,7 @@ class NoCheckpoint(UserError):
 class NoSuchStep(UserError):
     """The folder of a run has checkpoints, but not the one of that training step."""
 
-    def __init__(self, sentence: str, step: int):
+    def __init__(self, sentence: str, step: int | str):
         super().__init__(sentence)
         self.step = step
 
@@ -125,13 +125,7 @@ def steps_of(folder: epath.Path) -> list[int]:
 
 
 def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
-    """The training step of one of the checkpoints in a folder.
-
-    Raises:
-        NoCheckpoint: if there is none.
-        NoSuchStep: if there is none for `step`.
-        UserError: if no checkpoint has a validation, or one can't be read.
-    """
+    """The training step of one of the checkpoints in a folder."""
     steps = steps_of(folder)
     if not steps:
         raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")

@@ -65,11 +65,7 @@ class StoredArray:
             return self.store[index].read().result()
 
     def checked_blocks(self) -> Iterator[np.ndarray]:
-        """All blocks, one after another. At the end, the checksum of all of them is compared with the saved one.
-
-        Raises:
-            UserError: at the end, if they aren't what was saved (by `reading`).
-        """
+        """All blocks, one after another. At the end, the checksum of all of them is compared with the saved one."""
         total = np.zeros(2, np.uint32)
         for index in self.blocks(4 * checksums.SMALL):
             block = self[index]

@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import seqio
@@ -90,17 +90,11 @@ class OrderedTfds(seqio.TfdsDataSource):
     """One of our TFDS data sets, downloaded and written when it is first read.
 
     Its examples have an order, so TFDS refuses to shuffle them. SeqIO shuffles by default: files are then read in
-    random order, several at once, as those of any other data set.
-
-    Args:
-        name: of the builder, with configuration and version.
-        splits: names of its splits, which TFDS would know only once the data set is written.
+    random order, several at once, as those of any other data set. Name its splits, which TFDS would know only once the
+    data set is written.
     """
 
     READ_AT_ONCE = 16  # files when shuffling, as TFDS does for unordered data sets
-
-    def __init__(self, name: str, splits: Sequence[str]):
-        super().__init__(name, splits=splits)
 
     def fetch(self) -> tfds.core.DatasetBuilder:
         """Download and write the data set, unless it is there, and return its builder."""
@@ -115,18 +109,8 @@ class OrderedTfds(seqio.TfdsDataSource):
         self.fetch()
         return super().list_shards(split)
 
-    def get_dataset(
-        self,
-        split: str | None = None,
-        shuffle: bool = True,
-        seed: int | None = None,
-        shard_info: seqio.ShardInfo | None = None,
-        *,
-        sequence_length: Mapping[str, int] | None = None,
-        use_cached: bool = False,
-        num_epochs: int | None = 1,
-    ) -> tf.data.Dataset:
-        """The examples of a split, by default train. As in SeqIO's class, the last three arguments change nothing."""
+    def get_dataset(self, split=None, shuffle=True, seed=None, shard_info=None, **_) -> tf.data.Dataset:
+        """The examples of a split, by default train. As in SeqIO's class, other arguments change nothing."""
         how = self.tfds_dataset.read_config.replace(shuffle_seed=seed, skip_prefetch=True)
         if shard_info:
             how.input_context = tf.distribute.InputContext(shard_info.num_shards, shard_info.index)
@@ -223,4 +207,4 @@ def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None =
 _stdlib = seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation"))
 add_corpus("python_stdlib", _stdlib, StandardLibrary.origin, tokenizer="bytes")
 for _name, _texts in HUB_CORPORA.items():
-    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", _texts.splits), _texts.origin)
+    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", splits=_texts.splits), _texts.origin)

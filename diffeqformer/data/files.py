@@ -46,11 +46,7 @@ class Layout(NamedTuple):
 
 
 def kind(path: str | os.PathLike) -> str:
-    """The format of a file by its suffix, before that of its compression. What has no known suffix is plain text.
-
-    Raises:
-        UserError: for a compressed Parquet file, whose parts can't be reached.
-    """
+    """The format of a file by its suffix, before that of its compression. What has no known suffix is plain text."""
     name = pathlib.Path(os.fspath(path).lower())
     compressed = name.suffix in OPENERS
     found = SUFFIXES.get((name.with_suffix("") if compressed else name).suffix, PLAIN)

@@ -104,10 +104,6 @@ def download(
 
     Otherwise the files that `hub_files` finds are downloaded, unless they are there already.
     `<downloads>/<dataset>/downloads.json` records their commit, and their SHA-256 by split and path.
-
-    Raises:
-        UserError: if a download fails, or if a file's hash differs from the one that the hub states.
-        OSError: if the folder can't be written.
     """
     where = downloads / dataset
     record = where / "downloads.json"

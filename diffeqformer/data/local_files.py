@@ -37,10 +37,6 @@ def matching_files(patterns: str, option: str) -> list[str]:
     """The files that comma-separated names and patterns mean; the matches of each pattern are sorted by path.
 
     A name that is there means itself, whatever characters it has, and so does the folder before a pattern.
-
-    Raises:
-        NoFile: if a pattern matches no file, or a file can't be read.
-        UserError: if one of them isn't a file of text, or is named twice.
     """
     files, seen = [], set()
     names = [patterns] if os.path.lexists(patterns) else patterns.split(",")

@@ -15,12 +15,8 @@ from diffeqformer.errors import UserError, reachable
 ATTEMPTS = 1000  # at creating a folder that other processes may rename or remove at the same time
 
 
-def hold(lock: IO, waiting: str) -> None:
-    """Wait until this process holds the lock exclusively. If it has to wait, print a message.
-
-    Raises:
-        OSError: if the file system doesn't support locks.
-    """
+def acquire(lock: IO, waiting: str) -> None:
+    """Wait until this process holds the lock exclusively; an OSError if the file system doesn't support locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -29,11 +25,7 @@ def hold(lock: IO, waiting: str) -> None:
 
 
 def open_lock(path: os.PathLike) -> IO:
-    """Create or open the file of a lock, for writing.
-
-    Raises:
-        OSError: if it can't be created or is a link. A pipe would otherwise be waited for.
-    """
+    """Create or open the file of a lock, for writing. A link is an OSError, and a pipe isn't waited for."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "w")
 
 
@@ -50,7 +42,7 @@ def only_run(workdir: epath.Path) -> Iterator[None]:
         lock = open_lock(workdir / ".lock")
     with lock:
         with contextlib.suppress(OSError):
-            hold(lock, f"{workdir}: another run is using this folder; waiting for it to end")
+            acquire(lock, f"{workdir}: another run is using this folder; waiting for it to end")
         yield
 
 
@@ -72,7 +64,7 @@ def only_process(partial: pathlib.Path) -> Iterator[IO]:
             raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
         with lock:
             try:
-                hold(lock, f"{partial}: another process is preparing this store; waiting for it")
+                acquire(lock, f"{partial}: another process is preparing this store; waiting for it")
             except OSError as error:
                 reason = f"{partial} can't be locked ({error.strerror})"
                 raise UserError(f"config.data.dir: {reason}; choose a folder of another file system") from None

@@ -28,7 +28,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed
 from diffeqformer.data.store import FORMAT, Split, number_of_cores, open_store, read_about, token_type, verify
-from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, open_tokenizer, restore_tokenizer, say_lost
+from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, describe_lost, open_tokenizer, restore_tokenizer
 from diffeqformer.errors import UserError, counted
 
 
@@ -97,11 +97,7 @@ def patterns_of(data: ConfigDict) -> list:
 
 
 def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Make the token store of a config's `data` part, unless it exists.
-
-    Raises:
-        UserError: if it can't be made. Finished shards stay, and the next call continues from them.
-    """
+    """Make the token store of a config's `data` part, unless it exists. After an error, the next call continues."""
     folder, files = store_folder(data, tokenizer), local_files(data)
     partial = folder.with_name(f"{folder.name}.partial")
     with only_process(partial) as lock, contextlib.ExitStack() as running:
@@ -311,6 +307,6 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
         left_out = f"; {empty:,} without any text left out" if empty else ""
         what = f"{entry['tokens']:,} tokens of {counted(entry['documents'], 'document')}{left_out}"
         print(f"  {split}: {what}, sha256 {entry['sha256'][:12]}")
-        if lost := say_lost(entry["unknown"], entry["altered"]):
+        if lost := describe_lost(entry["unknown"], entry["altered"]):
             print(f"  {split}: {lost}; docs/data.md says which tokenizers keep text whole")
     print(f"  verified in {time.monotonic() - start:.1f} s", flush=True)

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def from_json(text: str | bytes) -> Any:
-    """What JSON says.
-
-    Raises:
-        ValueError: if it isn't JSON, or so deeply nested that Python can't read it.
-    """
+    """What JSON says; a ValueError if it isn't JSON, or so deeply nested that Python can't read it."""
     try:
         return json.loads(text)
     except RecursionError:

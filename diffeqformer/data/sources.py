@@ -98,10 +98,6 @@ class HubTexts(FileTexts):
 
         Args:
             downloads, manual: TFDS' download_dir and manual_dir, if there is one.
-
-        Raises:
-            UserError: if they can't be downloaded, or don't make up the corpus.
-            OSError: if the folder of downloads can't be written.
         """
         if "://" in os.fspath(downloads):
             raise UserError(

@@ -133,9 +133,7 @@ REMEDY = "delete the folder and start again to prepare it anew"
 def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
     """The shards of a store's splits, as its `store.json` at `place` lists them.
 
-    Raises:
-        UserError: if a `file` isn't a plain file name. A foreign store could name any file on this machine.
-        KeyError, TypeError: if the list is missing.
+    Each `file` must be a plain file name: a foreign store could name any file on this machine.
     """
     shards = [shard for split in about["splits"].values() for shard in split["shards"]]
     for shard in shards:

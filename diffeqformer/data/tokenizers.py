@@ -126,11 +126,7 @@ class GPT2Tokenizer(_BytePieces):
             raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id.
-
-        Raises:
-            UserError: for a run of white space of about a million characters, which tiktoken can't handle.
-        """
+        """The ids of a text, without the end-of-text id."""
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:  # a pyo3 exception, which no module exports
@@ -179,11 +175,7 @@ class SentencePieceTokenizer(_TextPieces):
     @classmethod
     def open(cls, path: str) -> "SentencePieceTokenizer":
         """The model in a file. A UserError says why it can't be read or used."""
-        content = _content(path, "name the file of a SentencePiece model in config.data.tokenizer_file")
-        try:
-            return cls(content)
-        except UserError as error:
-            raise UserError(f"{error} ({path})") from None
+        return cls(_content(path, "name the file of a SentencePiece model in config.data.tokenizer_file"))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id. Some models normalise the text first."""
@@ -242,10 +234,7 @@ class HuggingFaceTokenizer(_TextPieces):
     def open(cls, path: str) -> "HuggingFaceTokenizer":
         """The tokenizer in a file. A UserError says why it can't be read or used."""
         file = _content(path, "name a tokenizer.json in config.data.tokenizer_file")
-        try:
-            return cls(file, _end_of_text(pathlib.Path(path).parent))
-        except UserError as error:
-            raise UserError(f"{error} ({path})") from None
+        return cls(file, _end_of_text(pathlib.Path(path).parent))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without the end-of-text id. Some tokenizers normalise the text first."""
@@ -297,7 +286,7 @@ def lost_in(tokenizer: Tokenizer, text: str, ids: list[int]) -> tuple[int, bool]
     return unknown, bool(unknown) or tokenizer.decode(ids) != text
 
 
-def say_lost(unknown: int, altered: int | None) -> str:
+def describe_lost(unknown: int, altered: int | None) -> str:
     """What documents lose, in words; empty if it is nothing, or if `altered` ones weren't counted (None)."""
     said = [counted(unknown, "unknown id")] if unknown else []
     said += [f"{counted(altered, 'document')} whose ids decode to another text"] if altered else []
@@ -315,7 +304,10 @@ TOKENIZERS = {
 
 def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
     """The tokenizer that a config names, one of `TOKENIZERS` and its file. A UserError says what is wrong with it."""
-    return TOKENIZERS[kind].open(file)
+    try:
+        return TOKENIZERS[kind].open(file)
+    except UserError as error:
+        raise type(error)(str(error) if file in str(error) else f"{error} ({file})") from None
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:

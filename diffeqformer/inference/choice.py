@@ -19,11 +19,14 @@ class Choice(NamedTuple):
     temperature: divides the logits; 0, or a value practically equal to 0, takes the likeliest token.
     top_k: keep this many of the likeliest tokens; 0 keeps all.
     top_p: of these, keep the smallest set of likeliest tokens with at least this total probability; 1 keeps all.
+    vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never chosen.
     """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+    vocab_size: int | None = None
+    unknown: int | None = None
 
     def check(self) -> None:
         """Check that the values are in range."""
@@ -82,16 +85,14 @@ def checked(tokens: Array | np.ndarray) -> Int[np.ndarray, "..."]:
     return tokens
 
 
-@functools.partial(jax.jit, static_argnames=("choice", "vocab_size", "unknown"))
+@functools.partial(jax.jit, static_argnames=("choice",))
 def choose_next(
     logits: Float[Array, "B V"],
     keys: Key[Array, "B"],
     position: Int[Array, "*each"],
     choice: Choice,
-    vocab_size: int,
-    unknown: int | None = None,
 ) -> Int[Array, "B"]:
-    """The token chosen at `position`, of each text or of all, among the first `vocab_size` ids, for `checked`."""
+    """The token chosen at `position`, of each text or of all, for `checked`."""
     keys = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))
-    logits = of_vocabulary(logits, vocab_size, unknown)
+    logits = of_vocabulary(logits, choice.vocab_size, choice.unknown)
     return refused(logits, draw(logits, keys, choice))

@@ -205,10 +205,6 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         A batch has texts whose tokens are chosen in the same way. If there isn't room for `batch_size` texts, it has
         half as many, or a quarter, and so on. Up to rounding, no text depends on the others. Decoding is greedy unless
         the request sets `do_sample` or a temperature. A context that is too long loses its start.
-
-        Raises:
-            UserError: if a request has an unsupported option, or asks for more tokens than the window holds; if there
-                isn't room for a single text; or on several hosts, as only one of them has the requests.
         """
         hosts.check_one("generate_until: generation")
         texts, choices, scorer = [], collections.defaultdict(list), self.scorer

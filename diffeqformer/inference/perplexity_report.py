@@ -5,7 +5,7 @@ import math
 import pathlib
 
 from diffeqformer.console.figures import COLOURS, log_if_wide, new_figure
-from diffeqformer.data.tokenizers import say_lost
+from diffeqformer.data.tokenizers import describe_lost
 from diffeqformer.depth.depths import shares_of_depths
 from diffeqformer.errors import counted
 
@@ -68,7 +68,7 @@ def table(results: dict) -> str:
             digits = 4 if name == "bits_per_byte" else 2
             cells.append(f"{row[name]:,.{digits}f}" if row[name] < 1e5 else f"{row[name]:.3e}")
         lines.append("| " + " | ".join(cells) + " |")
-    if lost := say_lost(results["unknown_tokens"], results["altered_documents"]):
+    if lost := describe_lost(results["unknown_tokens"], results["altered_documents"]):
         withheld = ", so what is divided by words or bytes is withheld" * bool(results["unknown_tokens"])
         lines += ["", f"The tokenizer loses text: {lost}{withheld}."]
     return "\n".join(lines)

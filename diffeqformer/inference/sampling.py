@@ -88,20 +88,16 @@ def write_tokens(
         NotFinite: while generating, if logits are NaN or infinite.
     """
     choice.check()
+    choice = choice._replace(vocab_size=vocab_size, unknown=unknown)
     count = tokens_after(prompt, count, model.max_length, sliding_window)
     keys = sample_keys(key, samples)
     if draft_steps is not None:
         if sliding_window:
             raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
-        return continue_by_drafts(
-            model, num_steps, draft_steps, prompt,
-            count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
-        )  # fmt: skip
+        return continue_by_drafts(model, num_steps, draft_steps, prompt, count=count, keys=keys, choice=choice)
     check_room(model, [num_steps], positions_for(len(prompt) + count, model.max_length), samples, "samples")
-    return continue_prompts(
-        *split_reader(model, num_steps), model.max_length, [prompt] * samples,
-        count=count, keys=keys, vocab_size=vocab_size, unknown=unknown, choice=choice,
-    )  # fmt: skip
+    reader = *split_reader(model, num_steps), model.max_length
+    return continue_prompts(*reader, [prompt] * samples, count=count, keys=keys, choice=choice)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
@@ -118,8 +114,6 @@ def continue_prompts(
     *,
     count: int,
     keys: Key[Array, "B"],
-    vocab_size: int,
-    unknown: int | None = None,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
@@ -140,7 +134,7 @@ def continue_prompts(
     length = positions_for(max(map(len, seen)) + count, max_length)
     read = functools.partial(_read, graph, params, weights, length)
     logits, cache = _read_all(read, seen)
-    token = choose_next(logits, keys, begun, choice, vocab_size, unknown)
+    token = choose_next(logits, keys, begun, choice)
     for written in range(1, count):
         places = np.array([len(ids) for ids in seen], np.int32)
         logits, cache = read_token(graph, params, weights, cache, token, places[0] if alike else places)
@@ -150,7 +144,7 @@ def continue_prompts(
             if len(ids) >= max_length:
                 del ids[:-half]
                 logits, cache = replace_text(logits, cache, text, *read(ids))
-        token = choose_next(logits, keys, begun + written, choice, vocab_size, unknown)
+        token = choose_next(logits, keys, begun + written, choice)
         yield now
     yield checked(token)
 
@@ -301,9 +295,6 @@ def write_texts(
         batch_size: texts that are written at once; affects only the speed.
 
     See `generate` for the other arguments.
-
-    Raises:
-        UserError: at once, if one of these is out of range, with the number of the prompt at fault, from 1.
     """
     choice.check()
     texts, keys = [], sample_keys(key, samples)
@@ -331,15 +322,14 @@ def write_batches(
     Args:
         reader: the first four arguments of `continue_prompts`.
     """
+    choice = choice._replace(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown)
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
         written = [Samples(tokenizer, text.prompt, 1, text.until) for text in batch]
-        steps = continue_prompts(
-            *reader, [text.prompt for text in whole], count=max(text.count for text in batch),
-            keys=keys[np.array([text.key for text in whole])], vocab_size=tokenizer.vocab_size,
-            unknown=tokenizer.unknown, choice=choice,
-        )  # fmt: skip
+        prompts, each = [text.prompt for text in whole], keys[np.array([text.key for text in whole])]
+        count = max(text.count for text in batch)
+        steps = continue_prompts(*reader, prompts, count=count, keys=each, choice=choice)
         going_on = range(len(batch))
         for done, tokens in enumerate(steps, 1):
             for i in going_on:

@@ -70,7 +70,7 @@ def accept(
     return jnp.append(drafted, 0).at[kept].set(following), kept + 1
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "choice", "vocab_size", "unknown"), donate_argnames=("texts",))
+@functools.partial(jax.jit, static_argnames=("graph", "choice"), donate_argnames=("texts",))
 def write_round(
     graph: nnx.GraphDef,
     params: dict,
@@ -79,8 +79,6 @@ def write_round(
     keys: Key[Array, "B"],
     going_on: Bool[Array, "B"],
     choice: Choice,
-    vocab_size: int,
-    unknown: int | None,
 ) -> tuple[Writing, Int[Array, "B verified"], Int[Array, "B"]]:
     """Draft and verify once in every text: the texts, the new tokens, and how many of them count.
 
@@ -92,7 +90,7 @@ def write_round(
 
     def read(tokens, weights, cache, position):
         states, cache = model.extend(tokens[None], weights, cache, position)
-        return of_vocabulary(model.head(states)[0], vocab_size, unknown), cache
+        return of_vocabulary(model.head(states)[0], choice.vocab_size, choice.unknown), cache
 
     def write(text, key, going_on):
         key = jax.random.fold_in(key, text.position + 1)  # the first token took that of its own position
@@ -125,8 +123,6 @@ def continue_by_drafts(
     *,
     count: int,
     keys: Key[Array, "B"],
-    vocab_size: int,
-    unknown: int | None = None,
     choice: Choice,
 ) -> Iterator[np.ndarray]:
     """`sampling.write_tokens` with drafts in `draft_steps` steps, without its checks of the other arguments.
@@ -150,17 +146,16 @@ def continue_by_drafts(
     graph, params, many = split_reader(model, num_steps)
     *_, few = split_reader(model, draft_steps)
     weights = Depths(few, many)
-    how = choice, vocab_size, unknown
-    return _continue(graph, params, weights, length, prompt, count, keys, how)
+    return _continue(graph, params, weights, length, prompt, count, keys, choice)
 
 
-def _continue(graph, params, weights, length, prompt, count, keys, how):
-    texts = _after_prompt(graph, params, weights, length, prompt, keys, how)
+def _continue(graph, params, weights, length, prompt, count, keys, choice):
+    texts = _after_prompt(graph, params, weights, length, prompt, keys, choice)
     written, yielded, waiting = [[token] for token in checked(texts.token).tolist()], 0, None
     while True:
         going_on = np.array([len(text) < count for text in written])
         if going_on.any():  # the device computes while the caller handles the tokens of the last round
-            waiting = write_round(graph, params, weights, texts, keys, going_on, *how)
+            waiting = write_round(graph, params, weights, texts, keys, going_on, choice)
         while yielded < min(count, *map(len, written)):
             yield np.array([text[yielded] for text in written], np.int32)
             yielded += 1
@@ -171,12 +166,12 @@ def _continue(graph, params, weights, length, prompt, count, keys, how):
             text += checked(tokens[:kept]).tolist()
 
 
-def _after_prompt(graph, params, weights, length, prompt, keys, how) -> Writing:
+def _after_prompt(graph, params, weights, length, prompt, keys, choice) -> Writing:
     """Every text after the prompt, with its first token."""
     tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
     (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
     logits, caches = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
     )
-    first = choose_next(logits, keys, len(prompt), *how)
+    first = choose_next(logits, keys, len(prompt), choice)
     return Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)

@@ -32,7 +32,7 @@ def materialize(
     output: epath.PathLike | None = None,
     step: Step = None,
 ) -> epath.Path:
-    """Write a checkpoint of a run as a discretized model.
+    """Write a checkpoint of a run as a discretized model, numbered by its training step, and return the folder.
 
     Args:
         workdir: folder of the run.
@@ -40,9 +40,6 @@ def materialize(
         dtype: float32 or bfloat16, for both the weights and the computation; None: the run's compute type.
         output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.
         step: see `diffeqformer.checkpoints.folder.Step`.
-
-    Returns:
-        The folder. The model in it is numbered by the training step of its source.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     if config.model.solver not in MODELS["discretized"].solvers(unit_steps=not config.model.span):

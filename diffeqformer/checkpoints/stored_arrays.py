@@ -78,17 +78,11 @@ class StoredArray:
                     raise checksums.Differs(self.name)
 
     def blocks(self, bytes_at_once: int = BYTES_AT_ONCE, axes: tuple[int, ...] | None = None) -> list[tuple]:
-        """The indices of blocks that make up the array.
+        """The indices of blocks that make up the array: a slice for each axis. Too many are refused (by `reading`).
 
         Args:
             bytes_at_once: limit of a block's size, unless a single chunk, over the whole of the other axes, is larger.
-            axes: the axes that may be cut; None: all.
-
-        Returns:
-            For each block, a slice for each axis, or `slice(None)` for those that aren't cut.
-
-        Raises:
-            UserError: if there are too many (by `reading`): a small file can claim any shape.
+            axes: the axes that may be cut; None: all. Of the others, the slice is `slice(None)`.
         """
         axes = tuple(range(len(self.shape))) if axes is None else axes
         chunk = self.store.chunk_layout.read_chunk.shape
@@ -96,7 +90,7 @@ class StoredArray:
         for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
             size = math.prod(sizes) * self.store.dtype.numpy_dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
-        with self.reading():
+        with self.reading():  # a small file can claim any shape
             if math.prod(-(-size // step) for size, step in zip(self.shape, sizes)) > MOST_BLOCKS:
                 raise ValueError(f"{self.name} has the shape {self.shape}, in more than {MOST_BLOCKS:,} blocks")
         cuts = [

@@ -43,11 +43,8 @@ def _asking_hub(dataset: str) -> Iterator[None]:
 def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[str, dict[str, list[RepoFile]]]:
     """The commit that has a data set's Parquet files on the hub, and the files of each split.
 
-    The repository's own files are preferred to the hub's conversion, which is a branch of the same repository.
-
-    Args:
-        dataset: such as `Salesforce/wikitext`.
-        config: folder of the repository, which is also the conversion's configuration; None if there is only one.
+    The repository's own files are preferred to the hub's conversion, which is a branch of the same repository. `config`
+    is a folder of the repository, which is also the conversion's configuration; None if there is only one.
     """
     for branch in ("main", CONVERTED):
         try:

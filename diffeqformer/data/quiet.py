@@ -41,8 +41,8 @@ def quiet():
         os.close(nowhere)
 
 
-def import_tensorflow():
-    """Import TensorFlow and SeqIO without their libraries' messages about devices, and return TensorFlow."""
+def import_tensorflow() -> None:
+    """Import TensorFlow and SeqIO without their libraries' messages about devices."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.set_verbosity(logging.ERROR)
     with quiet():
@@ -50,4 +50,3 @@ def import_tensorflow():
         import tensorflow as tf
 
         tf.config.set_visible_devices([], "GPU")  # otherwise TensorFlow takes all of its memory
-    return tf

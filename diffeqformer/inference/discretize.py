@@ -74,13 +74,10 @@ def discretized_arrays(
     progress: Callable[[int, int], None],
     bytes_at_once: int = BYTES_AT_ONCE,
 ) -> Iterator[tuple[Path, np.ndarray]]:
-    """The parameters of `discretize`, one layer after the other, from arrays on disk.
+    """The parameters of `discretize` with their paths, one layer after the other, from arrays on disk.
 
     In memory are, at a time, the weights of one layer at all times, a block of its parameters, and those of its
     parameters that are no larger than a block.
-
-    Returns:
-        An iterator that makes them, with their paths.
     """
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)

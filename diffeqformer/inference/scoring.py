@@ -56,10 +56,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
 
     The first scores up to `window` ids. Each further one scores up to `stride` more, and also sees as many earlier ids
     as the window has room for. With a stride as long as the window, only the last window sees earlier ids again.
-
-    Args:
-        ids: the text; may be empty.
-        before: the id that precedes the first one: end-of-text.
+    `before` is the id that precedes the first one: end-of-text.
     """
     stream, done = [before, *ids], 0
     while done < len(ids):
@@ -133,15 +130,9 @@ class Scorer:
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
-        """The scores of each sequence, in order. Sequences of similar length share a batch.
+        """The scores of each sequence, in order; `NotFinite` if one is NaN or infinite.
 
-        Args:
-            sequences: their inputs (all ids but the last) must fit into the model's positions.
-            show: called after each batch with the number of ids scored in it.
-
-        Raises:
-            UserError: if one is too long, or a batch of them doesn't fit into memory.
-            NotFinite: if a log-probability is NaN or infinite.
+        Sequences of similar length share a batch. `show` is called after each with the number of ids scored in it.
         """
         results, pending = [None] * len(sequences), collections.deque()
 
@@ -206,15 +197,9 @@ DONE, FAILED = -1, -2
 
 
 def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
-    """Call `work`, which uses some scorers, on process 0 alone. The others help to score until it returns.
+    """The result of `work`, which uses some scorers, on process 0 alone. The others help to score and return None.
 
-    All processes have made the scorers in this order.
-
-    Returns:
-        the result of `work`; None on the other processes.
-
-    Raises:
-        UserErrorEverywhere: on every process, if `work` raises a UserError.
+    All processes have made the scorers in this order. A UserError of `work` is a `UserErrorEverywhere`.
     """
     if jax.process_count() == 1:
         return work()

@@ -8,7 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_280, "tests/**/*.py": 17_140}
+LINES = {"diffeqformer/**/*.py": 20_900, "tests/**/*.py": 17_570}
 WORDS = {"docs/**/*.md": 19_900, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 78
 

@@ -147,13 +147,14 @@ def lines_of(how: dict, accounts: list[dict], nats: list[float]) -> list[str]:
     return lines
 
 
-def time_windows(scorers: list[Scorer], window: int, rounds: int = 7) -> list[float]:
+def time_windows(scorers: list[Scorer], window: int, rounds: int = 7, enough: float = 30.0) -> list[float]:
     """Milliseconds that each scorer takes for one window of a full batch: medians of rounds in which they alternate.
 
-    All scorers have the same batch size. Any ids take the same time.
+    All scorers have the same batch size. Any ids take the same time. After `enough` seconds no further round begins.
     """
     seconds, windows = [[] for _ in scorers], [Stretch([0] * window, 1)] * scorers[0].batch_size
-    for _ in range(rounds + 1):
+    begun = time.monotonic()
+    while len(seconds[0]) < 2 or (len(seconds[0]) <= rounds and time.monotonic() - begun < enough):
         for scorer, times in zip(scorers, seconds):
             start = time.monotonic()
             scorer(windows)

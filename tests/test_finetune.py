@@ -20,7 +20,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.training import finetune, loop, run
+from diffeqformer.training import finetune, hooks, loop, run
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
 from helpers import ONE_DEVICE, change, lively_model, load_config, save_params, toy_config
@@ -247,7 +247,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
     base = tmp_path / "base"
     save_base(base, toy_config(model__vocab_multiple=16))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
-    monkeypatch.setattr(loop, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
+    monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     monkeypatch.chdir(tmp_path)
     steps = 6 if kind == "diffeqformer" else 3
     config = new_config("./base/", kind, model__num_steps=steps, model__lora_rank=rank, data__dir=str(short_stores))

@@ -61,9 +61,7 @@ def pytest_collection_modifyitems(items):
     """Mark the first case of every test as fast, unless it is marked as long."""
     for item in items:
         first = not hasattr(item, "callspec") or not any(item.callspec.indices.values())
-        if first and not any(
-            item.get_closest_marker(name) for name in ("long", "slow", "faults", "tpu", "gpu", "huggingface")
-        ):
+        if first and not any(map(item.get_closest_marker, MARKERS)):
             item.add_marker("fast")
 
 

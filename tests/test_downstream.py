@@ -204,19 +204,17 @@ def test_tasks_that_fail_are_left_out_and_marked(runs, tmp_path):
 @pytest.mark.parametrize(
     "asked, sentence",
     [
-        (
-            {"max_gen_toks": 64},
-            "generation_kwargs.max_gen_toks: must be at least 1 and below the window of 64 tokens, but it is 64",
-        ),
-        ({"num_beams": 4}, "generation_kwargs.num_beams: isn't supported; take do_sample, "),
+        ({"max_gen_toks": 64}, "max_gen_toks: must be at least 1 and below the window of 64 tokens, but it is 64"),
+        ({"until": 3}, "until: must be text, or a list of texts, but it is 3"),
+        ({"num_beams": 4}, "num_beams: isn't supported; take do_sample, "),
         ({"top_k": 2.5}, "top_k: must be a whole number of at least 0, but it is 2.5"),
-        ({"do_sample": True, "temperature": -1}, "temperature: must be a number of at least 0, but it is -1.0"),
+        ({"temperature": float("nan")}, "temperature: must be a number of at least 0, but it is nan"),
     ],
 )
 def test_impossible_generation_is_found_before_any_work(asked, sentence, runs, tmp_path, local_tasks, monkeypatch):
     monkeypatch.setattr(downstream, "run_harness", lambda *_: pytest.fail("it went to work"))
     write_task(tmp_path, "writes", output_type="generate_until", generation_kwargs=asked)
-    said = f"^--tasks: an example of writes with 0 shots can't be made, {re.escape(sentence)}"
+    said = f"^--tasks: an example of writes with 0 shots can't be made, generation_kwargs.{re.escape(sentence)}"
     with pytest.raises(UserError, match=said):
         downstream.run_all(options(runs, include=str(tmp_path), output=str(tmp_path / "out")))
 

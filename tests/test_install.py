@@ -141,7 +141,7 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, t
         assert told[0] == told[1] and told[0], arguments
     for arguments, sentence in [
         (["prepare", "--config=tiny", "--config.data.module=mine"], "config.data.module: mine needs seqio, tensorflow"),
-        (["evaluate", workdir, "--task=mine", "--module=mine"], "--module: mine needs seqio, tensorflow, tensorf"),
+        (["evaluate", workdir, "--module=mine"], "--module: mine needs seqio, tensorflow, tensorflow_datasets, tensor"),
         (["downstream", workdir], "lm_eval: lm-evaluation-harness isn't installed"),
         (["harness", "run"], "harness needs lm-evaluation-harness"),
         (["inspect", "--workdir=gs://bucket/run"], "--workdir: gs://bucket/run needs a package"),

@@ -10,6 +10,7 @@ import pytest
 from diffeqformer import harness
 from diffeqformer.console.results import write_json
 from diffeqformer.console.surroundings import at_home, set_up
+from diffeqformer.errors import UserError
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, logits_of, run_steps, toy_config
 from runs import TINY, command
@@ -73,9 +74,11 @@ def test_models_keep_their_types_where_a_program_has_enabled_others():
 )
 def test_a_tilde_is_a_home_folder(given, expected, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert at_home(given) == expected
+    assert at_home("--workdir", given) == expected
     assert harness.argument_at_home(f"--use_cache={given}") == f"--use_cache={expected}"
     assert harness.argument_at_home("--system_instruction=~") == "--system_instruction=~"
+    with pytest.raises(UserError, match=r"^--workdir: there is no home folder ~nobody-here; write ./~nobody-here for"):
+        at_home("--workdir", "a,~nobody-here/b")
 
 
 def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path):
@@ -89,6 +92,8 @@ def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path)
     )
     done = command("prepare", "--config=~/mine.py", environment=home, folder=tmp_path)
     assert done.stderr.startswith(f"diffeqformer: config.data.tokenizer_file: {tmp_path}/absent")
+    done = command("main", "--config=tiny", "--config.data.dir=~nobody-here", folder=tmp_path)
+    assert done.stderr.startswith("diffeqformer: config.data.dir: there is no home folder ~nobody-here;")
     assert not list(tmp_path.glob("~*"))
 
 

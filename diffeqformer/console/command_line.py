@@ -50,7 +50,7 @@ def configs() -> dict[str, pathlib.Path]:
 
 def config_file(text: str) -> str:
     """The value of --config with a path in place of a config's name."""
-    text = at_home(text)
+    text = at_home("--config", text)
     name, colon, model = text.partition(":")
     if pathlib.Path(name).is_file():
         return text
@@ -174,7 +174,7 @@ def run(
             rest = parse_config(line, check) if check else parse_flags(line, arguments)
             for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
                 flags.FLAGS[name].value = value
-            return [at_home(each) for each in rest]
+            return [at_home(each, each) for each in rest]
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long

@@ -36,6 +36,7 @@ from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+WHOLE = ("max_gen_toks", "top_k")
 
 
 @register_model("diffeqformer")
@@ -89,7 +90,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}")
             values[name] = int(value)
-        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **values)
+        return cls(checkpoint.load(at_home("workdir", str(workdir)), make_mesh(), step), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
@@ -243,6 +244,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens."""
+    for name in GENERATION_FIELDS & set(options):
+        if not _suits(name, options[name]):
+            said = f"a {'whole ' * (name in WHOLE)}number of at least 0"
+            said = "text, or a list of texts" if name == "until" else said
+            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {options[name]!r}")
     options = normalize_gen_kwargs(options, min(256, window // 2))
     unknown = sorted(set(options) - GENERATION_FIELDS)
     if unknown:
@@ -254,9 +260,19 @@ def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
             f"but it is {count}"
         )
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-    choice = Choice(float(temperature), options.get("top_k", 0), float(options.get("top_p", 1.0)))
+    choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
     choice.check()
     return count, [stop for stop in options["until"] if stop], choice
+
+
+def _suits(name: str, value) -> bool:
+    """Whether a value of `generation_kwargs` has the type of its option."""
+    if name == "until":
+        return all(each is None or isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
+    if value is None or name == "do_sample":
+        return value is None or isinstance(value, int)
+    kinds = int if name in WHOLE else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
 class _Cache(lm_eval.api.model.CachingLM):

@@ -8,7 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_920, "tests/**/*.py": 17_570}
+LINES = {"diffeqformer/**/*.py": 20_940, "tests/**/*.py": 17_570}
 WORDS = {"docs/**/*.md": 20_040, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 78
 

@@ -140,7 +140,11 @@ def read_json(folder: epath.Path, step: int) -> dict:
 
 
 def restore_state(folder: epath.Path, step: int, abstract_state: dict) -> dict:
-    """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings)."""
+    """The state saved at `step`, placed according to `abstract_state` (`jax.ShapeDtypeStruct`s with shardings).
+
+    Raises:
+        Damaged: if it can't be read, or isn't what was saved.
+    """
     recorded = read_about(folder, step).checksums
     rest = {name: value for name, value in abstract_state.items() if name != "params"}
     with readable(folder, step):

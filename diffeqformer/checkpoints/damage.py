@@ -48,7 +48,12 @@ def damaged_records(folder: epath.Path) -> list[Damaged]:
 
 
 def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict]:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged."""
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        Damaged: if they can't be read.
+    """
     passed = damaged_records(folder_of(workdir))
     opened = open_to_read(workdir, step=older(passed[-1].directory, passed[-1].step) if passed else None)
     return opened.about, opened.config

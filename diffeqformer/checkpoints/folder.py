@@ -125,7 +125,12 @@ def steps_of(folder: epath.Path) -> list[int]:
 
 
 def chosen_step(folder: epath.Path, step: Step, workdir: epath.PathLike, option: str = "--step") -> int:
-    """The training step of one of the checkpoints in a folder."""
+    """The training step of one of the checkpoints in a folder.
+
+    Raises:
+        NoCheckpoint: if there is none.
+        NoSuchStep: if there is none for `step`.
+    """
     steps = steps_of(folder)
     if not steps:
         raise NoCheckpoint(f"{workdir}: there is no complete checkpoint here; run the training again")

@@ -6,6 +6,7 @@ It is the reverse of `import`: a GPT-2, a Llama or a GPT-NeoX with a layer for e
 (docs/huggingface.md).
 """
 
+import json
 import pathlib
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import Step
 from diffeqformer.console import command_line
 from diffeqformer.console.progress import BITS_AT, read_curves
-from diffeqformer.console.results import header
+from diffeqformer.console.results import header, home_folder
 from diffeqformer.errors import UserError, counted
 from diffeqformer.huggingface.folder import check_new, written_whole
 from diffeqformer.huggingface.pretrained import (
@@ -109,15 +110,28 @@ def check_error(error: float) -> None:
         )
 
 
-def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int) -> float | None:
-    """What the run's validation found at this checkpoint in that number of steps, in bits per byte; None: nothing."""
-    depth = "bits_per_byte" if num_steps == opened.config.model.num_steps else f"{BITS_AT}{num_steps}"
-    return read_curves(workdir).get(f"validation/{depth}", {}).get(opened.step)
+def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int) -> dict[str, str]:
+    """Bits per byte of texts at this checkpoint in that number of steps, by validation and `evaluate`."""
+    config, found = opened.config.model, {}
+    depth = "bits_per_byte" if num_steps == config.num_steps else f"{BITS_AT}{num_steps}"
+    bits = read_curves(workdir).get(f"validation/{depth}", {}).get(opened.step)
+    if bits is not None:
+        found["the run's validation text"] = f"{bits:.4f}, read in {config.dtype}"
+    how = {"solver": config.solver, "num_steps": num_steps}
+    for file in sorted(home_folder(workdir).glob("evaluation/*/*/results.json")):
+        results = json.loads(file.read_bytes())
+        rows = results["rows"] if results["checkpoint_step"] == opened.step else []
+        for row in rows:
+            if how.items() <= row.items() and row.get("bits_per_byte") is not None:
+                found[results["text"]] = (
+                    f"{row['bits_per_byte']:.4f}, read in {results['dtype']} in windows of {results['window']:,} tokens"
+                )
+    return found
 
 
 def model_card(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int, says: str, error: float) -> str:
     """The README.md of an exported model: what it is, how it was trained, and what was measured."""
-    config, about, bits = opened.config, header(workdir, opened), measured_bits(workdir, opened, num_steps)
+    config, about = opened.config, header(workdir, opened)
     origin, per_step = opened.about.materialized_from or opened.about.base, config.batch_size * config.sequence_length
     rows = {
         "model": f"{config.model.kind}, field {config.model.field}",
@@ -127,8 +141,8 @@ def model_card(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps
     }
     if origin:
         rows["made from"] = f"{pathlib.PurePath(origin['workdir']).name} at step {origin['step']:,}"
-    if bits is not None:
-        rows["bits per byte"] = f"{bits:.4f} of the run's validation text, which the run read in {config.model.dtype}"
+    measured = measured_bits(workdir, opened, num_steps)
+    rows |= {f"bits per byte of {text}": bits for text, bits in measured.items()}
     rows["largest error of a logit"] = f"{error:.1e} of the largest, against the run in float32"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (

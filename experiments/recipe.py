@@ -56,10 +56,12 @@ ELASTIC = {"model.training_depths": "2:1,4:3"}
 FORM = {
     "gpt": Form("gpt", "gpt"),
     "gpt's block, published": Form("diffeqformer", "gpt"),
+    "gpt's block, unit": Form("diffeqformer", "gpt", {"model.norm_of_norm": False} | UNIT),
     "gpt, muon": Form("gpt", "gpt, muon", MUON),
     "gpt's block, interpolated, muon": Form("interpolated", "gpt, muon", KNOTS),
     "llama": Form("llama", "llama"),
     "llama's block, published": Form("diffeqformer", "llama", LLAMA),
+    "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT),
     "llama, muon": Form("llama", "llama, muon", MUON),
     "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
     "llama's block, interpolated, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS),

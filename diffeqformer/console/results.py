@@ -39,14 +39,17 @@ def check_link(path: os.PathLike | str, option: str) -> None:
         )
 
 
-def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
-    """Create the folder for a command's results: `output`, or one named by date and time in a run's folder `inside`.
+def home_folder(workdir: os.PathLike | str) -> pathlib.Path:
+    """The folder on this machine that holds the results for a run: the run's own, or runs/name for gs://bucket/name."""
+    path = os.fspath(workdir)
+    return pathlib.Path("runs", pathlib.Path(path).name) if "://" in path else pathlib.Path(path)
 
-    Results are written on this machine. For a run gs://bucket/name they are in runs/name by default.
-    """
+
+def results_folder(output: str | None, workdir: str, *inside: str) -> pathlib.Path:
+    """Create the folder for a command's results: `output`, or one named by date and time `inside` `home_folder`."""
     if "://" in (output or ""):
         raise UserError(f"--output: must be a folder of this machine, but it is {output}")
-    home = pathlib.Path("runs", pathlib.Path(workdir).name) if "://" in workdir else pathlib.Path(workdir)
+    home = home_folder(workdir)
     try:
         for number in range(0 if output else len(inside)):
             check_link(home.joinpath(*inside[: number + 1]), "--workdir")

@@ -216,15 +216,15 @@ def test_the_card_has_what_was_measured_at_this_depth_alone(tmp_path, monkeypatc
     write_run(tmp_path / "run", "interpolated", "gpt", model__training_depths="3,6")
     curves = {"validation/bits_per_byte": {6: 9.0, 12: 2.5}, "validation/bits_per_byte_at_3": {12: 2.75}}
     monkeypatch.setattr(command_of_export, "read_curves", lambda _: curves)
-    rows = [{"solver": solver, "num_steps": 4, "bits_per_byte": 3.25} for solver in ("lie_trotter", "euler")]
-    rows[1]["bits_per_byte"] = 4.0
-    for step, rows in ((12, rows), (6, [{**rows[0], "bits_per_byte": 4.5}])):
-        folder = tmp_path / "run" / "evaluation" / "poem" / f"of {step}"
+    for step, solver, bits in ((6, "lie_trotter", 9.0), (12, "euler", 8.0), (12, "lie_trotter", 3.25)):
+        folder = tmp_path / "run" / "evaluation" / "poem" / f"{step}-{solver}"
         folder.mkdir(parents=True)
-        results = {"checkpoint_step": step, "text": "poem", "dtype": "float32", "window": 16, "rows": rows}
+        row = {"solver": solver, "num_steps": 4, "bits_per_byte": bits}
+        results = {"checkpoint_step": step, "text": "poem", "dtype": "float32", "window": 16, "rows": [row]}
         (folder / "results.json").write_text(json.dumps(results))
-    validation, poem = "the run's validation text | {}, read in float32 |", "poem | {}, read in float32 in windows of 16"
-    expected = {6: validation.format("2.5000"), 3: validation.format("2.7500"), 4: poem.format("3.2500"), 5: None}
+    validated = "the run's validation text | {}, read in float32 |"
+    of_poem = "poem | 3.2500, read in float32 in windows of 16 tokens |"
+    expected = {6: validated.format("2.5000"), 3: validated.format("2.7500"), 4: of_poem, 5: None}
     for number, said in expected.items():
         export(tmp_path / "run", tmp_path / str(number), number)
         card = (tmp_path / str(number) / "README.md").read_text()

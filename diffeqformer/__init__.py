@@ -8,49 +8,12 @@
   year={2025}}
 """
 
-import importlib.metadata
 import os
-import re
 import sys
 
 from diffeqformer.errors import end_imports_on_interrupt
 
 __version__ = "0.1.0"
-
-
-def check_versions(jax: str, flax: str) -> None:
-    """See that JAX and Flax fit together. pip can't: Flax before 0.12.10 takes any JAX, but fails from 0.11 on.
-
-    Raises:
-        ImportError: if they don't.
-    """
-    newer, fits = (
-        tuple(map(int, re.findall(r"\d+", version)[:3])) >= first
-        for version, first in ((jax, (0, 11)), (flax, (0, 12, 10)))
-    )
-    if newer and not fits:
-        raise ImportError(
-            f"flax {flax} can't be imported with jax {jax}; use `pip install --upgrade flax`, or the versions of "
-            "constraints.txt"
-        )
-
-
-def version(package: str) -> str:
-    """The version of a package.
-
-    Raises:
-        ImportError: if it isn't installed.
-    """
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"{package} isn't installed in {sys.prefix}; activate the environment that has it, or install this package "
-            "(docs/training.md)"
-        ) from None
-
-
-check_versions(version("jax"), version("flax"))
 
 # read gs:// through gcsfs, as for token stores: importing TensorFlow takes seconds
 os.environ.setdefault("EPATH_USE_TF", "false")

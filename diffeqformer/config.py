@@ -45,6 +45,7 @@ REMOVED = {
     "model.weights_dtype": "float32",
     "model.step_features": 0,  # once a boolean; False is equal to 0
     "optimizer.moment_dtype": "float32",
+    "dynamics_every": None,
     "on_damage": None,
     "mesh.generator": None,
     "data.tfds_dir": None,

@@ -340,8 +340,6 @@ CONFIG_FIELDS = [
     ConfigField("log_every", 20, at_least(1), "steps between progress lines", change="resuming"),
     ConfigField("eval_every", 500, at_least(1), "steps between evaluations over the whole validation split",
         change="resuming"),
-    ConfigField("dynamics_every", 0, NOT_NEGATIVE,
-        "evaluations between measurements of spectral radii and clustering; 0: none", change="resuming"),
     ConfigField("profile_steps", "", TRACE,
         "steps to trace for TensorBoard's profiler, such as 100-102; empty: none", change="resuming"),
     ConfigField("checkpoint_every", 500, at_least(1),

@@ -110,7 +110,7 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         tokenizer: its name, and saved_characters: the length of its data in the checkpoint
         config: every field's value by its dotted name; changed: the names of fields that differ from the default
         parameters: rows of name, shape, dtype, count, bytes, trains, and the fields of `statistics`
-        validation, train, dynamics: rows of step and the scalars that were written at that step
+        validation, train: rows of step and the scalars that were written at that step
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     steps, best, damage = steps_of(folder), None, None
@@ -144,7 +144,6 @@ def inspect_run(workdir: os.PathLike, step: Step = None, with_statistics: bool =
         "parameters": rows,
         "validation": history(curves, "validation"),
         "train": history(curves, "train"),
-        "dynamics": history(curves, "dynamics"),
     }
 
 
@@ -233,11 +232,10 @@ def history_lines(found: dict) -> list[str]:
         ]
         titles = ["step", "loss", "perplexity", "bits/byte", *(f"at {name.removeprefix(BITS_AT)}" for name in at)]
         lines += columns([titles, *rows])
-    for group, word in (("train", "training"), ("dynamics", "dynamics")):
-        if found[group]:
-            last = found[group][-1]
-            scalars = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in last.items() if name != "step"]
-            lines.append(f"  last line of {word}: step {last['step']:,}, {', '.join(scalars)}")
+    if found["train"]:
+        last = found["train"][-1]
+        scalars = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in last.items() if name != "step"]
+        lines.append(f"  last line of training: step {last['step']:,}, {', '.join(scalars)}")
     return lines
 
 

@@ -143,7 +143,6 @@ WRONG = {
     "data.processes": -1,
     "log_every": 0,
     "eval_every": 0,
-    "dynamics_every": -1,
     "profile_steps": "7-3",
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
@@ -330,7 +329,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat",
-    "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "dynamics_every", "profile_steps",
+    "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "profile_steps",
     "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
     "data.text_field", "data.separator",
     "data.tokenizer_file", "data.dir", "data.remote", "data.processes", "sample.prompt",

@@ -1,15 +1,12 @@
 """A wheel in an empty environment: it trains from an empty folder, and its light installation does what it says."""
 
-import contextlib
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 
 import pytest
 
-import diffeqformer
 from diffeqformer.__main__ import COMMANDS
 from diffeqformer.data import CORPUS_NAMES
 from environments import (
@@ -21,7 +18,6 @@ from environments import (
     requirements_of,
     run,
 )
-from helpers import ROOT
 from hub import parquet
 from newcomer import DETOKENIZED, PAGES, RAW
 
@@ -32,25 +28,6 @@ SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1"]
 def test_the_light_requirements_are_part_of_all_and_need_nothing_of_the_rest():
     assert not closure(LIGHT) & LEFT_OUT
     assert not any("#" in line or not line.strip() for line in LIGHT)
-
-
-@pytest.mark.parametrize(
-    "jax, flax, fits",
-    [
-        ("0.10.2", "0.12.8", True),
-        ("0.12.0.1", "0.12.12", True),
-        ("0.11.0.dev1", "0.12.9", False),
-        ("0.10.2", "0.12.12", True),
-    ],
-)
-def test_a_jax_that_flax_cannot_be_imported_with_is_said(jax, flax, fits):
-    with contextlib.nullcontext() if fits else pytest.raises(ImportError, match=f"flax {flax} can't be .* jax {jax}; "):
-        diffeqformer.check_versions(jax, flax)
-
-
-def test_another_python_is_told_what_is_missing():
-    done = subprocess.run([sys.executable, "-S", "-c", "import diffeqformer"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "\nImportError: jax isn't installed in " in done.stderr
 
 
 @pytest.fixture(scope="module")

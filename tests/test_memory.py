@@ -16,7 +16,6 @@ from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop, room, run, validation
-from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import weights_at
 from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
@@ -97,21 +96,6 @@ def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device
     assert asked == [True, False]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2}])
-def test_dynamics_too_large_are_said_to_be_so(changes, monkeypatch):
-    """In chunks, the weights of all steps are made for them alone."""
-    config = toy_config(dynamics_every=1, model__remat="step", **changes)
-    program = Program(config, ONE_DEVICE)
-    monkeypatch.setattr(room, "free_bytes", lambda _: 10**9)
-    sizes = iter([0, 2 * 10**9] if changes else [0, 0, 0, 2 * 10**9])
-    monkeypatch.setattr(room, "bytes_of_program", lambda _: next(sizes))
-    sentence = (
-        "a validation in 6 steps needs 2.0 GB for its dynamics on each device, but .* take config.dynamics_every=0"
-    )
-    with pytest.raises(UserError, match=f"^config.dynamics_every: {sentence}"):
-        room.check_memory(config, program, program.state_shapes, True)
-
-
 def test_a_donated_state_counts_once():
     program = Program(toy_config("gpt"), ONE_DEVICE)
     tokens = jax.ShapeDtypeStruct((8, 16), "int32")
@@ -129,7 +113,7 @@ def test_weights_too_large_are_said_before_they_are_made(monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"model__generate_chunk": 2, "model__remat": "step"}])
 def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
-    config = toy_config(dynamics_every=1, model__training_depths="4,8", **changes)
+    config = toy_config(model__training_depths="4,8", **changes)
     program = Program(config, make_mesh())
     ids = np.arange(16 * 16, dtype=np.uint16)
     split = Split((ids,), text_bytes=len(ids), sha256="")
@@ -138,13 +122,12 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
         state = first_state(program)
         for depth in (None, 8):
             validation.validate(program, state["params"], split, config, depth)
-        Recorder(program, first_windows(split, config.sequence_length))(state["params"])
         program.train_step(state, jax.device_put(tokens_of(0, config), program.batch_sharding), 8)
     compiled = [
         record.getMessage().split()[4] for record in caplog.records if "Finished XLA comp" in record.getMessage()
     ]
-    found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate", "measured")}
-    assert found == {"_train_step": 1, "_weights": 1 if changes else 2, "_evaluate": 2, "measured": 1}
+    found = {name: compiled.count(f"jit({name})") for name in ("_train_step", "_weights", "_evaluate")}
+    assert found == {"_train_step": 1, "_weights": 0 if changes else 2, "_evaluate": 2}
 
 
 def test_depths_that_need_most_memory():

@@ -170,7 +170,7 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     tmp_path, short_stores, monkeypatch, one_device_loop
 ):
     """The notice comes while the device computes the step."""
-    config = toy_config("gpt", steps=9, eval_every=3, dynamics_every=2, data__dir=str(short_stores), sequence_length=16)
+    config = toy_config("gpt", steps=9, eval_every=3, data__dir=str(short_stores), sequence_length=16)
     ended, count, of_another_start = [], Progress.train, Progress(tmp_path, 0, 9, 1)  # which saved nothing
     of_another_start.validation(0, {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
     of_another_start.close()
@@ -183,7 +183,6 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
     assert "validation/loss" not in curves(tmp_path)
     loop.train(config, tmp_path)
     assert set(curves(tmp_path)["validation/loss"]) == {3, 6, 9}
-    assert set(curves(tmp_path)["dynamics/qk_radius"]) == {6, 9}
     step = checkpoint.open_to_read(tmp_path, step="best").step
     assert step == 9  # the one that was saved right after a validation
 

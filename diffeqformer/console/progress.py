@@ -168,12 +168,6 @@ class Progress:
             flush=True,
         )
 
-    def dynamics(self, step: int, scalars: dict[str, float]) -> None:
-        """Print and write the model's dynamics."""
-        self._write(step, "dynamics", scalars)
-        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scalars.items())
-        print(f"step {step:,}/{self.steps:,}  dynamics: {shown}", flush=True)
-
     def flush(self) -> None:
         """Return when everything written so far is on disk."""
         self.flushed = time.monotonic()

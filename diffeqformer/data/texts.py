@@ -95,6 +95,8 @@ def open_texts(corpus: str, files: dict[str, Sequence[str]] | None, layout: Layo
         return StandardLibrary()
     if corpus in HUB_CORPORA:
         return HUB_CORPORA[corpus]()
+    if corpus in CORPUS_NAMES:
+        quiet.check_installed(f"config.data.task: {corpus}")
     raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
 
 

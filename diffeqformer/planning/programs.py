@@ -42,9 +42,8 @@ def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -
     for depth in (None, *(depth for depth in program.depths if depth != config.model.num_steps)):
         weights, at = size_of(program.weights_shapes(depth)), f", {depth or config.model.num_steps} steps of depth"
         for name, lowered in programs_of(program, depth):
-            beside = name == "dynamics" or (name == "evaluation" and not config.model.generate_chunk)
-            title = name if name == "dynamics" else f"{name}{at}"
-            yield compile_for_tpu(title, lowered, state + weights * beside)
+            beside = name == "evaluation" and not config.model.generate_chunk
+            yield compile_for_tpu(f"{name}{at}", lowered, state + weights * beside)
 
 
 def compile_train_steps(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:

@@ -1,4 +1,4 @@
-"""Solvers, by name: numerical methods that move a state through depth. Each file defines one `walk.Solver`."""
+"""Solvers, by name: numerical methods that move a state through depth. Each file defines one `solver.Solver`."""
 
 from diffeqformer.solvers.adams_bashforth import ADAMS_BASHFORTH
 from diffeqformer.solvers.cache import KeyValueCache

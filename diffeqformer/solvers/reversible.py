@@ -74,7 +74,7 @@ def increment(solver, nodes: list[int], sign: int, field, context, dt, layers: l
 
 
 def reversible_form(solver):
-    """The reversible form of a one-step solver (`walk.Solver`)."""
+    """The reversible form of a one-step solver (`solver.Solver`)."""
     nodes, mirrored = solver.nodes, [1 - node for node in solver.nodes]
     if solver.order == 1:
         mirrored = nodes

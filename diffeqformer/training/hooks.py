@@ -15,7 +15,6 @@ from diffeqformer.console.progress import BITS_AT, Progress
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.rules import decay_start
-from diffeqformer.training.dynamics import Recorder, first_windows
 from diffeqformer.training.profile import Trace
 from diffeqformer.training.run import Run
 from diffeqformer.training.validation import validate
@@ -52,11 +51,9 @@ class Hooks:
     def __init__(self, run: Run, first: int, notice: hosts.Notice):
         config = run.config
         tokens, resumes = config.batch_size * config.sequence_length, newest(run.checkpoints) is not None
-        self.run, self.clock, self.notice, self.dynamics = run, run.clock, notice, None
+        self.run, self.clock, self.notice = run, run.clock, notice
         self.progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths(), resumes)
         self.progress.config({name: get_field(config, name) for name in field_names(config)})
-        if config.dynamics_every:
-            self.dynamics = Recorder(run.program, first_windows(run.splits["validation"], config.sequence_length))
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
         self.compiled, self.pending = set(), collections.deque()
         self.all = self.log, self.stop, self.trace, self.validate, self.save, self.check
@@ -149,10 +146,10 @@ class Hooks:
                 self.progress.train(number, scalars)
 
     def show_validation(self, number: int, params: dict) -> dict[str, float]:
-        """Show the validation after a step, and the dynamics each `config.dynamics_every`-th time.
+        """Show the validation after a step.
 
         Returns:
-            The validation (`validate`), with bits per byte at the other depths of training.
+            its results (`validate`), with bits per byte at the other depths of training.
 
         Raises:
             UserError: if the loss isn't finite.
@@ -164,8 +161,6 @@ class Hooks:
         for depth in run.other_depths():
             results[f"{BITS_AT}{depth}"] = validate(run.program, params, split, config, depth)["bits_per_byte"]
         self.progress.validation(number, results)
-        if self.dynamics and (number == config.steps or number // config.eval_every % config.dynamics_every == 0):
-            self.progress.dynamics(number, self.dynamics(params))
         self.progress.pause(self.clock.lap("evaluation"))
         return results
 

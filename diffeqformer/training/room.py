@@ -58,8 +58,6 @@ def check_memory(config: ConfigDict, program: Program, state: dict, will_train: 
     for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):
         for name, lowered in programs_of(program, depth):
             field = "model.num_steps" if depth is None else "model.training_depths"
-            if name == "dynamics" or (chunk and name == "weights"):  # all weights at once are for the dynamics alone
-                field, name = "dynamics_every", "dynamics"
             check_program(
                 f"config.{field}: a validation in {counted(depth or own, 'step')} needs {{}} for its {name}",
                 lowered,
@@ -113,11 +111,10 @@ def remedies(config: ConfigDict, parts_of_batch: int, excess: float, what: str =
     Args:
         parts_of_batch: over how many devices the examples of a batch are divided.
         excess: what is needed divided by what is free; infinite: not known.
-        what: train step, or the weights, evaluation or dynamics of a validation.
+        what: train step, or the weights or evaluation of a validation.
     """
-    if what in ("weights", "dynamics"):
-        first = "config.dynamics_every=0, " if what == "dynamics" else ""
-        return f"{first}fewer steps, or more devices with config.mesh.fsdp"
+    if what == "weights":
+        return "fewer steps, or more devices with config.mesh.fsdp"
     halvings = max(1, math.ceil(math.log2(excess))) if excess < math.inf else 1
     parts = config.microbatches * 2**halvings
     divides = config.batch_size % (parts * parts_of_batch) == 0

@@ -5,13 +5,11 @@ import math
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 from clu import metrics
 from ml_collections import ConfigDict
 
 from diffeqformer.console.terminal import show_progress
 from diffeqformer.data.store import Split
-from diffeqformer.training.dynamics import WINDOWS, measured
 from diffeqformer.training.step import Program
 
 
@@ -49,15 +47,10 @@ def validate(
 
 
 def programs_of(program: Program, num_steps: int | None) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The programs of `validate`, and of the dynamics beside it, if these are recorded: (name, what to compile)."""
-    config, params = program.config, program.state_shapes["params"]
-    dynamics = config.dynamics_every and num_steps is None
-    steps = weights = program.weights_shapes(num_steps)
-    if config.model.generate_chunk:
-        steps = program.for_evaluation(params, num_steps)
-    if dynamics or not config.model.generate_chunk:
+    """The programs of `validate`: (name, what to compile)."""
+    params, weights = program.state_shapes["params"], program.weights_shapes(num_steps)
+    if program.config.model.generate_chunk:
+        weights = program.for_evaluation(params, num_steps)
+    else:
         yield "weights", program.weights.lower(params, num_steps)
-    yield "evaluation", program.evaluate.lower(params, steps, *program.batch_to_evaluate())
-    if dynamics:
-        windows = jax.ShapeDtypeStruct((WINDOWS, config.sequence_length), np.int32, sharding=program.everywhere)
-        yield "dynamics", measured.lower(program.graph, params, weights, windows, program.everywhere)
+    yield "evaluation", program.evaluate.lower(params, weights, *program.batch_to_evaluate())

@@ -72,7 +72,7 @@ docs-figures: $(VENV)/installed
 
 address:
 	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
-	sed -i -E 's#^<!-- (\[!\[Open in Colab.*) -->$$#\1#' README.md
+	sed -i -E '/^<!-- \[!\[Open in Colab/,/-->$$/ { s/^<!-- //; s/ -->$$// }' README.md
 	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/")\\ ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
 
 help:

@@ -79,7 +79,7 @@ def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
     assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
     subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name"], cwd=tmp_path, check=True)
     assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
-    for root, shown in ((ROOT, "<!-- [![Open in Colab]("), (tmp_path, "[![Open in Colab](")):  # a badge that leads there
+    for root, shown in ((ROOT, "<!-- [![Open in Colab]("), (tmp_path, "[![Open in Colab](")):
         lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
         assert lines[2].startswith(shown) and (lines[4].endswith(" -->") == (root == ROOT))
     [notebook] = (tmp_path / "colab").glob("*.ipynb")

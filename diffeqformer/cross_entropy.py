@@ -89,7 +89,7 @@ def _chunks(*arrays):
 
 
 def _forward(x, matrix, targets, weights, vocab_size):
-    """Compute the gradient together with the loss, chunk by chunk, so that no logit is computed twice."""
+    """The loss and its gradient, chunk by chunk, so that no logit is computed twice. Another loss needs both."""
 
     def add(carry, chunk):
         total, d_matrix = carry

@@ -102,30 +102,22 @@ def test_a_slice_is_waited_for_until_it_lets_us_in(cloud):
     assert "WAITING_FOR_RESOURCES" in done.stdout and "waiting for ssh" in done.stdout
 
 
-def test_a_slice_is_preemptible_only_if_asked(cloud):
-    for spot, said in (("0", "v2-alpha-tpuv5-lite --zone=z"), ("1", "v2-alpha-tpuv5-lite --spot --zone=z")):
-        done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT=spot, states=[])
-        assert done.returncode == 0 and f"--runtime-version={said}" in done.stderr
-    done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT="yes", states=[])
-    assert done.returncode == 1 and "SPOT: must be 1 or 0, but it is yes" in done.stderr
-
-
 @pytest.mark.parametrize("states", [["NONE", "PROVISIONING", "FAILED"], ["NONE", "ACTIVE", "FAILED"], ["FAILED"]])
 def test_a_slice_that_fails_is_said(cloud, states):
     done, calls = cloud(TPU, "create", ZONE="z", states=states, doors=[255, 0])
     assert done.returncode == 1 and "the slice is FAILED" in done.stderr and "describe" in calls[-1]
 
 
-@pytest.mark.parametrize("state", ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
-def test_an_interrupted_create_goes_on(cloud, state):
-    done, calls = cloud(TPU, "create", ZONE="z", states=[state, state, "ACTIVE", "ACTIVE"])
+def test_an_interrupted_create_goes_on(cloud):
+    done, calls = cloud(TPU, "create", ZONE="z", states=["PROVISIONING", "PROVISIONING", "ACTIVE"])
     assert done.returncode == 0, done.stderr
-    assert {*verbs_of(calls)} == {"describe", "ssh"} and f"was requested already and is {state}" in done.stdout
+    assert {*verbs_of(calls)} == {"describe", "ssh"} and "was requested already and is PROVISIONING" in done.stdout
 
 
 def test_a_slice_that_goes_is_waited_for_before_the_next_is_asked_for(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", states=["DELETING", "DELETING", "NONE", "ACTIVE"])
+    done, calls = cloud(TPU, "create", ZONE="z", SPOT="0", states=["DELETING", "DELETING", "NONE", "ACTIVE"])
     assert done.returncode == 0 and verbs_of(calls) == ["describe"] * 3 + NEW[:3]
+    assert not any("--spot" in call for call in calls)
 
 
 def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
@@ -172,9 +164,8 @@ def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):
     assert "=v5p-8 --runtime-version=v2 alpha --spot --zone=z --project=p" in create
     assert any("10.0.0.2:/share" in call for call in calls)
     assert f"git archive --output=.launch/test-{os.getpid()}/source.tar.gz {tree.stdout.strip()}" in done.stderr
-    for dry in ([], ["--dry-run"]):
-        done, calls = cloud(TPU, *dry, "create", states=["NONE"])  # a slice of its own
-        assert done.returncode == 1 and "ZONE: name the zone" in done.stderr and not calls
+    done, calls = cloud(TPU, "create", states=["NONE"])  # a slice of its own
+    assert done.returncode == 1 and "ZONE: name the zone" in done.stderr and not calls
     done, _ = cloud(TPU, "--dry-run", "resume", TYPE="v5p-16", SPOT="")
     assert "=v5p-16 --runtime-version=v2\\ alpha --zone=z" in done.stderr
     commit.write_text("0" * 40)
@@ -251,8 +242,6 @@ def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
         (["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], ["describe", "describe", "delete", "describe", *NEW]),
         (["FAILED", "FAILED", "DELETING", "NONE", "ACTIVE"], ["describe"] * 2 + ["delete"] + ["describe"] * 2 + NEW),
         (["NONE", "NONE", "ACTIVE"], ["describe", "describe", *NEW]),
-        (["DELETING", "DELETING", "NONE", "ACTIVE"], ["describe"] * 3 + NEW),
-        (["ACCEPTED", "ACCEPTED", "ACTIVE"], ["describe", "describe", *NEW[1:]]),
         (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # interrupted during its setup
     ],
 )
@@ -261,10 +250,6 @@ def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, ve
     done, calls = cloud(TPU, "resume", ZONE="z", states=states)
     assert done.returncode == 0 and verbs_of(calls) == verbs, done.stderr
     assert "--workdir=/mnt/runs/a\\ b" in "\n".join(calls[-8:])
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"])  # the slice is there: only the run starts again
-    assert done.returncode == 0 and verbs_of(calls) == ["describe", "ssh"]
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["NONE", "NONE", "ACTIVE"])  # it was deleted in another way
-    assert done.returncode == 0 and verbs_of(calls) == ["describe", "describe", *NEW]
 
 
 @pytest.mark.parametrize("command, states", [("create", ["NONE", "ACTIVE"]), ("delete", ["ACTIVE"])])
@@ -285,9 +270,8 @@ def test_a_setup_that_fails_is_not_done(cloud):
 
 
 def test_a_slice_that_is_not_there_is_not_deleted(cloud):
-    for state in ("NONE", "DELETING"):
-        done, calls = cloud(TPU, "delete", ZONE="z", states=[state])
-        assert done.returncode == 0 and verbs_of(calls) == ["describe"] and f"the slice is {state}" in done.stdout
+    done, calls = cloud(TPU, "delete", ZONE="z", states=["DELETING"])
+    assert done.returncode == 0 and verbs_of(calls) == ["describe"] and "the slice is DELETING" in done.stdout
 
 
 def test_the_commands_are_printed_from_any_folder():
@@ -313,6 +297,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     "arguments, settings, sentence",
     [
         (["create"], {}, "ZONE: name the zone"),
+        (["create"], {"ZONE": "z", "SPOT": "yes"}, "SPOT: must be 1 or 0, but it is yes"),
         (["create", "now"], {"ZONE": "z"}, "create: takes no options, but got now"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
         (["do"], {"ZONE": "z"}, "do: name a command, for example evaluate"),
@@ -347,6 +332,5 @@ def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host
 
 
 def test_any_host_can_be_watched(cloud):
-    for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
-        _, [call] = cloud(TPU, "watch", ZONE="z", **settings)
-        assert f" --worker={worker} " in call and "run.log" in call
+    _, [call] = cloud(TPU, "watch", ZONE="z", WORKER="3")
+    assert " --worker=3 " in call and "run.log" in call

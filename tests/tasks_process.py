@@ -60,7 +60,9 @@ def test_a_tokenizer_is_a_vocabulary():
     assert tasks.TokenizerVocabulary(ByteTokenizer()) != vocabulary
 
 
-def test_a_corpus_without_text_is_said():
+def test_a_corpus_without_text_or_name_is_said():
+    with pytest.raises(UserError, match="^the task must be one of python_stdlib, .* but it is 'pile'"):
+        corpora.SourceTexts("pile")
     with pytest.raises(UserError, match="^config.data.task: the examples .* have a 'text', but they have content$"):
         tasks.rekey(tf.data.Dataset.from_tensors({"content": "a"}))
 

@@ -16,6 +16,7 @@ import pytest
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import GPT2Tokenizer
 from diffeqformer.data.wikitext import articles
+from flags import FAST_COMPILATION
 from helpers import ROOT
 from hub import Hub, parquet
 from newcomer import DETOKENIZED, LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN, environment, fill, gpt2_files
@@ -37,7 +38,8 @@ def typed(home: pathlib.Path, address: str, name: str, *options: str) -> str:
 def typed_without_seqio(home: pathlib.Path, address: str, name: str, *options: str) -> str:
     """The same in processes that find neither SeqIO nor TensorFlow."""
     home.mkdir(exist_ok=True)
-    hidden = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "without_seqio"), str(ROOT)])}
+    path = os.pathsep.join([str(ROOT / "tests" / "without_seqio"), str(ROOT)])
+    hidden = {"PYTHONPATH": path, "XLA_FLAGS": FAST_COMPILATION}
     command = [sys.executable, "-m", f"diffeqformer.{name}", *options]
     variables = os.environ | environment(home, address) | TFDS | hidden
     done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
@@ -67,8 +69,9 @@ def test_wikitext103_from_nothing(tmp_path):
     """Its store, training, and the test split at another depth."""
     hub = Hub()
     fill(hub)
-    said = typed(tmp_path, hub.address, "main", "--config=wikitext103_small", *SMALL)
+    said = typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small")
     assert "Preparing wikitext103 into token_stores/wikitext103-gpt2" in said
+    said = typed(tmp_path, NOWHERE, "main", "--config=wikitext103_small", *SMALL)
     assert "\nFinished. Checkpoints and curves are in runs/wikitext103_small" in said
     check_store(tmp_path, "wikitext103", DETOKENIZED)
     scored = "--split=test", "--num_steps=3", "--perplexity=paper"
@@ -79,15 +82,16 @@ def test_wikitext103_from_nothing(tmp_path):
 
 @pytest.mark.long
 def test_openwebtext_from_nothing(tmp_path):
-    """Its store, the same without SeqIO, training, and scores. Two pages validate."""
+    """Its store, the same without SeqIO, where a run makes it before it trains, and scores. Two pages validate."""
     home, light, hub = tmp_path / "home", tmp_path / "light", Hub()
     fill(hub)
-    said = typed(home, hub.address, "main", "--config=large", *SMALL)
+    typed(home, hub.address, "prepare", "--config=large", *SMALL)
+    said = typed_without_seqio(light, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
+    assert "Preparing openwebtext into token_stores/openwebtext-gpt2" in said
     assert "\nFinished. Checkpoints and curves are in runs/large" in said
     rows = np.random.default_rng(2357).permutation(len(PAGES))[:2].tolist()
     texts = {"validation": [PAGES[row] for row in rows]}
     texts["train"] = [text for row, text in enumerate(PAGES) if row not in rows]
-    typed_without_seqio(light, hub.address, "prepare", "--config=large", *SMALL, "--config.data.processes=2")
     for folder in (home, light):
         check_store(folder, "openwebtext", texts)
     ours, other = (read_about(folder / "token_stores/openwebtext-gpt2") for folder in (home, light))
@@ -98,13 +102,13 @@ def test_openwebtext_from_nothing(tmp_path):
     files = json.loads((home / record).read_text())
     assert len(files["files"]["train"]) == 2 and files == json.loads((light / record).read_text())
     for text in ([], ["--files="]):  # the ids of the store, and the data set
-        typed(home, NOWHERE, "evaluate", "--workdir=runs/large", "--perplexity=paper", *text)
-    from_store, from_data_set = losses(home, "runs/large")
+        typed(home, NOWHERE, "evaluate", "--workdir=../light/runs/large", "--perplexity=paper", *text)
+    from_store, from_data_set = losses(light, "runs/large")
     assert from_data_set == pytest.approx(from_store, rel=1e-6)
     (home / "data").mkdir()
     (home / "data" / "logiqa_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOGIQA))
     tasks = f"--include={ROOT}/diffeqformer/inference/task_files"
-    assert "| LogiQA | 8 |" in typed(home, NOWHERE, "downstream", "--workdir=runs/large", tasks)
+    assert "| LogiQA | 8 |" in typed(home, NOWHERE, "downstream", "--workdir=../light/runs/large", tasks)
 
 
 @pytest.mark.long

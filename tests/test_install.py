@@ -71,12 +71,8 @@ def tfds(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_task_files(wheel):
+def test_a_wheel_trains_from_an_empty_folder(wheel, trained):
     assert "diffeqformer/inference/task_files/logiqa.yaml" in zipfile.ZipFile(wheel).namelist()
-
-
-@pytest.mark.slow
-def test_a_wheel_trains_from_an_empty_folder(trained):
     _, folder, said = trained
     assert "Preparing python_stdlib into token_stores/python_stdlib-bytes" in said and "tiny: interpolated, " in said
     assert sorted(path.name for path in folder.iterdir()) == ["runs", "token_stores"]

@@ -21,14 +21,6 @@ def test_one_particle_and_one_weight_grow_as_the_differential_equation_says():
         assert path[-1, 0, 0] / start == pytest.approx(np.exp(integral * value), rel=1e-2)
 
 
-@pytest.mark.parametrize("degree", [0, 1, 4])
-def test_totals_over_the_steps_are_exactly_equal(degree):
-    [path] = simulate(degree, equal_total=("V",), particles=1, dimensions=1, steps=20, horizon=2.0)
-    random = np.random.RandomState(0)
-    _, value = random.uniform(-1, 1), random.randn(3)[2]
-    assert np.sum(path[1:] / path[:-1] - 1) == pytest.approx(2.0 * value, rel=1e-12)
-
-
 def test_the_start_and_the_first_weights_do_not_depend_on_the_degree():
     constant, growing = simulate(0, draws=3), simulate(4, draws=3)
     assert (constant[:, 0] == growing[:, 0]).all() and constant.shape == (3, 201, 40, 3)

@@ -40,28 +40,11 @@ def test_a_store_holds_the_documents_in_order(small_store):
     assert windows.dtype == np.int32
 
 
-def test_batches_are_a_function_of_seed_and_step(small_store):
-    split, again = (open_store(small_store, "bytes", 8)["train"] for _ in range(2))
-    for step in (0, 3, 1000):
-        np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
-    assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
-
-
 def test_the_order_of_windows_stays_what_it_was_for_every_seed():
     """Runs that are resumed with a later version go on with it."""
     eight = Split((np.arange(8 * 4, dtype=np.uint16),), 1, "")
     found = [eight.batch(step, 4, 4, seed=5)[:, 0] // 4 for step in (4, 5)]
     np.testing.assert_array_equal(np.concatenate(found), np.random.RandomState([5, 2]).permutation(8))
-
-
-@pytest.mark.long
-def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(small_store):
-    split = open_store(small_store, "bytes", 8)["train"]
-    count = split.size // 8
-    windows = [split.batch(step, 1, 8, seed=0)[0].tobytes() for step in range(2 * count)]
-    whole = sorted(split.windows(np.arange(count), 8)[i].tobytes() for i in range(count))
-    assert sorted(windows[:count]) == sorted(windows[count:]) == whole
-    assert windows[:count] != windows[count:] != whole
 
 
 @pytest.mark.parametrize("hosts", [2, 4])

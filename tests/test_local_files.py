@@ -150,11 +150,12 @@ def test_a_preparation_goes_on_after_its_text_has_moved_but_not_in_another_order
     for order, origin in ((paths, "a"), (paths, "b"), (paths[::-1], "a")):
         found = fingerprint({"train": order, "validation": [str(two_texts / "validation.txt")]})
         plans.append({"files": found.text, "order": found.order, "origin": origin})
+    preparation.begin_or_go_on(tmp_path, plans[2])  # of which nothing is done yet, so another may follow
     preparation.begin_or_go_on(tmp_path, plans[0])
     (tmp_path / "train-00000.bin.json").write_text('{"file": ""}')
     preparation.begin_or_go_on(tmp_path, plans[1])
     assert plans[0]["files"] == plans[2]["files"]
-    with pytest.raises(UserError, match="holds an unfinished store of another text"):
+    with pytest.raises(UserError, match="holds an unfinished store of another text or tokenizer; delete it"):
         preparation.begin_or_go_on(tmp_path, plans[2])
 
 

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import numpy as np
@@ -20,7 +18,7 @@ from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
-from helpers import ROOT, drawn, save_params, toy_config
+from helpers import ROOT, toy_config
 from runs import command
 
 TOKENIZER = ByteTokenizer()
@@ -84,52 +82,21 @@ def test_a_store_has_every_document_and_its_end(corpus, store, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kill_loses_no_finished_shard(corpus, store, tmp_path):
-    process = subprocess.Popen(
-        options(corpus, tmp_path), cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    partial = tmp_path / "python_stdlib-bytes.partial"
-    deadline = time.monotonic() + 120
-    while len(list(partial.glob("*.bin.json"))) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    finished = {path.name.removesuffix(".json"): 0 for path in partial.glob("*.bin.json")}
-    for name in finished:
-        finished[name] = (partial / name).stat().st_mtime_ns
-    assert not partial.with_suffix("").exists() and len(finished) < 9
-
-    done = run(corpus, tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "python_stdlib-bytes"
-    assert all((folder / name).stat().st_mtime_ns == time for name, time in finished.items())
-    assert json.loads((folder / "store.json").read_text()) == json.loads((store / "store.json").read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["python_stdlib-bytes"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_what_is_finished(corpus, tmp_path):
-    """A limit on file sizes simulates a full disk; only the largest shard exceeds it."""
+def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
+    """A limit on file sizes simulates a full disk; only the largest shard exceeds it. Then preparation goes on."""
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *options(corpus, tmp_path)]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.search(
         r"File too large \(\d of 9 shards were finished now and stay; the same command continues", done.stderr
     )
-    left = {path.name for path in (tmp_path / "python_stdlib-bytes.partial").iterdir()}
-    assert "train-00000.bin.json" in left and not [name for name in left if "train-00004" in name or "partial" in name]
-
-
-@pytest.mark.fast
-def test_files_can_be_mended_before_anything_is_finished(tmp_path):
-    """Another plan may follow one of which nothing is done."""
-    for files in ("a", "b"):
-        preparation.begin_or_go_on(tmp_path, {"files": files})
-    assert json.loads((tmp_path / "plan.json").read_text()) == {"files": "b"}
-    (tmp_path / "train-00000.bin.json").write_text('{"file": ""}')
-    with pytest.raises(UserError, match="holds an unfinished store of another text or tokenizer; delete it"):
-        preparation.begin_or_go_on(tmp_path, {"files": "c"})
+    partial, folder = tmp_path / "python_stdlib-bytes.partial", tmp_path / "python_stdlib-bytes"
+    left = {path.name: path.stat().st_mtime_ns for path in partial.iterdir() if path.suffix == ".json"}
+    assert "train-00000.bin.json" in left and not [path for path in partial.glob("*train-00004*")]
+    assert run(corpus, tmp_path).returncode == 0
+    assert all((folder / name).stat().st_mtime_ns == time for name, time in left.items() if name != "plan.json")
+    assert json.loads((folder / "store.json").read_text()) == json.loads((store / "store.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["python_stdlib-bytes"]
 
 
 @pytest.mark.long
@@ -183,11 +150,6 @@ add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validat
     where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([*command, *more], **where)
     assert done.returncode == 0, done.stderr
-    config = toy_config(data__task="mine", data__module="my_corpora")
-    save_params(tmp_path / "run", config, {1: drawn(config.model)[1]})
-    options = ["--workdir=run", "--module=my_corpora", "--perplexity=paper", "--window=16"]
-    done = subprocess.run([sys.executable, script, "evaluate", *options], **where)
-    assert done.returncode == 0, done.stderr
     split = open_store(tmp_path / "mine-bytes", "bytes", 16)["train"]
     assert TOKENIZER.decode(split.ids(0, 22).tolist()) == "train 0, our own text"
 
@@ -240,14 +202,6 @@ def test_only_the_first_worker_looks_for_the_corpus(tmp_path, monkeypatch):
     start = lambda task: told.append(task.get("found")) or mock.Mock(plan=lambda: plan)  # noqa: E731
     preparation._prepare(data, TOKENIZER, None, tmp_path, start)
     assert told == [None, plan["found"], plan["found"]]
-
-
-def test_a_worker_takes_its_task_before_it_imports_anything_slow():
-    """So that all workers get theirs at once; and it ends without a word if there is none."""
-    for begun in ("", '{"task": "python_st'):
-        code = "import sys; from diffeqformer.data import worker; worker.main(); print('tensorflow' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], input=begun, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
 LOSSY = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "the odd thing", "A cat"]

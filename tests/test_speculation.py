@@ -26,7 +26,6 @@ def written(model, prompt, **options) -> np.ndarray:
     "kind, field, solver, frequency, length",
     [
         ("diffeqformer", "gpt", "euler", 3.0, CHUNK),
-        ("diffeqformer", "gpt", "lie_trotter", 3.0, CHUNK),
         ("alternative", "llama", "heun", 100.0, CHUNK - DRAFTED),
     ],
 )

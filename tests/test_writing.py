@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generate import options_of
 
 from diffeqformer import generate as generate_command
 from diffeqformer.checkpoints import checkpoint
@@ -71,6 +72,8 @@ def test_a_text_begins_as_without_a_sliding_window_and_goes_on_by_chance():
     whole = np.stack(list(write_tokens(model, [1, 2], count=60, sliding_window=True, **options)))
     np.testing.assert_array_equal(whole[:22], np.stack(list(write_tokens(model, [1, 2], count=22, **options))))
     assert (whole[:, 0] != whole[:, 1]).mean() > 0.5
+    other = np.stack(list(write_tokens(model, [1, 2], count=22, **options | {"key": jax.random.key(1)})))
+    assert (whole[:22] != other).mean() > 0.5
     model.token_embedding[...] = jnp.zeros_like(model.token_embedding[...])  # all tokens are as likely
     whole = np.stack(list(write_tokens(model, [1, 2], count=60, sliding_window=True, **options)))
     for distance in range(1, LENGTH + 1):  # no position of a text has the random choices of another
@@ -106,7 +109,7 @@ def test_what_has_no_room_is_named_at_once():
 
 
 @pytest.mark.long
-def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path):
+def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path, capsys):
     """With another solver, beyond the model's 64 positions; to a file, or to standard output."""
     opened, prompts = checkpoint.load(run), ["def é", "", "a" * 70]
     model = with_solver(opened.model, "midpoint", opened.config.model)
@@ -114,14 +117,17 @@ def test_the_command_writes_a_line_for_each_sample_of_each_prompt(run, tmp_path)
     texts = [text for prompt in prompts for text in generate(model, opened.tokenizer, prompt, **how)]
     expected = [{"prompt": prompt, "text": text} for prompt, text in zip(np.repeat(prompts, 2).tolist(), texts)]
     (tmp_path / "prompts").write_bytes("def é\r\n\n".encode() + 70 * b"a" + b"\n")
-    options = ["--workdir", run, "--prompts_file", tmp_path / "prompts", "--samples=2", "--batch_size=4", "--seed=5"]
-    options += ["--tokens=70", "--temperature=0.7", "--num_steps=2", "--solver=midpoint", "--sliding_window"]
-    printed = command("generate", *options)
-    assert [json.loads(line) for line in printed.stdout.split("\n")[:-1]] == expected, printed.stderr
-    assert "toy (diffeqformer, 2 steps of midpoint, float32) at step 12: 6 texts in " in printed.stderr
-    written = command("generate", *options, "--output", tmp_path / "out")
-    assert written.stdout == "" and (tmp_path / "out").read_text("utf-8") == printed.stdout
-    again = command("generate", *options, "--output", tmp_path / "out")
+    changes = dict(tokens=70, samples=2, batch_size=4, seed=5, temperature=0.7, num_steps=2, sliding_window=True)
+    changes |= dict(prompt=None, prompts_file=str(tmp_path / "prompts"), solver="midpoint")
+    generate_command.write(options_of(run, **changes))
+    printed = capsys.readouterr()
+    assert [json.loads(line) for line in printed.out.split("\n")[:-1]] == expected
+    assert "toy (diffeqformer, 2 steps of midpoint, float32) at step 12: 6 texts in " in printed.err
+    options = ["--workdir", run, "--prompts_file", tmp_path / "prompts", "--tokens=2", "--output", tmp_path / "out"]
+    written = command("generate", *options, "--sliding_window")
+    lines = (tmp_path / "out").read_text("utf-8").splitlines()
+    assert written.stdout == "" and [json.loads(line)["prompt"] for line in lines] == prompts
+    again = command("generate", *options)
     assert again.returncode == 1 and "--output: must be a new file in a folder that can be written" in again.stderr
 
 

@@ -8,7 +8,6 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lm_eval.api.instance import Instance
 from scipy.special import log_softmax
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,10 +18,7 @@ from diffeqformer.console.results import results_folder, whole_numbers
 from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from diffeqformer.errors import UserError
-from diffeqformer.inference import perplexity_report, text_options
-from diffeqformer.inference.lm_eval_model import HarnessModel
-from diffeqformer.inference.perplexity import Evaluation
-from diffeqformer.inference.scoring import Scorer
+from diffeqformer.inference import perplexity_report
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
@@ -139,26 +135,24 @@ def test_results_are_shown_and_kept(workdir, results):
     assert kept["checkpoint_step"] == 3 and kept["window"] == 8 and kept["stride"] == 3
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "more, sentence",
+    "changes, sentence",
     [
-        (
-            ["--files=", "--task=pile"],
-            "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is",
-        ),
-        (
-            ["--files=", "--task=python_stdlib", "--split=test"],
-            "--split: python_stdlib has train, validation, but it is",
-        ),
-        (["--files={broken}"], "broken.txt: byte 8 isn't UTF-8; convert the file to UTF-8"),
+        ({"task": "pile"}, "must be one of python_stdlib, wikitext103, wikitext103_raw, openwebtext, but it is"),
+        ({"task": "python_stdlib", "split": "test"}, "^--split: python_stdlib has train, validation, but it is"),
+        ({"module": "my_corpora"}, "^--module: my_corpora needs seqio, which the light installation leaves"),
+        ({"files": "broken.txt"}, "broken.txt: byte 8 isn't UTF-8; convert the file to UTF-8"),
+        ({"files": "blank.txt", "perplexity": "full"}, "blank.txt: there is nothing in it but white space"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(workdir, more, sentence, tmp_path):
+def test_a_text_that_cannot_be_scored_is_one_sentence(workdir, changes, sentence, tmp_path, monkeypatch):
+    """In the light installation, whose corpora have the names of SeqIO's."""
+    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.txt").write_bytes(b"long caf\xe9 " * 1000)
-    more = (option.format(broken=tmp_path / "broken.txt") for option in more)
-    done = command("evaluate", f"--workdir={workdir}", *more)
-    assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(UserError, match=sentence):
+        score(workdir, **{"files": "", **changes})
 
 
 @pytest.mark.parametrize(
@@ -236,51 +230,13 @@ def test_a_corpus_is_scored_from_the_trainings_store(results, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_corpus_is_read_with_seqio_and_without(workdir, monkeypatch, tmp_path):
-    """In the light installation, where a corpus of the user's own says what it needs."""
-    opened, given = checkpoint.load(workdir), options(workdir)
-    whole = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
-    monkeypatch.setattr("diffeqformer.data.quiet.not_installed", lambda: ["seqio"])
-    light = text_options.open_text(given, opened, "python_stdlib", None, None, 8, 3)
-    assert whole.documents == light.documents and len(light.documents) > 5
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    manual = tmp_path / "downloads" / "manual" / "wikitext103" / "raw"
-    manual.mkdir(parents=True)
-    for split in ("train", "validation", "test"):
-        (manual / f"{split}.txt").write_text(f" = Kettles = \n \n A kettle of the {split} split . \n")
-    given.split = "test"
-    evaluation = text_options.open_text(given, opened, "wikitext103_raw", None, None, 8, 3)
-    assert [text for text, _ in evaluation.documents] == [" = Kettles = \n \n A kettle of the test split . \n"]
-    given.split = "tests"
-    with pytest.raises(UserError, match="^--split: wikitext103_raw has train, validation, test, but it is 'tests'"):
-        text_options.open_text(given, opened, "wikitext103_raw", None, None, 8, 3)
-    given.module = "my_corpora"
-    with pytest.raises(UserError, match="^--module: my_corpora needs seqio, which the light installation leaves"):
-        text_options.open_text(given, opened, "mine", None, None, 8, 3)
-
-
-@pytest.mark.long
-def test_rolling_loglikelihood_is_the_full_score_of_a_document(workdir):
-    """lm-evaluation-harness with the same windows."""
-    text, opened = "One document of our own, longer than two windows: naïve 🙂.", checkpoint.load(workdir)
-    evaluation = Evaluation([(text, [*TOKENIZER.encode(text), TOKENIZER.end_of_text])], "a text", 16, 16)
-    row = evaluation.full(Scorer(opened.model), show)
-    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
-    [rolling] = HarnessModel(opened).loglikelihood_rolling([request], disable_tqdm=True)
-    assert -rolling / row["tokens"] == pytest.approx(row["loss"], rel=1e-6) and row["tokens"] == len(text.encode())
-
-
-@pytest.mark.long
 def test_a_short_text_has_the_full_perplexity_alone(workdir, tmp_path):
     """Each document's score, and what the text lacks is said of its file."""
     short = str(write_lines(tmp_path / "short.jsonl", ["x", "short"]))
-    (tmp_path / "blank.txt").write_text(" \n")
     for perplexity in ("paper", "both"):
         sentence = f"^{tmp_path}/short.jsonl has 8 tokens, fewer than one window of 16; choose a smaller --window"
         with pytest.raises(UserError, match=sentence):
             score(workdir, files=short, perplexity=perplexity)
-    with pytest.raises(UserError, match="blank.txt: there is nothing in it but white space"):
-        score(workdir, files=f"{tmp_path}/blank.txt", perplexity="full")
     how = {"files": short, "perplexity": "full", "num_steps": ["6", "3"], "output": str(tmp_path / "full")}
     results = score(workdir, **how, per_document=True)
     lines = [json.loads(line) for line in (tmp_path / "full" / "documents.jsonl").read_text().splitlines()]

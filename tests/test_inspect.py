@@ -200,31 +200,3 @@ def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
 def test_a_command_without_its_folder_says_so():
     done = command("inspect")
     assert done.returncode == 1 and done.stderr == "diffeqformer: --workdir: must be given\n"
-
-
-def test_what_a_checkpoint_says_of_itself_is_checked_and_may_be_older(tmp_path):
-    config = toy_config()
-    save_params(tmp_path, config, {1: {"scale": np.ones(1)}}, base=BASE)
-    [file] = (tmp_path / "checkpoints" / "1" / "about").glob("*.json")
-    kept = json.loads(file.read_text())
-    fields = "config tokenizer tokenizer_data base data_sha256 validation_sha256 validation_due checksums sha256"
-    assert list(kept) == fields.split()
-    file.write_text(json.dumps(kept | {"data_sha256": "other"}))
-    with pytest.raises(UserError, match="its content isn't what was saved, by its SHA-256"):
-        checkpoint.load_config(tmp_path)
-    older = {name: kept[name] for name in ("config", "tokenizer", "data_sha256")}  # of the first version
-    file.write_text(json.dumps(older | {"note": "of a later one"}))
-    about = checkpoint.open_to_read(tmp_path).about
-    assert about == checkpoint.About(config.to_dict(), "bytes", data_sha256="hash")
-    for change, said in (
-        ({"config": 3}, "'config' in its 'about' must be a dict, but it is int"),
-        ({"tokenizer": None}, "'tokenizer' in its 'about' must be a str, but it is NoneType"),
-        ({"base": "runs/base"}, "'base' in its 'about' must be a dict, but it is str"),
-        (
-            {"time_spent": {"steps": float("nan")}},
-            "'time_spent' in its 'about' must hold nothing but numbers of at least 0",
-        ),
-    ):
-        file.write_text(json.dumps(older | change))
-        with pytest.raises(UserError, match=f"checkpoints/1: this checkpoint can't be read: {said}; restore"):
-            checkpoint.load_config(tmp_path)

@@ -293,11 +293,14 @@ def test_a_record_that_was_changed_is_refused(tmp_path):
     models = ({"kind": "nope"}, {"solver": None}, {"heads": 0}, {"dtype": "int8"}, {"training_depths": "x"})
     others = [{"config": {**whole["config"], "model": {**whole["config"]["model"], **model}}} for model in models]
     configs = {}, {"name": 3}, {"name": "a", "model": []}
-    origins = {"base": {"a": 1}}, {"materialized_from": {"workdir": 3, "step": 1}}
-    for content in (*({"config": config} for config in configs), *others, *origins, {"tokenizer": 7}):
+    origins = {"base": {"a": 1}}, {"base": "runs/base"}, {"materialized_from": {"workdir": 3, "step": 1}}
+    wrong = *others, *origins, {"config": 3}, {"tokenizer": 7}, {"time_spent": {"steps": float("nan")}}
+    for content in (*({"config": config} for config in configs), *wrong):
         file.write_text(json.dumps(sealed({**whole, **content})))  # with a seal of its own
         with pytest.raises(UserError, match="checkpoints/1: this checkpoint can't be read: (?!its content isn't what)"):
             checkpoint.load_config(tmp_path)
+    file.write_text(json.dumps(whole | {"note": "of a later version"}))  # without a seal, as of the first
+    assert checkpoint.load_config(tmp_path).to_dict() == config.to_dict()
     for change in ({"tokenizer": "gpt2"}, {"checksums": {"params/w": "other"}}, {"unknown": 1}, {"sha256": "0" * 64}):
         file.write_text(json.dumps(record | change))
         with pytest.raises(UserError, match="its content isn't what was saved, by its SHA-256"):

@@ -30,13 +30,11 @@ fi
 exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
-trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
+trap '/bin/sleep 0.5; touch saved; exit 143' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
 """
-SLEEP = """#!/usr/bin/env bash
-exec /bin/sleep "${SLEEP:-0.05}"
-"""
+SLEEP = "#!/usr/bin/env bash\nexec /bin/sleep 0.05\n"
 VERBS = {"create", "describe", "delete", "ssh", "scp"}
 NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
 
@@ -179,11 +177,6 @@ def test_a_new_slice_is_like_the_old_one_and_has_its_commit(cloud):
     assert "--accelerator-type=v5litepod-64" in cloud(TPU, "--dry-run", "resume")[0].stderr
 
 
-def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
-    assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
-
-
 def test_hosts_run_what_was_asked_once(cloud, host):
     options = ["--config=configs/large.py", "--config.sample.prompt=a b'c\n$d"]
     done, calls = cloud(TPU, "run", *options, ZONE="z", HOST_FOLDER=str(host.parent))
@@ -227,13 +220,6 @@ def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
         for command in (["run", "--config=configs/large.py"], ["do", "evaluate"]):
             done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(folder))
             assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
-
-
-def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
-    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent), STUBBORN="1")
-    until((host / "said").exists)
-    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
-    assert done.returncode == 1 and "has not ended in 10 minutes" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -329,8 +315,3 @@ def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
     done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 1 and "a run is in progress, as process" in done.stderr
-
-
-def test_any_host_can_be_watched(cloud):
-    _, [call] = cloud(TPU, "watch", ZONE="z", WORKER="3")
-    assert " --worker=3 " in call and "run.log" in call

@@ -17,20 +17,9 @@ import subprocess
 import sys
 import types
 
-COMMANDS = (
-    "analyze",
-    "compare",
-    "downstream",
-    "evaluate",
-    "export",
-    "generate",
-    "import_model",
-    "inspect",
-    "main",
-    "materialize",
-    "ode",
-    "prepare",
-)
+from diffeqformer.__main__ import COMMANDS, module_of
+
+MODULES = [module_of(name) for name in COMMANDS if name not in ("plan", "harness")]
 
 
 def become(request: dict) -> None:
@@ -50,7 +39,7 @@ def become(request: dict) -> None:
         preparation = sys.modules["diffeqformer.data.preparation"]
         preparation.subprocess = types.SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)
     name = request["module"]
-    run(f"diffeqformer.{name}" if name in COMMANDS else name, *request["arguments"])
+    run(f"diffeqformer.{name}" if name in MODULES else name, *request["arguments"])
 
 
 def run(name: str, *arguments: str) -> None:
@@ -83,7 +72,7 @@ def main() -> None:
         importlib.import_module("diffeqformer.data.tasks")
         importlib.import_module("diffeqformer.data.worker")
     importlib.import_module("pictures")  # checks what is drawn
-    for name in COMMANDS:
+    for name in MODULES:
         importlib.import_module(f"diffeqformer.{name}")
     importlib.import_module("matplotlib.figure")  # which the commands import late
     answers = os.fdopen(os.dup(1), "w")

@@ -30,10 +30,7 @@ def test_every_command_is_listed_in_one_line():
         done = subprocess.run(
             [sys.executable, "-m", "diffeqformer"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert (done.returncode, done.stderr) == (
-        1,
-        "diffeqformer: the output can't be written: No space left on device\n",
-    )
+    assert (done.returncode, done.stderr) == (1, "diffeqformer: the output can't be written: No space left on device\n")
     assert (wrong.returncode, wrong.stderr) == (
         1,
         "diffeqformer: there is no command evalute; did you mean evaluate?\n",

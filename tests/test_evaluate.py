@@ -160,10 +160,7 @@ def test_a_text_that_cannot_be_scored_is_one_sentence(workdir, changes, sentence
     [
         ({"stride": 17}, "--stride: must be at least 1 and at most 16, but it is 17"),
         ({"window": 0}, "--window: must be from 2 to the 16 positions of the model, but it is 0"),
-        (
-            {"num_steps": ["6", "x"]},
-            "--num_steps: must be comma-separated whole numbers of at least 1, but it has 'x'",
-        ),
+        ({"num_steps": ["6", "x"]}, "--num_steps: must be comma-separated whole numbers of at least 1, but it has 'x'"),
         (
             {"solver": ["euler", "rk3"]},
             "--solver: must be one of euler, midpoint, .* kind diffeqformer, but it is 'rk3'",

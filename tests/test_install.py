@@ -9,15 +9,7 @@ import pytest
 
 from diffeqformer.__main__ import COMMANDS
 from diffeqformer.data import CORPUS_NAMES
-from environments import (
-    LIGHT,
-    build_wheel,
-    closure,
-    environment_variables,
-    make_environment,
-    requirements_of,
-    run,
-)
+from environments import LIGHT, build_wheel, closure, environment_variables, make_environment, requirements_of, run
 from hub import parquet
 from newcomer import DETOKENIZED, PAGES, RAW
 

@@ -125,10 +125,7 @@ def test_missing_manual_files_are_refused(tmp_path, nowhere):
     by_hand(tmp_path, "openwebtext")
     (folder / "train.txt").write_text("\n")
     for corpus, sentence in (
-        (
-            "wikitext103_raw",
-            r"raw: no file of split 'validation'; put one there \(validation.parquet, ...\)",
-        ),
+        ("wikitext103_raw", r"raw: no file of split 'validation'; put one there \(validation.parquet, ...\)"),
         ("openwebtext", "openwebtext: the folder is empty; put the files there, or remove it to download them"),
     ):
         with pytest.raises(UserError, match=sentence):

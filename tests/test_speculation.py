@@ -24,10 +24,7 @@ def written(model, prompt, **options) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "kind, field, solver, frequency, length",
-    [
-        ("diffeqformer", "gpt", "euler", 3.0, CHUNK),
-        ("alternative", "llama", "heun", 100.0, CHUNK - DRAFTED),
-    ],
+    [("diffeqformer", "gpt", "euler", 3.0, CHUNK), ("alternative", "llama", "heun", 100.0, CHUNK - DRAFTED)],
 )
 def test_greedy_text_is_the_same(kind, field, solver, frequency, length, monkeypatch):
     """Up to the last position, where drafts go on behind it, and without an id that the model would write."""

@@ -46,9 +46,8 @@ def test_relative_distances_see_clusters_but_neither_size_nor_place():
     quantiles, sizes = relative_distances(np.stack([swarm, 5 * swarm + 7, clusters, np.zeros((60, 3))]))
     np.testing.assert_allclose(quantiles[0], quantiles[1], rtol=1e-9)
     assert sizes[1] == pytest.approx(5 * sizes[0]) and (quantiles[3] == 0).all() and sizes[3] == 0
-    assert (
-        quantiles[0, 0] > 0.3 and quantiles[2, 1] < 0.01 < 0.5 < quantiles[2, 2]
-    )  # 19 of 59 others are in one's own cluster
+    assert quantiles[0, 0] > 0.3
+    assert quantiles[2, 1] < 0.01 < 0.5 < quantiles[2, 2]  # 19 of 59 others are in one's own cluster
     pairs = np.linalg.norm(swarm[:, None] - swarm, axis=-1)[np.triu_indices(60, 1)]
     assert sizes[0] == pytest.approx(np.sqrt((pairs**2).mean()))
     assert quantiles[0, 2] == pytest.approx(np.median(pairs) / sizes[0])

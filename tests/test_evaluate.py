@@ -1,5 +1,7 @@
 """Perplexities equal plain sums and training's own; the command reports what is wrong."""
 
+import contextlib
+import io
 import itertools
 import json
 import math
@@ -24,7 +26,6 @@ from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import Transformer, split_model
 from helpers import ONE_DEVICE, lively_model, logits_of, make_store, save_params, toy_config
-from runs import command
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = [
@@ -54,13 +55,11 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(workdir, text):
-    done = command(
-        "evaluate", f"--workdir={workdir}", f"--files={text}", "--solver=euler,rk4", "--num_steps=6,3", "--window=8",
-        "--stride=3", "--batch_size=8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        score(workdir, files=str(text), solver=["euler", "rk4"], num_steps=["6", "3"], window=8, stride=3)
     [folder] = (workdir / "evaluation" / "documents").iterdir()  # not beside the corpus's
-    return done.stdout, json.loads((folder / "results.json").read_text()), folder
+    return said.getvalue(), json.loads((folder / "results.json").read_text()), folder
 
 
 def options(workdir, **changes) -> types.SimpleNamespace:

@@ -223,5 +223,3 @@ def test_the_command_says_what_it_wrote(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "folder: LlamaForCausalLM, " in done.stdout and " tensors of BF16 and 1 file\n" in done.stdout
     assert "largest error of a logit: " in done.stdout and " MB\n" in done.stdout
-    again = command("export", *options)
-    assert again.returncode == 1 and "already holds something" in again.stderr

@@ -178,7 +178,5 @@ def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
 def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(tmp_path):
     config = toy_config(model__solver="heun")
     save_params(tmp_path, config, {1: drawn(config.model)[1]})
-    with pytest.raises(
-        UserError, match="^--workdir: a model that was trained with heun takes weights at several times"
-    ):
+    with pytest.raises(UserError, match="^--workdir: a model that was trained with heun takes weights at several"):
         materialize(tmp_path)

@@ -62,9 +62,7 @@ def test_a_checkpoint_cannot_choose_a_module_to_import(monkeypatch):
         evaluation_command.open_text(options, opened, task, None, None, 8, 8)
         return imported.pop()
 
-    with pytest.raises(
-        UserError, match="^--module: .* 'mine' came from the module 'planted'; to import it, give --module="
-    ):
+    with pytest.raises(UserError, match="^--module: .* 'mine' came from the module 'planted'; to import it, give"):
         open_text("mine", None)
     assert not imported and open_text("python_stdlib", None) == "" and open_text("mine", "planted") == "planted"
 

@@ -19,7 +19,7 @@
 # --dry-run in front of the command prints what would be done. To continue an interrupted command, run it again.
 # Settings are environment variables, with their defaults in parentheses:
 #   NAME     of the slice (diffeqformer)              ZONE     such as us-west4-a (required)
-#   TYPE     of the slice (v5litepod-64)              RUNTIME  of its hosts (v2-alpha-tpuv5-lite)
+#   TYPE     of the slice (v5litepod-64)              RUNTIME  of its hosts (by the type: v5litepod, v5p or v6e)
 #   PROJECT  (gcloud's own)                           SPOT     1 for a spot slice, much cheaper but preemptible
 #   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
 #            is needed unless --workdir is on gs://
@@ -52,7 +52,14 @@ shift
 # shellcheck source=/dev/null
 [[ $command == create || ! -f $here/settings ]] || source "$here/settings"
 type=${TYPE:-v5litepod-64}
-runtime=${RUNTIME:-v2-alpha-tpuv5-lite}
+case $type in
+  v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
+  v5p-*) runtime=v2-alpha-tpuv5 ;;
+  v6e-*) runtime=v2-alpha-tpuv6e ;;
+  *) runtime= ;;
+esac
+runtime=${RUNTIME:-$runtime}
+[[ -n $runtime ]] || fail "RUNTIME: name the runtime of a $type; those of v5litepod, v5p and v6e are known"
 [[ $command == run || $command == "do" || $# == 0 ]] || fail "$command: takes no options, but got $1"
 [[ ${NFS-} =~ ^([A-Za-z0-9.-]+:/[A-Za-z0-9._/-]*)?$ ]] || fail "NFS: must be like 10.0.0.2:/share, but it is $NFS"
 [[ ${EXTRAS-} =~ ^[a-z,]*$ ]] || fail "EXTRAS: must be names such as eval, separated by commas, but it is $EXTRAS"

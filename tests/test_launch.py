@@ -106,6 +106,18 @@ def test_a_slice_that_fails_is_said(cloud, states):
     assert done.returncode == 1 and "the slice is FAILED" in done.stderr and "describe" in calls[-1]
 
 
+def test_the_runtime_follows_the_type(cloud):
+    for kind, runtime in (
+        ("v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-8", "v2-alpha-tpuv6e"),
+    ):
+        done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", TYPE=kind)
+        assert f"--accelerator-type={kind} --runtime-version={runtime} " in done.stderr
+    done, calls = cloud(TPU, "create", ZONE="z", TYPE="v9-8")
+    assert done.returncode == 1 and "RUNTIME: name the runtime of a v9-8" in done.stderr and not calls
+
+
 def test_an_interrupted_create_goes_on(cloud):
     done, calls = cloud(TPU, "create", ZONE="z", states=["PROVISIONING", "PROVISIONING", "ACTIVE"])
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import jax
+from absl import flags, logging
 
 from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import write_json, write_text
@@ -21,10 +22,30 @@ from diffeqformer.inspect import inspect_run
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
-def inspected(workdir: pathlib.Path) -> dict:
-    """`inspect_run` without statistics, on the CPU, since the runs need the accelerator."""
+def define_flags(name: str, at_once: int = 1) -> None:
+    """Define --folder, --results, --seeds and --at_once for the study of that name."""
+    flags.DEFINE_string("folder", f"runs/{name}", "Folder of the runs, and of what is drawn of them.")
+    flags.DEFINE_string("results", f"experiments/{name}.json", "The rows so far; new ones are added.")
+    flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.", lower_bound=1)
+    text = "Runs side by side, each on its part of the cores (Linux)."
+    flags.DEFINE_integer("at_once", at_once, text, lower_bound=1)
+
+
+def folder_of(row: str) -> pathlib.Path:
+    """The folder of a row's run, by the row's name."""
+    return pathlib.Path(flags.FLAGS.folder) / row.replace(", ", "-").replace("'s ", "s_").replace(" ", "_")
+
+
+def results_file() -> pathlib.Path:
+    """The file of --results."""
+    return pathlib.Path(flags.FLAGS.results)
+
+
+def number_of_parameters(workdir: pathlib.Path) -> int:
+    """The parameters of a run, counted on the CPU, since the runs need the accelerator."""
     jax.config.update("jax_platforms", "cpu")
-    return inspect_run(workdir, with_statistics=False)
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+    return sum(row["count"] for row in inspect_run(workdir, with_statistics=False)["parameters"])
 
 
 def on_cores(command: list[str], cores: list[int] | None) -> list[str]:
@@ -104,9 +125,7 @@ def side_by_side(
         sys.exit(1)
 
 
-def add_results(
-    path: pathlib.Path, new: dict[str, dict], write: Callable[[pathlib.Path, dict], None] = write_json
-) -> dict[str, dict]:
+def add_results(path: pathlib.Path, new: dict[str, dict]) -> dict[str, dict]:
     """Add results to a file, or replace them, while other processes of this machine may do so, too.
 
     Returns:
@@ -117,7 +136,7 @@ def add_results(
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         results = read_results(path) | new
-        write(path, results)
+        write_json(path, results)
     finally:
         os.close(folder)  # which unlocks it
     return results
@@ -132,12 +151,9 @@ def run_rows(
     rows: Iterable[Item],
     name: Callable[[Item], str],
     work: Callable[[Item, list[int] | None], dict],
-    path: pathlib.Path,
-    number: int,
     then: Callable[[dict[str, dict]], None] = lambda results: None,
-    write: Callable[[pathlib.Path, dict], None] = write_json,
 ) -> dict[str, dict]:
-    """Work on the rows that a file of results lacks, `number` at once. Each is saved when it is done.
+    """Work on the rows that --results lacks, --at_once at a time. Each is saved when it is done.
 
     So a study can be run in pieces, and by several processes of one machine.
 
@@ -147,26 +163,54 @@ def run_rows(
     Args:
         name: the key of a row's result.
         work: (row, cores) -> result; see `side_by_side`.
-        path: the file of results, which is JSON.
         then: called with all results after each row.
-        write: (path, results) -> None; writes the file.
     """
+    path = results_file()
     results = read_results(path)
 
     def work_if_missing(row, cores):
         return read_results(path).get(name(row)) or work(row, cores)  # another process may have been faster
 
     def save(row, result):
-        results.update(add_results(path, {name(row): result}, write))
+        results.update(add_results(path, {name(row): result}))
         then(results)
 
-    side_by_side([row for row in rows if name(row) not in results], work_if_missing, save, number)
+    missing = [row for row in rows if name(row) not in results]
+    side_by_side(missing, work_if_missing, save, flags.FLAGS.at_once)
     return results
 
 
-def perplexities(workdir: pathlib.Path) -> dict[int, float]:
-    """The validation perplexities of a run, by step."""
-    return dict(sorted(read_curves(workdir)["validation/perplexity"].items()))
+def curve(workdir: pathlib.Path, tag: str) -> dict[str, float]:
+    """The values of a run's scalar by step, the keys as JSON has them."""
+    return {str(step): value for step, value in read_curves(workdir)[tag].items()}
+
+
+def report(
+    module: str, workdir: pathlib.Path, name: str, options: Iterable[str] = (), cores: list[int] | None = None
+) -> dict:
+    """Have a command of the package write its report on a run into the folder `name` inside the run's.
+
+    Returns:
+        the report's results.json.
+
+    Args:
+        cores: see `on_cores`.
+    """
+    output = workdir / name
+    shutil.rmtree(output, ignore_errors=True)  # of an interrupted report
+    command = [sys.executable, "-m", f"diffeqformer.{module}", f"--workdir={workdir}", f"--output={output}", *options]
+    done = subprocess.run(on_cores(command, cores), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{workdir}: diffeqformer.{module} failed: {done.stderr.strip()}")
+    return json.loads((output / "results.json").read_text())
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Rows as Markdown, by column."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def articles_of_wikitext(
@@ -185,6 +229,7 @@ def articles_of_wikitext(
 
     if path is None or not pathlib.Path(path).is_file():
         sys.exit(f"--wikitext: must be WikiText-103's file wiki.valid.tokens, but there is no file {path}")
+    folder.mkdir(parents=True, exist_ok=True)
     parts = list(articles(pathlib.Path(path).read_text(encoding="utf-8")))
     options = [f"--config.data.task={name}"]
     for split, chosen in (("train", train), ("validation", validation)):

@@ -15,11 +15,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from typing import NamedTuple
 
 from absl import app, flags
-from common import articles_of_wikitext, train
+from common import articles_of_wikitext, report, train
 
 ONLY = flags.DEFINE_list("only", [], "Names of the pictures to draw, without .png; by default all.")
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.")
@@ -97,20 +96,16 @@ def draw(name: str, drawn: Drawn) -> None:
     folder = pathlib.Path(FOLDER.value)
     workdir, texts = folder / drawn.run, []
     if drawn.run == "wikitext":
-        folder.mkdir(parents=True, exist_ok=True)
         texts = articles_of_wikitext(WIKITEXT.value, folder, "articles", slice(50), slice(50, None))
     train(workdir, ["--config=configs/tiny.py:diffeqformer", *RUNS[drawn.run], *texts])
-    with tempfile.TemporaryDirectory() as scratch:
-        output = pathlib.Path(scratch) / "out"
-        command = [sys.executable, "-m", f"diffeqformer.{drawn.command}", f"--workdir={workdir}", f"--output={output}"]
-        if status := subprocess.run([*command, *drawn.options]).returncode:
-            sys.exit(f"{name}: its command ended with status {status}; see above")
-        if drawn.file == "report.html":
-            pattern = rf'alt="{drawn.alt}" src="data:image/png;base64,([^"]+)"'
-            images = re.findall(pattern, (output / "report.html").read_text(encoding="utf-8"))
-            (PICTURES / f"{name}.png").write_bytes(base64.b64decode(images[drawn.number]))
-        else:
-            shutil.copy(output / drawn.file, PICTURES / f"{name}.png")
+    report(drawn.command, workdir, "drawn", drawn.options)
+    file = workdir / "drawn" / drawn.file
+    if drawn.file == "report.html":
+        pattern = rf'alt="{drawn.alt}" src="data:image/png;base64,([^"]+)"'
+        images = re.findall(pattern, file.read_text(encoding="utf-8"))
+        (PICTURES / f"{name}.png").write_bytes(base64.b64decode(images[drawn.number]))
+    else:
+        shutil.copy(file, PICTURES / f"{name}.png")
     print(f"{PICTURES / name}.png")
 
 

@@ -22,28 +22,22 @@ specialists and GPTs not quite once.
 
 import collections
 import itertools
-import json
 import pathlib
 import random
 import runpy
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from typing import NamedTuple
 
 from absl import app, flags
-from common import on_cores, read_results, run_rows, train
+from common import define_flags, folder_of, read_results, report, results_file, run_rows, table, train
 
 from diffeqformer.console.results import spread, write_json
 
 STAGE = flags.DEFINE_enum("stage", None, ["rates", "times", "final"], "What to run.", required=True)
-FOLDER = flags.DEFINE_string("folder", "runs/elastic", "Folder of the runs.")
-RESULTS = flags.DEFINE_string("results", "experiments/elastic.json", "The rows so far; new ones are added.")
-AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of the final rows.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 5000, "Training steps of a specialist.", lower_bound=1)
+define_flags("elastic", at_once=2)
 
 DEPTHS = (2, 4, 8, 12)  # of specialists
 TRAINED = (2, 3, 4, 6, 8)  # depths among which tiny.py:elastic draws
@@ -122,7 +116,7 @@ def best_rates(results: dict[str, dict]) -> dict[str, float]:
 
 def final_rows(rates: dict[str, float]) -> list[Row]:
     """All models at the first budget, seed by seed, then at the second one."""
-    steps, total, seeds = STEPS.value, STEPS.value * sum(DEPTHS), range(1, 1 + SEEDS.value)
+    steps, total, seeds = STEPS.value, STEPS.value * sum(DEPTHS), range(1, 1 + flags.FLAGS.seeds)
     rows = []
     for seed in seeds:
         rows += [Row(model, 0, steps, rates[model], seed) for model in ELASTIC]
@@ -135,16 +129,11 @@ def final_rows(rates: dict[str, float]) -> list[Row]:
 
 def run(row: Row, cores: list[int] | None) -> dict:
     """Train and score one row on some cores. Returns the row, with bits/byte by depth."""
-    workdir = pathlib.Path(FOLDER.value) / row.name().replace(", ", "-").replace(" ", "_")
+    workdir = folder_of(row.name())
     train(workdir, row.options(), cores)
-    shutil.rmtree(workdir / "scores", ignore_errors=True)  # of an interrupted scoring
     scored = SCORED if row.model in ELASTIC else (row.depth,)
-    command = [sys.executable, "-m", "diffeqformer.evaluate", f"--workdir={workdir}", f"--output={workdir}/scores"]
-    command += [f"--num_steps={','.join(map(str, scored))}", "--stride=128"]
-    done = subprocess.run(on_cores(command, cores), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"{row.name()} wasn't scored: {done.stderr.strip()}")
-    found = json.loads((workdir / "scores" / "results.json").read_text())["rows"]
+    options = f"--num_steps={','.join(map(str, scored))}", "--stride=128"
+    found = report("evaluate", workdir, "scores", options, cores)["rows"]
     return {**row._asdict(), "bits_per_byte": {str(each["num_steps"]): each["bits_per_byte"] for each in found}}
 
 
@@ -184,7 +173,7 @@ def time_tokens() -> dict[str, dict[str, float]]:
 
 
 def main(_) -> None:
-    path = pathlib.Path(RESULTS.value)
+    path = results_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path_of_times = path.with_name(f"{path.stem}_times.json")
     results, times = read_results(path), read_results(path_of_times)
@@ -197,9 +186,9 @@ def main(_) -> None:
     if STAGE.value == "final" and times and set(times) != set(KINDS):
         sys.exit(f"{path_of_times}: must have times of {', '.join(KINDS)}; measure them by --stage=times, or delete it")
     rows = rows_of_rates() if STAGE.value == "rates" else final_rows(best_rates(results))
-    results = run_rows(rows, Row.name, run, path, AT_ONCE.value)
+    results = run_rows(rows, Row.name, run)
     found = {row: results[row.name()] for row in rows}
-    print(table(found))
+    print(table(cells(found)))
     if STAGE.value == "final":
         plot(found, times, path.with_suffix(".png"))
 
@@ -212,17 +201,18 @@ def by_model(found: dict[Row, dict]) -> dict[tuple, list[dict]]:
     return groups
 
 
-def table(found: dict[Row, dict]) -> str:
-    """Bits/byte by depth as Markdown: means over seeds and their standard deviations."""
-    lines = ["| model | trained at | steps | rate | seeds | " + " | ".join(map(str, SCORED)) + " |"]
-    lines.append("|" + " --- |" * (5 + len(SCORED)))
+def cells(found: dict[Row, dict]) -> list[dict[str, str]]:
+    """The table: bits/byte by depth, means over seeds and their standard deviations."""
+    lines = []
     for (model, depth, steps, rate), seeds in by_model(found).items():
-        cells = [model, str(depth or ", ".join(map(str, TRAINED))), f"{steps:,}", f"{rate:g}", str(len(seeds))]
+        trained = str(depth or ", ".join(map(str, TRAINED)))
+        line = {"model": model, "trained at": trained, "steps": f"{steps:,}", "rate": f"{rate:g}"}
+        line["seeds"] = str(len(seeds))
         for number in map(str, SCORED):
             values = [seed["bits_per_byte"][number] for seed in seeds if number in seed["bits_per_byte"]]
-            cells.append(spread(values, 3) if values else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            line[number] = spread(values, 3) if values else ""
+        lines.append(line)
+    return lines
 
 
 def plot(found: dict[Row, dict], times: dict[str, dict[str, float]], path: pathlib.Path) -> None:

@@ -18,15 +18,13 @@ import statistics
 from typing import NamedTuple
 
 from absl import app, flags
-from common import articles_of_wikitext, perplexities, run_rows, train
+from common import articles_of_wikitext, curve, define_flags, folder_of, run_rows, table, train
 from published import FINETUNED, draw_published
 
 from diffeqformer.console.figures import new_figure
 from diffeqformer.console.results import spread, write_text
 
 WIKITEXT = flags.DEFINE_string("wikitext", None, "wiki.valid.tokens of WikiText-103.", required=True)
-FOLDER = flags.DEFINE_string("folder", "runs/finetune_depths", "Folder of the runs and their results.")
-RESULTS = flags.DEFINE_string("results", "experiments/finetune_depths.json", "The rows so far; new ones are added.")
 DIRECTIONS = flags.DEFINE_multi_enum(
     "direction",
     ["stdlib_to_wikitext", "wikitext_to_stdlib"],
@@ -39,8 +37,7 @@ BASES = flags.DEFINE_multi_enum(
     ["diffeqformer", "gpt", "elastic"],
     "What is pretrained; can be repeated. elastic is a DiffEqFormer for many depths.",
 )
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of what is shown.")
-AT_ONCE = flags.DEFINE_integer("at_once", 2, "Rows side by side, each on its part of the cores (Linux).", lower_bound=1)
+define_flags("finetune_depths", at_once=2)
 
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py:diffeqformer", "--config.model.num_steps=6"],
@@ -79,7 +76,7 @@ class Base(NamedTuple):
 
     def pretrained(self, rate: float) -> pathlib.Path:
         """The folder of its pretraining."""
-        return pathlib.Path(FOLDER.value) / f"{self.name()}-rate-{rate:g}"
+        return folder_of(f"{self.name()}-rate-{rate:g}")
 
 
 def run(
@@ -111,7 +108,7 @@ def run(
     options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
     options += [*texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
     train(workdir, options, cores)
-    return {str(step): value for step, value in perplexities(workdir).items()}
+    return curve(workdir, "validation/perplexity")
 
 
 def best_rate(found: dict[str, float]) -> float:
@@ -161,30 +158,24 @@ def in_groups(results: dict[str, dict]) -> dict[tuple, list[dict[int, float]]]:
     return dict(sorted(groups.items()))
 
 
-def table(results: dict[str, dict]) -> str:
-    """Perplexities before, at the best step and at the end, as Markdown: means over seeds."""
-    lines = ["| direction | base | trained | steps | seeds | before | best | at step | at the end |", "|" + "---|" * 9]
-    for (direction, base, mode, depth), curves in in_groups(results).items():
-        best = [min(curve, key=curve.get) for curve in curves]
-        columns = (
-            [curve[0] for curve in curves],
-            [curve[step] for curve, step in zip(curves, best, strict=True)],
-            [curve[max(curve)] for curve in curves],
-        )
-        cells = [spread(column, 2) for column in columns]
-        cells.insert(2, ", ".join(map(str, best)))
-        lines.append(f"| {direction} | {base} | {mode} | {depth} | {len(curves)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def cells(group: tuple, curves: list[dict[int, float]]) -> dict[str, str]:
+    """A row of the table: perplexities before, at the best step and at the end, means over seeds."""
+    return dict(zip(("direction", "base", "trained", "steps"), map(str, group))) | {
+        "seeds": str(len(curves)),
+        "before": spread([curve[0] for curve in curves], 2),
+        "best": spread([min(curve.values()) for curve in curves], 2),
+        "at step": ", ".join(str(min(curve, key=curve.get)) for curve in curves),
+        "at the end": spread([curve[max(curve)] for curve in curves], 2),
+    }
 
 
-def plot(results: dict[str, dict], path: pathlib.Path) -> None:
+def plot(groups: dict[tuple, list[dict[int, float]]], path: pathlib.Path) -> None:
     """Plot validation perplexity against steps of fine-tuning: a row of panels for each direction, full and LoRA.
 
     Curves are means over seeds, with their range. Beside them is what was published at best, in the first direction.
     """
     from matplotlib import colormaps
 
-    groups = in_groups(results)
     directions = list(dict.fromkeys(group[0] for group in groups))
     colours = dict(zip(sorted(DEPTHS["diffeqformer"]), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
     figure, panels = new_figure(len(directions), 3, (15, 4.5 * len(directions)), width_ratios=(3, 3, 2))
@@ -217,24 +208,23 @@ def plot(results: dict[str, dict], path: pathlib.Path) -> None:
 
 
 def main(_) -> None:
-    folder = pathlib.Path(FOLDER.value)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(flags.FLAGS.folder)
     wikitext = articles_of_wikitext(WIKITEXT.value, folder, "wikitext", slice(-5), slice(-5, None))
     texts = {"stdlib": [], "wikitext": wikitext}
 
     def show(results):
-        write_text(folder / "table.md", table(results))
-        if in_groups(results):
-            plot(results, folder / "figure.png")
+        if groups := in_groups(results):
+            write_text(folder / "table.md", table([cells(*each) for each in groups.items()]))
+            plot(groups, folder / "figure.png")
 
-    rows = functools.partial(run_rows, name=Base.name, path=pathlib.Path(RESULTS.value), number=AT_ONCE.value)
+    rows = functools.partial(run_rows, name=Base.name)
     for direction in DIRECTIONS.value:
         results = rows([Base(direction, model, 0) for model in BASES.value], work=functools.partial(tuned, texts))
-        bases = [Base(direction, model, seed) for seed in range(1, 1 + SEEDS.value) for model in BASES.value]
+        bases = [Base(direction, model, seed) for seed in range(1, 1 + flags.FLAGS.seeds) for model in BASES.value]
         work = functools.partial(finetuned, texts, results)
         results = rows(bases, work=work, then=show)
     show(results)
-    print(table(results))
+    print(table([cells(*each) for each in in_groups(results).items()]))
 
 
 if __name__ == "__main__":

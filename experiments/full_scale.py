@@ -10,25 +10,20 @@ row goes on where it was, and complete rows aren't run again.
 
 import io
 import itertools
-import json
 import os
 import pathlib
 import runpy
 import statistics
 from typing import NamedTuple
 
-from absl import app, flags, logging
-from common import read_results, run_rows, train
+from absl import app, flags
+from common import curve, define_flags, folder_of, read_results, results_file, run_rows, table, train
 
-from diffeqformer.console.progress import read_curves
-from diffeqformer.console.results import spread, write_text
+from diffeqformer.console.results import spread
 
 STAGE = flags.DEFINE_enum("stage", "published", ["published", "show"], "What to run.")
-FOLDER = flags.DEFINE_string("folder", "runs/full_scale", "Folder of the runs and of the tokenizer.")
-RESULTS = flags.DEFINE_string("results", "experiments/full_scale.json", "The rows so far; new ones are added.")
-AT_ONCE = flags.DEFINE_integer("at_once", 1, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each config.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps of a row.", lower_bound=1)
+define_flags("full_scale")
 
 CONFIGS = ("large", "llama_1b")
 TYPES = ("bfloat16", "float32")
@@ -58,10 +53,6 @@ class Row(NamedTuple):
         """Its key in the results, and its folder."""
         return f"{self.config}, {self.dtype}, {STEPS.value} steps, seed {self.seed}"
 
-    def workdir(self) -> pathlib.Path:
-        """The folder of its run."""
-        return pathlib.Path(FOLDER.value) / self.name().replace(", ", "-").replace(" ", "_")
-
     def options(self) -> list[str]:
         """What `main` is told."""
         path = f"configs/{self.config}.py"
@@ -72,12 +63,14 @@ class Row(NamedTuple):
 
 def all_rows() -> list[Row]:
     """The rows, in the order in which they are run."""
-    return [Row(config, dtype, seed) for seed, config, dtype in itertools.product(range(SEEDS.value), CONFIGS, TYPES)]
+    return [
+        Row(config, dtype, seed) for seed, config, dtype in itertools.product(range(flags.FLAGS.seeds), CONFIGS, TYPES)
+    ]
 
 
 def tokenizer_file() -> pathlib.Path:
     """The file of the tokenizer."""
-    return pathlib.Path(FOLDER.value) / "python_stdlib_2000.model"
+    return pathlib.Path(flags.FLAGS.folder) / "python_stdlib_2000.model"
 
 
 def make_tokenizer() -> None:
@@ -111,19 +104,13 @@ def work(row: Row, cores: list[int] | None) -> dict:
     Returns:
         its curves by step, the keys as JSON has them: losses in nats per token, and norms before clipping.
     """
-    train(row.workdir(), row.options(), cores)
-    curves = read_curves(row.workdir())
+    workdir = folder_of(row.name())
+    train(workdir, row.options(), cores)
     names = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "validation/loss": "validation"}
     return {
-        name: {str(step): float(f"{value:.6g}") for step, value in sorted(curves[tag].items())}
+        name: {step: float(f"{value:.6g}") for step, value in curve(workdir, tag).items()}
         for tag, name in names.items()
     }
-
-
-def write(path: pathlib.Path, results: dict[str, dict]) -> None:
-    """Write the results, a row to a line."""
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
-    write_text(path, f"{{\n{lines}\n}}\n")
 
 
 def differences(results: dict[Row, dict], row: Row, curve: str) -> dict[int, float]:
@@ -138,20 +125,20 @@ def in_bfloat16(results: dict[Row, dict]) -> dict[str, list[Row]]:
     return {config: of for config in CONFIGS if (of := [row for row in rows if row.config == config])}
 
 
-def table(results: dict[Row, dict]) -> str:
-    """What bfloat16 changes, as Markdown: means over seeds of differences of the same seed."""
-    head = ["config", "seeds", "validation loss at the end, bfloat16 less float32"]
-    head += ["largest difference of training losses", "gradient norm, median", "above 1, %"]
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    for config, rows in in_bfloat16(results).items():
-        norms = [results[row]["gradient_norm"].values() for row in rows]
-        cells = [config, str(len(rows))]
-        cells.append(spread([list(differences(results, row, "validation").values())[-1] for row in rows], 4))
-        cells.append(spread([max(map(abs, differences(results, row, "loss").values())) for row in rows], 3))
-        cells.append(spread(list(map(statistics.median, norms)), 2))
-        cells.append(spread([100 * statistics.mean(norm > 1 for norm in each) for each in norms], 0))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def cells(results: dict[Row, dict], config: str, rows: list[Row]) -> dict[str, str]:
+    """What bfloat16 changes in a config, a row of the table: means over seeds of differences of the same seed."""
+    norms = [results[row]["gradient_norm"].values() for row in rows]
+    ends = [list(differences(results, row, "validation").values())[-1] for row in rows]
+    return {
+        "config": config,
+        "seeds": str(len(rows)),
+        "validation loss at the end, bfloat16 less float32": spread(ends, 4),
+        "largest difference of training losses": spread(
+            [max(map(abs, differences(results, row, "loss").values())) for row in rows], 3
+        ),
+        "gradient norm, median": spread(list(map(statistics.median, norms)), 2),
+        "above 1, %": spread([100 * statistics.mean(norm > 1 for norm in each) for each in norms], 0),
+    }
 
 
 def plot(results: dict[Row, dict], path: pathlib.Path) -> None:
@@ -191,16 +178,16 @@ def smoothed(curve: dict[str, float], count: int = 5) -> tuple[list[int], list[f
 
 
 def main(_) -> None:
-    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
-    pathlib.Path(FOLDER.value).mkdir(parents=True, exist_ok=True)
-    rows, path = all_rows(), pathlib.Path(RESULTS.value)
+    pathlib.Path(flags.FLAGS.folder).mkdir(parents=True, exist_ok=True)
+    rows, path = all_rows(), results_file()
     results = read_results(path)
     if STAGE.value == "published" and any(row.name() not in results for row in rows):
         make_tokenizer()
-        results = run_rows(rows, Row.name, work, path, AT_ONCE.value, write=write)
+        results = run_rows(rows, Row.name, work)
     shown = {row: results[row.name()] for row in rows if row.name() in results}
-    print(table(shown))
-    if in_bfloat16(shown):
+    compared = in_bfloat16(shown)
+    print(table([cells(shown, *each) for each in compared.items()]))
+    if compared:
         plot(shown, path.with_suffix(".png"))
 
 

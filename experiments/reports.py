@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 from absl import app, flags
+from common import table
 
 from diffeqformer.console.results import spread, write_json, write_text
 
@@ -80,15 +81,17 @@ def main(_) -> None:
             sys.exit(f"--report: each kind must have one pattern, but several name reports of {name}")
         kinds[name] = {path.parent.name: of_report(json.loads(path.read_text())) for path in found}
     rows = dict.fromkeys(name for reports in kinds.values() for values in reports.values() for name in values)
-    lines = [f"| | {' | '.join(kinds)} |", "|" + " --- |" * (1 + len(kinds))]
-    for row in rows:
-        cells = [cell([values[row] for values in reports.values() if row in values]) for reports in kinds.values()]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+    text = table(
+        [
+            {"": row} | {k: cell([of[row] for of in reports.values() if row in of]) for k, reports in kinds.items()}
+            for row in rows
+        ]
+    )
     path = pathlib.Path(RESULTS.value)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, kinds)
-    write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write_text(path.with_suffix(".md"), text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -9,23 +9,14 @@ runs go on where they were.
 """
 
 import itertools
-import json
-import pathlib
-import shutil
-import subprocess
-import sys
 
 from absl import app, flags
-from common import on_cores, run_rows, train
+from common import define_flags, folder_of, read_curves, report, run_rows, table, train
 
-from diffeqformer.console.progress import read_curves
 from diffeqformer.console.results import spread
 
 DEPTHS = flags.DEFINE_enum("depths", "one", ["one", "many"], "Models of one number of steps, or of several.")
-FOLDER = flags.DEFINE_string("folder", "runs/training_times", "Folder of the runs.")
-RESULTS = flags.DEFINE_string("results", "experiments/training_times.json", "The runs so far; new ones are added.")
-AT_ONCE = flags.DEFINE_integer("at_once", 2, "Runs side by side, each on its part of the cores (Linux).", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each model.", lower_bound=1)
+define_flags("training_times", at_once=2)
 
 LOW, PUBLISHED = (f"--config.model.time_frequency={frequency}" for frequency in (10, 1000))
 FIXED, SHIFTED = (f"--config.model.training_times={times}" for times in ("fixed", "shifted"))
@@ -58,16 +49,10 @@ def name_of(row: tuple[int, str]) -> str:
 def examine(row: tuple[int, str], cores: list[int] | None) -> dict:
     """Train one model and examine it. Returns its bits/byte on its own grid and what the report says."""
     seed, kind = row
-    workdir = pathlib.Path(FOLDER.value) / name_of(row).replace(", ", "-").replace(" ", "_")
+    workdir = folder_of(name_of(row))
     options = [*KINDS[DEPTHS.value][kind], f"--config.seed={seed}", "--config.checkpoints_kept=1"]
     train(workdir, options, cores)
-    output = workdir / "between"
-    shutil.rmtree(output, ignore_errors=True)  # of an interrupted report
-    command = [sys.executable, "-m", "diffeqformer.ode", f"--workdir={workdir}", f"--output={output}"]
-    done = subprocess.run(on_cores(command, cores), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"{name_of(row)} wasn't examined: {done.stderr.strip()}")
-    report = json.loads((output / "results.json").read_text())
+    found = report("ode", workdir, "between", cores=cores)
     curves = read_curves(workdir)
     return {
         "kind": kind,
@@ -77,25 +62,24 @@ def examine(row: tuple[int, str], cores: list[int] | None) -> dict:
             for tag, curve in curves.items()
             if "bits_per_byte" in tag
         },
-        "ratios": {kernel: row["ratio"] for kernel, row in report["smoothness"].items()},
-        "perplexities": report["perplexities"],
-        "num_steps": report["convergence"]["num_steps"],
-        "errors": report["convergence"]["errors"],
-        "orders": report["convergence"]["orders"],
+        "ratios": {kernel: row["ratio"] for kernel, row in found["smoothness"].items()},
+        "perplexities": found["perplexities"],
+        "num_steps": found["convergence"]["num_steps"],
+        "errors": found["convergence"]["errors"],
+        "orders": found["convergence"]["orders"],
     }
 
 
-def table(results: dict[str, dict]) -> str:
-    """The findings by kind, as Markdown: means over seeds and their standard deviations."""
+def cells(results: dict[str, dict]) -> list[dict[str, str]]:
+    """The table, a column for each kind: means over seeds and their standard deviations."""
     by_kind = {kind: [row for row in results.values() if row["kind"] == kind] for kind in KINDS[DEPTHS.value]}
     by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
     first = next(iter(by_kind.values()))[0]
-    lines = ["| | " + " | ".join(by_kind) + " |", "|" + " --- |" * (1 + len(by_kind))]
+    lines = []
 
     def add(title, value, digits):
-        found = [[value(row) for row in rows if value(row) is not None] for rows in by_kind.values()]
-        cells = [spread(values, digits) if values else "" for values in found]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        found = {kind: [value(row) for row in rows if value(row) is not None] for kind, rows in by_kind.items()}
+        lines.append({"": title} | {kind: spread(values, digits) if values else "" for kind, values in found.items()})
 
     for name in first["bits_per_byte"]:
         add(f"validation {name}", lambda row, name=name: row["bits_per_byte"][name], 3)
@@ -106,12 +90,12 @@ def table(results: dict[str, dict]) -> str:
     for method in first["orders"]:
         add(f"observed order of {method}", lambda row, method=method: row["orders"][method], 2)
     add("distance of Euler's last state, on the trained grid", lambda row: row["errors"]["euler"][0], 2)
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main(_) -> None:
-    rows = itertools.product(range(1, 1 + SEEDS.value), KINDS[DEPTHS.value])
-    print(table(run_rows(rows, name_of, examine, pathlib.Path(RESULTS.value), AT_ONCE.value)))
+    rows = itertools.product(range(1, 1 + flags.FLAGS.seeds), KINDS[DEPTHS.value])
+    print(table(cells(run_rows(rows, name_of, examine))))
 
 
 if __name__ == "__main__":

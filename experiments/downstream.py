@@ -2,7 +2,7 @@
 
     python experiments/downstream.py --results=runs/large/downstream/2026-01-01-120000
 
-The tables are printed, and written with the bars into that folder. Runs whose folders differ in `seed-<n>` alone are
+The tables are printed, and written with the bars into that folder. Runs whose folders differ in `seed_<n>` alone are
 also shown as means, and each one is compared with the first model's of its own seed.
 """
 
@@ -21,7 +21,8 @@ from diffeqformer.console.results import write_text
 from diffeqformer.inference.task_table import PERCENT, Column, Value, columns_of, in_order, shown_metric, table
 from diffeqformer.inference.tasks import TASKS
 
-SEED = re.compile(r"seed-\d+")
+RESULTS = flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
+SEED = re.compile(r"(seed[-_])\d+")
 
 # Tong et al., Neural ODE Transformers (ICLR 2025), appendix C.7: per cent, with the standard error.
 # Each row has: baseline and DiffEqFormer at 0 shots, baseline and DiffEqFormer at 5 shots.
@@ -74,7 +75,7 @@ PUBLISHED = {
 
 def model_of(label: str) -> str:
     """What the runs of a model that differ in the seed alone have in common."""
-    return SEED.sub("seed-*", label)
+    return SEED.sub(r"\1*", label)
 
 
 def means(runs: list[dict]) -> list[Column]:
@@ -168,7 +169,7 @@ def plot(columns: list[Column], tasks: list[str], path: pathlib.Path) -> None:
 
 
 def main(_) -> None:
-    folder = pathlib.Path(flags.FLAGS.results)
+    folder = pathlib.Path(RESULTS.value)
     runs, documents = (json.loads((folder / f"{name}.json").read_text()) for name in ("results", "documents"))
     runs = [{**run, "documents": scored["documents"]} for run, scored in zip(runs["runs"], documents, strict=True)]
     rows, columns = runs[0]["tasks"], columns_of(runs)
@@ -185,5 +186,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("results", None, "A folder of results of diffeqformer.downstream.", required=True)
     app.run(main)

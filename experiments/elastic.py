@@ -43,6 +43,7 @@ DEPTHS = (2, 4, 8, 12)  # of specialists
 TRAINED = (2, 3, 4, 6, 8)  # depths among which tiny.py:elastic draws
 SCORED = (2, 3, 4, 5, 6, 8, 12, 16)
 RATES = (1.5e-3, 3e-3, 6e-3)
+ROUNDS = 50  # of timing
 
 
 class Kind(NamedTuple):
@@ -159,7 +160,7 @@ def time_tokens() -> dict[str, dict[str, float]]:
         config.model.num_steps = depth
         models[name, depth] = new_model(config)
     generator = random.Random(0)
-    for _ in range(50):
+    for _ in range(ROUNDS):
         for key, model in generator.sample(list(models.items()), len(models)):
             tokens = write_tokens(
                 model, [0] * 8, count=101, key=jax.random.key(0), vocab_size=model.vocab_size, choice=Choice()

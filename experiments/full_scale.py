@@ -137,7 +137,7 @@ def cells(results: dict[Row, dict], config: str, rows: list[Row]) -> dict[str, s
             [max(map(abs, differences(results, row, "loss").values())) for row in rows], 3
         ),
         "gradient norm, median": spread(list(map(statistics.median, norms)), 2),
-        "above 1, %": spread([100 * statistics.mean(norm > 1 for norm in each) for each in norms], 0),
+        "above 1, %": spread([100.0 * statistics.mean(norm > 1 for norm in each) for each in norms], 0),
     }
 
 

@@ -107,9 +107,9 @@ def downstream(output: str, runs: Iterable[str], options: str = "") -> tuple[Com
     return Command(line, output), Command(f"experiments/downstream.py --results={{folder}}/{output}")
 
 
-def seeds(model: str, changes: str = "", which: str = "[123]") -> str:
-    """A pattern of the runs that a study shows: those of its best rate, with the seeds after 0."""
-    return f"studies/tiny-{model}-{changes}optimizer.learning_rate-*-seed-{which}-1500_steps"
+def seeds(form: str, which: str = "[123]") -> str:
+    """A pattern of the runs that a study shows: those of a form's best rate, with the seeds after 0."""
+    return f"studies/tiny-{form}-[0-9]*-seed_{which}-1500_steps-own_text"
 
 
 def analyze(run: str, parts: str, output: str) -> Command:
@@ -145,7 +145,7 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
         study("llama"),
         *downstream(
             "downstream-llama",
-            (seeds("llama"), seeds("diffeqformer", "model.field-llama-")),
+            (seeds("llama"), seeds("diffeqformer-llama")),
             "--include={tasks} --shots=0,1",
         ),
     ),
@@ -156,7 +156,7 @@ DOWNSTREAM_LLAMA = DOWNSTREAM._replace(
     ),
 )
 EMBEDDING = (study("embedding"),)
-WIDTHS = "--widths=20,48,72,96,120,144"
+WIDTHS = "--width=20 --width=48 --width=72 --width=96 --width=120 --width=144"
 EMBEDDING_OF_LARGE = (study("embedding", f"--config=configs/large.py {WIDTHS} {AT_SCALE}"),)
 SIZES, SIZES_OF_MEDIUM = (
     (Command(f"benchmarks/embedding.py {options} --output={{folder}}/embedding", "embedding"),)

@@ -160,3 +160,37 @@ def run(tmp_path_factory):
             checkpoints, 12, {"params": params, "step": jnp.int32(12), "optimizer": jnp.zeros(99_999)}, about
         )
     return workdir
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A function that opens a script of experiments/ as a module, whose `main` runs it: its name, and its options.
+
+    Keywords are functions that stand in for those of common.py.
+    """
+    from absl import flags
+
+    from helpers import ROOT
+
+    folder, known = ROOT / "experiments", set(flags.FLAGS)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(folder)
+
+    def forget():
+        for path in folder.glob("*.py"):
+            sys.modules.pop(path.stem, None)
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
+
+    def open_script(name, *options, **stand_ins):
+        forget()
+        common = importlib.import_module("common")
+        for function, stand_in in stand_ins.items():
+            monkeypatch.setattr(common, function, stand_in)
+        module = importlib.import_module(name)
+        flags.FLAGS([name, *options])
+        return module
+
+    yield open_script
+    forget()
+    flags.FLAGS.unparse_flags()

@@ -70,11 +70,11 @@ ROWS = [
     Row(r"(--include=\S+/task_files) --tasks=paper", r"\1 --tasks=logiqa"),  # the hub has the other ten
     Row(r"\bharness run", add="--include_path my_tasks"),
     Row(r"--tasks arc_easy", r"\g<0>,lambada_openai,logiqa,piqa"),  # those that docs/downstream.md has files for
-    # training that is pretended; other studies of a clone have all their rows
-    Row(r"experiments/(paper)\.py", r"tests/pretended_\1.py"),
+    # what is not trained; other studies of a clone have all their rows
+    Row(r"experiments/paper\.py", add="--list"),
     Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
-    Row(r"experiments/(recipe)\.py", r"tests/pretended_\1.py", add="--results=recipe.json --folder=."),
-    Row(r"experiments/(full_scale)\.py$", r"tests/pretended_\1.py", add="--steps=20 --seeds=1"),
+    Row(r"experiments/recipe\.py", add="--forms='llama, muon'"),
+    Row(r"experiments/full_scale\.py$", add="--stage=show"),
     # what is small
     Row(r"\bmain (--config=\S+)(?!.*smollm2)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     # what a GPT and tiny.py's own model don't have

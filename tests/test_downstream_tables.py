@@ -2,18 +2,13 @@
 
 import json
 import math
-import runpy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from diffeqformer.inference import task_table
 from diffeqformer.inference.tasks import TASKS
-from helpers import ROOT
 
-SCRIPT = runpy.run_path(str(ROOT / "experiments" / "downstream.py"))
 ROW = {"shots": 0, "examples": 4, "contexts": 8, "contexts_cut": 0, "unknown_tokens": 0, "altered_texts": 0}
 
 
@@ -24,17 +19,16 @@ def run_of(model, seed, shots, score):
     return run, {"label": label, "shots": shots, "documents": {"piqa": [0.0, 1.0, 1.0, score]}}
 
 
-def test_scores_are_shown_beside_the_papers_with_means_over_seeds_and_pairs(tmp_path):
+def test_scores_are_shown_beside_the_papers_with_means_over_seeds_and_pairs(tmp_path, script, capsys):
     scores = {("gpt", 1): 0.0, ("gpt", 2): 1.0, ("ours", 1): 1.0, ("ours", 2): 0.0}
     found = [run_of(*of, shots, score) for of, score in scores.items() for shots in (1, 5)]
     runs, documents = zip(*found)
     (tmp_path / "results.json").write_text(json.dumps({"runs": runs}))
     (tmp_path / "documents.json").write_text(json.dumps(documents))
-    script = [sys.executable, "experiments/downstream.py", f"--results={tmp_path}"]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "tables.md").read_text() in done.stdout
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    script("downstream", f"--results={tmp_path}").main(None)
+    printed = capsys.readouterr().out
+    assert (tmp_path / "tables.md").read_text() in printed
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
     ours = [f"**runs/{model}-seed-{seed}, 4 steps**" for model in ("gpt", "ours") for seed in (1, 2)]
     assert lines[2][2:] == ours + ours + ["**GPT-large (published)**", "**DiffEqFormer-large (published)**"]
     assert lines[3][-2:] == ["55.82 (1.16)", "56.69 (1.16)"] and lines[3][2] == "0.00"
@@ -44,8 +38,11 @@ def test_scores_are_shown_beside_the_papers_with_means_over_seeds_and_pairs(tmp_
     assert (tmp_path / "downstream.png").stat().st_size > 10_000
 
 
-def test_the_same_documents_are_compared_in_pairs():
-    difference, first = SCRIPT["difference"], [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+def test_the_same_documents_are_compared_in_pairs(script):
+    difference, first = (
+        script("downstream", "--results=").difference,
+        [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0],
+    )
     value, error, p = difference(first, 7 * [1.0] + 3 * [0.0])  # 4 better and 1 worse
     assert value == pytest.approx(0.3) and p == pytest.approx(2 * (1 + 5) / 2**5)
     assert error == pytest.approx(np.std([4 * [1] + [-1] + 5 * [0]], ddof=1) / 10**0.5)
@@ -54,14 +51,14 @@ def test_the_same_documents_are_compared_in_pairs():
     assert p == pytest.approx(0.0163, abs=1e-4)  # of Student's t with 3 degrees of freedom
 
 
-def test_published_figures():
+def test_published_figures(script):
     """Spot checks against the paper, and the standard error that each accuracy and number of examples implies."""
-    gpt, ours = SCRIPT["PUBLISHED"]["gpt"]
-    llama, _ = SCRIPT["PUBLISHED"]["llama"]
+    published = script("downstream", "--results=").PUBLISHED
+    (gpt, ours), (llama, _) = published["gpt"], published["llama"]
     assert str(gpt.values[0]["arc_challenge"]) == "20.65 (1.18)" and str(ours.values[5]["wsc273"]) == "53.11 (3.03)"
     assert str(llama.values[5]["mmlu"]) == "26.43 (0.37)" and str(ours.values[0]["lambada_openai"]) == "38.39 (0.68)"
     examples = dict(zip(TASKS, (1172, 2376, 10042, 5153, 5153, 651, 14042, 1838, 1000, 1267, 273)))
-    for columns in SCRIPT["PUBLISHED"].values():
+    for columns in published.values():
         for column in columns:
             for values in column.values.values():
                 for task, (percent, error, _) in values.items():

@@ -1,301 +1,344 @@
-"""The experiments' scripts, with fake runs."""
+"""The experiments' scripts, with trainings that leave made-up curves."""
 
-import concurrent.futures
-import contextlib
+import itertools
 import json
+import math
 import re
 import runpy
 import shutil
 import sys
-import threading
+import types
+from base64 import b64encode
 
 import pytest
+from absl import flags
 
+from diffeqformer.config import check_config, check_overrides, check_used, field_names, get_field
 from helpers import ROOT
-from runs import command
 
 
-def study(folder, steps, name="design", *options) -> tuple[str, dict]:
-    """What is printed, and what is saved."""
-    results = folder / "results.json"
-    options = (f"--study={name}", f"--steps={steps}", f"--folder={folder}", f"--results={results}", *options)
-    done = command("pretended_study", *options)
-    assert done.returncode == 0, done.stderr
-    assert (folder / f"tiny-{name}.png").stat().st_size > 10_000
-    return done.stdout, json.loads(results.read_text())
+class Trainings:
+    """What stands in for trainings: they check their options as `main` does, and have the curves of a function.
+
+    `configs` has the config of each by the name of its folder, `curves` is (config) -> {tag: {step: value}}.
+    """
+
+    def __init__(self, curves):
+        self.configs, self.curves = {}, curves
+
+    def train(self, workdir, options, cores=None):
+        assert workdir.name not in self.configs, "it was trained twice"
+        check_overrides(options)
+        path, _, model = options[0].removeprefix("--config=").partition(":")
+        config = runpy.run_path(path)["get_config"](*[model] * bool(model))
+        for name, text in (option.removeprefix("--config.").split("=", 1) for option in options[1:]):
+            kind = type(get_field(config, name))
+            value = flags.BooleanParser().parse(text) if kind is bool else kind(text)
+            config.update_from_flattened_dict({name: value})
+        check_used(options, config)
+        check_config(config, num_devices=None)
+        self.configs[workdir.name] = config
+
+    def stand_ins(self, **others):
+        """Functions for the fixture `script`."""
+        own = {"train": self.train, "read_curves": lambda workdir: self.curves(self.configs[workdir.name])}
+        return own | {"number_of_parameters": lambda workdir: 1234} | others
+
+    def new(self) -> dict:
+        """The configs since the last call."""
+        configs, self.configs = self.configs, {}
+        return configs
 
 
-@pytest.mark.slow
-def test_a_study_chooses_rates_runs_nothing_twice_and_takes_no_runs_of_another_length(tmp_path):
-    printed, found = study(tmp_path, 3, "design", "--seeds=2")
-    assert printed.count("configs/tiny.py:diffeqformer ") == printed.count("configs/tiny.py:alternative ") == 4 + 2
-    best = "tiny-alternative-optimizer.learning_rate-0.002-seed-2-3_steps"
-    perplexities = {"1": 8.5, "2": 7.5, "3": 6.5}
-    run = {"perplexities": perplexities, "parameters": 1234}
-    assert len(found) == 2 * (4 + 2) and found[best] == run
-    assert "| diffeqformer | 1,234 | 0.002 | 2 | 6.50 ± 0.00 | 3, 3 | 6.50 ± 0.00 |" in printed
-
-    del found[best]
-    (tmp_path / "results.json").write_text(json.dumps(found))
-    printed, again = study(tmp_path, 3, "design", "--seeds=2")
-    assert printed.count("configs/tiny.py") == 1 and again == found | {best: run}  # from the folder
-    shutil.rmtree(tmp_path / best)
-    assert "configs/tiny.py" not in study(tmp_path, 3, "design", "--seeds=2")[0]  # from the results
-
-    del again[best]
-    (tmp_path / "results.json").write_text(json.dumps(again))
-    shutil.copytree(tmp_path / best.replace("seed-2", "seed-1"), tmp_path / best)
-    checkpoints = tmp_path / best / "checkpoints"
-    (checkpoints / "3").rename(checkpoints / "2")  # of 3 steps
-    assert study(tmp_path, 3, "design", "--seeds=2")[0].count("configs/tiny.py:alternative ") == 1
-    printed, _ = study(tmp_path, 2, "design", "--seeds=1")
-    assert printed.count("tiny.py:alternative ") == printed.count("tiny.py:diffeqformer ") == 4 + 1
-    assert "published" not in printed
-    assert "published diffeqformer llama\n" in study(tmp_path, 1, "llama", "--seeds=1")[0]
+def validation(config, best: float, plus: float = 0.0) -> dict[str, dict[int, float]]:
+    """Curves that end at 2 + `plus` at the best rate, and higher at others."""
+    values = {1: 9.0, 2: 2 + plus + abs(math.log2(config.optimizer.learning_rate / best))}
+    return {"validation/perplexity": values, "validation/bits_per_byte": values}
 
 
-def test_a_width_that_is_no_number_is_said_in_one_sentence(tmp_path):
-    done = command("pretended_study", "--study=embedding", "--widths=4,wide", f"--folder={tmp_path / 'out'}")
-    assert done.returncode == 1 and not (tmp_path / "out").exists()
-    assert done.stderr == "--widths: must be comma-separated numbers, but one is 'wide'\n"
+def rates(configs) -> list[float]:
+    """Their learning rates, sorted."""
+    return sorted(config.optimizer.learning_rate for config in configs)
 
 
-def test_nothing_is_begun_after_a_failure(capsys):
-    side_by_side, begun, done = runpy.run_path("experiments/common.py")["side_by_side"], [], []
+def test_a_study_tunes_each_form_and_runs_nothing_twice(tmp_path, script, capsys):
+    best = {"diffeqformer": 2e-3, "alternative": 1.6e-2}
+    trainings = Trainings(lambda config: validation(config, best[config.model.kind], 0.1 * config.seed))
+    results = tmp_path / "results.json"
 
-    def work(item, cores):
-        begun.append((item, cores))
-        return 1 / item if item else sys.exit("no such item")
+    def trained(*options):
+        options = ("--study=design", f"--folder={tmp_path}", f"--results={results}", "--seeds=2", *options)
+        script("ablations", *options, **trainings.stand_ins()).main(None)
+        return list(trainings.new().values())
 
-    with pytest.raises(SystemExit):
-        side_by_side([2, 4, 0, 5], work, lambda *found: done.append(found), 1)
-    assert begun == [(2, None), (4, None), (0, None)] and done == [(2, 0.5), (4, 0.25)]
-    assert capsys.readouterr().err == "no such item\n"
-    with pytest.raises(ZeroDivisionError):
-        side_by_side([2, 0, 5], work, lambda item, _: 1 / (item - 2), 1)
-    assert begun[3:] == [(2, None)]
-
-
-def test_processes_that_share_a_file_of_results_lose_none(tmp_path):
-    common = runpy.run_path("experiments/common.py")
-    path, begun = tmp_path / "new" / "results.json", []
-
-    def work(row, cores):
-        begun.append(row)
-        if row == "a":  # while another process works on the others
-            common["add_results"](path, {"b": {"by": "another"}, "d": {"by": "another"}})
-        return {"by": "this"}
-
-    found = common["run_rows"](["a", "b", "c"], str, work, path, 1)
-    assert begun == ["a", "c"] and found == json.loads(path.read_text())
-    assert {row: found[row]["by"] for row in "abcd"} == dict(a="this", b="another", c="this", d="another")
-
-
-def test_two_that_add_results_at_once_wait_for_one_another(tmp_path):
-    common, path, both = runpy.run_path("experiments/common.py"), tmp_path / "results.json", threading.Barrier(2)
-
-    def slowly(path, results):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(1)  # in vain, unless both have read the file before either writes
-        common["write_json"](path, results)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda row: common["add_results"](path, {row: {}}, slowly), "ab"))
-    assert json.loads(path.read_text()) == {"a": {}, "b": {}}
+    first = trained()
+    tuned, shown = ([config for config in first if (config.seed > 0) == later] for later in (False, True))
+    assert rates(config for config in tuned if config.model.kind == "diffeqformer") == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert rates(config for config in tuned if config.model.kind == "alternative") == [2e-3, 4e-3, 8e-3, 1.6e-2]
+    assert [(config.model.kind, config.seed) for config in shown] == [(kind, seed) for seed in (1, 2) for kind in best]
+    assert all(config.optimizer.learning_rate == best[config.model.kind] for config in shown)
+    assert "| alternative | 1,234 | 1.6e-2 | 2.150 ± 0.071 | 2, 2 | 2.150 ± 0.071 | +0.000 ± 0.000 |" in (
+        capsys.readouterr().out
+    )
+    assert (tmp_path / "tiny-design.png").stat().st_size > 10_000
+    found = json.loads(results.read_text())
+    run = found.pop("tiny-alternative-1.6e-2-seed_2-1500_steps-own_text")
+    assert run == {"perplexity": {"1": 9.0, "2": 2.2}, "parameters": 1234} and len(found) == 11
+    assert trained() == []
+    results.write_text(json.dumps(found))
+    [again] = trained()
+    assert (again.model.kind, again.seed, again.steps) == ("alternative", 2, 1500)
+    assert len(trained("--steps=1000")) == 12
 
 
-def test_runs_side_by_side_divide_the_cores(monkeypatch):
-    common, at_once, found = runpy.run_path("experiments/common.py"), threading.Barrier(2, timeout=60), {}
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 6}, raising=False)
-    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/taskset")
-    common["side_by_side"]("ab", lambda item, cores: (at_once.wait(), cores)[1], found.__setitem__, 2)
-    assert sorted(found.values()) == [[3, 6], [5]]
-    assert common["on_cores"](["train"], [3, 6]) == ["taskset", "--cpu-list", "3,6", "train"]
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(SystemExit, match="^--at_once: must be 1 here, because only Linux with taskset"):
-        common["parts_of_cores"](2)
+def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path, script, capsys):
+    trainings = Trainings(
+        lambda config: validation(config, 8e-3, 0.1 * config.seed - 0.1 * (config.model.kind == "interpolated"))
+    )
+
+    def trained(forms):
+        options = f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", "--seeds=2", f"--forms={forms}"
+        recipe = script("recipe", *options, **trainings.stand_ins())
+        recipe.write_corpus = lambda folder: ["--config.data.task=wikitext103"]
+        recipe.time_ratio = lambda form: {"ratio": 2.0}
+        recipe.main(None)
+        return list(trainings.new().values())
+
+    forms = "llama, muon;llama's block, interpolated, muon"
+    tuned, shown = [], []
+    for config in trained(forms):
+        (tuned if config.data.task == "wikitext103" else shown).append(config)
+    assert rates(tuned) == sorted([2e-3, 4e-3, 8e-3, 1.6e-2] * 2) and {config.seed for config in tuned} == {0}
+    assert rates(shown) == [8e-3] * 4 and [config.seed for config in shown] == [1, 1, 2, 2]
+    shown = capsys.readouterr().out
+    assert "| llama, muon | 1,234 | 8e-3 | 2.150 ± 0.071 | 2, 2 | 2.150 ± 0.071 |  |  |\n" in shown
+    assert "| 2.050 ± 0.071 | 2, 2 | 2.050 ± 0.071 | -0.100 ± 0.000 | 2.0 |\n" in shown
+    assert (tmp_path / "tiny-recipe.png").stat().st_size > 5_000 and trained(forms) == []
+    with pytest.raises(SystemExit, match="^--forms: must be of gpt; gpt's block, published;.* 'bert'$"):
+        trained("bert")
 
 
-@pytest.mark.slow
-def test_the_sweep_has_every_width_at_every_rate(tmp_path):
-    printed, found = study(tmp_path, 2, "embedding", "--seeds=1")
-    assert len(found) == 6 * (4 + 1) and printed.count("--config.optimizer.learning_rate=0.008 ") == 6
-    assert printed.count("--config.model.time_embed_dim=96 ") == 4 + 1
+def test_saved_rows_of_the_recipe_are_of_its_runs(script):
+    recipe = script("recipe")
+    run, rates, texts = sys.modules["tuning"].Run, sys.modules["tuning"].RATES.value, ("own_text", "packages")
+    runs = {run(*of).name() for of in itertools.product(recipe.FORM, rates, range(4), texts)}
+    saved = json.loads((ROOT / "experiments" / "recipe.json").read_text()).keys()
+    assert saved and saved <= runs | set(map(recipe.time_key, recipe.FORM))
 
 
-@pytest.mark.slow
-def test_the_short_text_is_the_first_articles(tmp_path):
-    articles = "".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14))
-    (tmp_path / "wiki.txt").write_text(articles)
-    printed, found = study(tmp_path, 2, "overfitting", f"--wikitext={tmp_path / 'wiki.txt'}", "--seeds=1")
-    assert [name.split("-")[1] for name in list(found)[-3:]] == ["diffeqformer", "gpt", "shared"]
+def test_rates_and_widths_are_numbers(script):
+    for wrong in ("--rates=1e-3,fast", "--rates=2e-3,1e-3", "--width=wide", "--config=configs/none.py"):
+        with pytest.raises(flags.IllegalFlagValueError, match=wrong.partition("=")[0]):
+            script("ablations", "--study=embedding", wrong)
+
+
+def test_saved_ablations_are_complete(tmp_path, script, capsys):
+    trainings, forms = Trainings(None), {}
+    for study in ("perplexity", "llama", "embedding", "design", "beta2", "shared"):
+        script("ablations", f"--study={study}", f"--folder={tmp_path}", **trainings.stand_ins()).main(None)
+        forms[study] = [line[2:].split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
+        assert (tmp_path / f"tiny-{study}.png").stat().st_size > 10_000
+    assert not trainings.new() and list(map(len, forms.values())) == [3, 2, 6, 2, 4, 2]
+    wider = [f"diffeqformer, time_embed_dim {width}" for width in (4, 12, 48, 96)]
+    assert forms["embedding"] == [*wider[:2], "diffeqformer", *wider[2:], "gpt"]  # tiny.py's own width is 24
+
+
+def test_the_short_text_is_the_first_articles(tmp_path, script):
+    (tmp_path / "wiki.txt").write_text("".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14)))
+    trainings = Trainings(lambda config: validation(config, 4e-3))
+    options = f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", f"--wikitext={tmp_path / 'wiki.txt'}"
+    script("ablations", "--study=overfitting", *options, "--seeds=1", **trainings.stand_ins()).main(None)
     texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
     assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
     assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
-    assert printed.count(f"--config.data.train_files={tmp_path / 'short-train.txt'} ") == 3 * (4 + 1)
+    files = [config.data.train_files for config in trainings.new().values()]
+    assert files == [str(tmp_path / "short-train.txt")] * 3 * (3 + 1)
 
 
-@pytest.mark.slow
-def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path):
-    results = tmp_path / "elastic.json"
+def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path, script, capsys):
+    results, trainings = tmp_path / "elastic.json", Trainings(None)
+    best = {"specialist": 1.5e-3, "gpt": 3e-3, "drawn": 3e-3, "elastic": 3e-3, "fixed_grids": 6e-3}
 
-    def run(stage):
-        done = command(
-            "pretended_elastic", f"--stage={stage}", f"--folder={tmp_path}", f"--results={results}", "--seeds=2"
-        )
-        return done, [line for line in done.stdout.splitlines() if line.startswith("trained ")]
+    def score(module, workdir, name, options, cores):
+        """Better with depth. Away from the trained depths another rate is the best by far."""
+        model, rows = re.split("_at_|-", workdir.name)[0], []
+        for depth in map(int, options[0].removeprefix("--num_steps=").split(",")):
+            untrained = depth not in (2, 3, 4, 6, 8) and model not in ("specialist", "gpt")
+            away = abs(trainings.configs[workdir.name].optimizer.learning_rate - (1.5e-3 if untrained else best[model]))
+            rows.append({"num_steps": depth, "bits_per_byte": 2 + 1 / depth + 10 * away * (1 + 9 * untrained)})
+        return {"rows": rows}
 
-    done, _ = run("final")
-    assert (
-        done.returncode == 1 and "--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate" in done.stderr
-    )
-    assert len(run("rates")[1]) == 3 * 5 and run("rates")[1] == []
+    def trained(stage):
+        options = f"--stage={stage}", f"--folder={tmp_path}", f"--results={results}", "--seeds=2"
+        script("elastic", *options, **trainings.stand_ins(report=score)).main(None)
+        return trainings.new()
+
+    with pytest.raises(SystemExit, match="--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate"):
+        trained("final")
+    assert len(trained("rates")) == 3 * 5 and not trained("rates")
     times = tmp_path / "elastic_times.json"
     times.write_text('{"gpt": {}}')
-    done, trained = run("final")
-    assert done.returncode == 1 and not trained and f"{times}: must have times of specialist, gpt, " in done.stderr
-    assert run("times")[0].returncode == 0
-    done, trained = run("final")
-    assert done.returncode == 0, done.stderr
-    assert len(trained) == 2 * (3 + 2 * 4 + 3 + 2) and all("--config.seed=0" not in line for line in trained)
-    for pattern, rate in (
-        ("tiny.py:gpt ", 0.003),
-        ("tiny.py:elastic --config.steps=", 0.003),
-        ("tiny.py:elastic --config.model.training_times=fixed ", 0.006),
-        ("tiny.py:diffeqformer --config.model.num_steps=2 ", 0.0015),
-    ):
-        of_kind = [line for line in trained if re.search(pattern, line)]
-        assert of_kind and all(f"--config.optimizer.learning_rate={rate} " in line for line in of_kind)
-    assert sum("training_times=fixed " in line and "--config.steps=28261 " in line for line in trained) == 4
-    assert sum("tiny.py:elastic --config.steps" in line and "--config.steps=24074 " in line for line in trained) == 2
-    assert sum("--config.model.num_steps=12 --config.steps=10833 " in line for line in trained) == 4
-    assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in done.stdout and "2.083 ± 0.000" in done.stdout
+    with pytest.raises(SystemExit, match="elastic_times.json: must have times of specialist, gpt, "):
+        trained("final")
+    shutil.copy("experiments/elastic_times.json", times)
+    runs = trained("final")
+    assert len(runs) == 2 * (3 + 2 * 4 + 3 + 2)
+    for name, config in runs.items():
+        assert config.seed and config.optimizer.learning_rate == best[re.split("_at_|-", name)[0]]
+        assert (config.model.training_depths == "") == name.startswith(("specialist", "gpt"))
+    longer = [config.steps for config in runs.values() if config.steps != 5000]
+    assert sorted(longer) == [10833] * 4 + [24074] * 2 + [28261] * 4
+    printed = capsys.readouterr().out
+    assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in printed and "2.083 ± 0.000" in printed
     assert results.with_suffix(".png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(tmp_path):
-    def printed(depths, seeds):
-        options = f"--folder={tmp_path / f'runs-{depths}-{seeds}'}", f"--results={tmp_path / 'results.json'}"
-        done = command("pretended_training_times", *options, f"--depths={depths}", f"--seeds={seeds}")
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        return lines, [line for line in lines if line.startswith("trained ")]
+def test_the_time_of_a_token_is_measured_for_each_kind_and_depth(script):
+    elastic = script("elastic", "--stage=times")
+    elastic.SCORED, elastic.ROUNDS = (2,), 2
+    found = elastic.time_tokens()
+    assert found.keys() == elastic.KINDS.keys() and all(0 < times["2"] < 1 for times in found.values())
 
-    assert len(printed("one", 1)[1]) == 3
-    lines, trained = printed("one", 2)
-    assert len(trained) == 3 and all("--config.seed=2 " in line for line in trained)
+
+def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(tmp_path, script, capsys):
+    curves = {"validation/bits_per_byte": {1000: 3.0, 5000: 2.0}, "validation/bits_per_byte_at_2": {5000: 2.5}}
+    trainings = Trainings(lambda config: curves | {"train/loss": {100: 9}})
+
+    def examine(module, workdir, name, cores):
+        seed = trainings.configs[workdir.name].seed
+        convergence = {"num_steps": [4, 8], "errors": {"euler": [float(seed), 1.0]}}
+        convergence["orders"] = {"euler": None if seed == 2 else 1.0, "rk4": 3.0}
+        smoothness = {"qkv": {"ratio": 0.5 * seed}, "mlp_up": {"ratio": 0.25}}
+        return {"smoothness": smoothness, "perplexities": {"8 steps": 20.0 * seed}, "convergence": convergence}
+
+    def trained(depths, seeds):
+        options = f"--folder={tmp_path}", f"--results={tmp_path / f'{depths}.json'}", f"--depths={depths}"
+        script("training_times", *options, f"--seeds={seeds}", **trainings.stand_ins(report=examine)).main(None)
+        return list(trainings.new().values()), capsys.readouterr().out.splitlines()
+
+    assert len(trained("one", 1)[0]) == 3
+    configs, lines = trained("one", 2)
+    assert [config.seed for config in configs] == [2] * 3
     assert "| greatest | " + " | ".join(["0.75 ± 0.35"] * 3) + " |" in lines
     assert "| perplexity, 8 steps | " + " | ".join(["30.00 ± 14.14"] * 3) + " |" in lines
     assert "| observed order of euler | " + " | ".join(["1.00"] * 3) + " |" in lines  # of the seed that has one
-    lines, trained = printed("many", 1)
-    assert len(trained) == 7 and all("tiny.py:elastic " in line for line in trained)
-    assert [sum(grids in line for line in trained) for grids in ("times=fixed", "times=shifted")] == [3, 3]
-    assert sum("solver=euler" in line for line in trained) == 4
-    assert (
-        "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 7) + " |" in lines
-    )  # of seven, without those of 4
+    (tmp_path / "one.json").rename(tmp_path / "many.json")
+    configs, lines = trained("many", 1)
+    assert len(configs) == 7 and all(config.model.training_depths for config in configs)
+    grids = [config.model.training_times for config in configs]
+    assert [grids.count(name) for name in ("fixed", "shifted", "mixed")] == [3, 3, 1]
+    assert sum(config.model.solver == "euler" for config in configs) == 4
+    assert "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 7) + " |" in lines  # without those of "one"
 
 
 @pytest.mark.slow
-def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp_path):
-    wikitext = tmp_path / "wiki.valid.tokens"
+def test_fine_tuning_at_other_depths_tunes_every_base_and_runs_nothing_twice(tmp_path, script):
+    best = {"": 4e-3, "full": 2e-3, "lora": 8e-3}
+    wikitext, folder = tmp_path / "wiki.valid.tokens", tmp_path / "runs"
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(8)))
-    folder = tmp_path / "runs"
+
+    def mode(config):
+        return ("lora" if config.model.lora_rank else "full") if config.base else ""
+
+    def curves(config):
+        """The best at 200 steps, worse with another depth than 8 or another rate; the seed is added."""
+        worse = abs(math.log2(config.optimizer.learning_rate / best[mode(config)])) + 3 + config.seed
+        worse += abs(config.model.num_steps - 8) if config.base else 0
+        return {"validation/perplexity": {step: abs(step - 200) / 100 + worse for step in range(0, 401, 100)}}
+
+    trainings = Trainings(curves)
 
     def trained(seeds, *bases):
         options = f"--wikitext={wikitext}", f"--folder={folder}", f"--results={tmp_path / 'results.json'}"
-        done = command("pretended_finetune_depths", *options, *bases, f"--seeds={seeds}")
-        assert done.returncode == 0, done.stderr
+        script("finetune_depths", *options, *bases, f"--seeds={seeds}", **trainings.stand_ins()).main(None)
         assert (folder / "figure.png").stat().st_size > 10_000
-        lines = done.stdout.splitlines()
-        [picture] = {line for line in lines if line.startswith("published ")}
-        assert picture.startswith("published 0 adapters, 9 steps ") and picture.endswith(" all weights, all depths")
-        return [line for line in lines if line.startswith("trained ")], (folder / "table.md").read_text()
+        return trainings.new()
 
-    both = trained(1)[0]
-    assert len(both) == 2 * (2 * (3 + 4 + 4) + (1 + 8) + (1 + 2))
-    first = both + trained(1, "--base=elastic")[0]
-    tuned = [line for line in first if line.endswith("--config.seed=0")]
+    first = trained(1)
+    assert len(first) == 2 * (2 * (3 + 4 + 4) + (1 + 8) + (1 + 2))
+    first |= trained(1, "--base=elastic")
+    tuned = [config for config in first.values() if config.seed == 0]
     assert len(tuned) == 6 * (3 + 4 + 4) and len(first) - len(tuned) == 2 * ((1 + 8) + (1 + 2) + (1 + 8))
-    depths = [line.partition("num_steps=")[2][0] for line in tuned if "--config.base=" in line]
-    assert depths.count("6") == 4 * (4 + 4) and depths.count("8") == 2 * (4 + 4) == len(depths) - 32
-    shutil.rmtree(folder)
+    depths = [config.model.num_steps for config in tuned if config.base]
+    assert depths.count(6) == 4 * (4 + 4) and depths.count(8) == 2 * (4 + 4) == len(depths) - 32
     # the rates and the first seed's runs are from the results
-    second, table = trained(2, "--base=diffeqformer", "--base=gpt", "--base=elastic")
-    assert len(second) == len(first) - len(tuned) and all(line.endswith("--config.seed=2") for line in second)
-    for line in second:
-        mode = "lora" if "lora_rank=20 --config.model.lora_start=published" in line else "full"
-        mode = mode if "--config.base=" in line else "pretraining"
-        assert f"learning_rate={dict(pretraining=0.004, full=0.002, lora=0.008)[mode]} " in line
-        base = line.partition("--config.base=")[2].partition(" ")[0]
-        assert base.endswith("-2-rate-0.004") == (mode != "pretraining") and "optimizer.decay=everything" in line
-        of_first = line.startswith("trained stdlib-") == (mode == "pretraining")  # its own text is the library
-        assert (" --config.data.task=wikitext " in line) != of_first
-    table = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    second = trained(2, "--base=diffeqformer", "--base=gpt", "--base=elastic")
+    assert len(second) == len(first) - len(tuned) and all(config.seed == 2 for config in second.values())
+    for name, config in second.items():
+        assert config.optimizer.learning_rate == best[mode(config)] and config.optimizer.decay == "everything"
+        assert not config.base or config.base.endswith("-2-rate-0.004")
+        of_first = name.startswith("stdlib-") == (not config.base)  # its own text is the library
+        assert (config.data.task == "wikitext") != of_first
+    table = [line.strip("| ").split(" | ") for line in (folder / "table.md").read_text().splitlines()]
     cells = ["8.50 ± 0.71", "6.50 ± 0.71", "200, 200", "8.50 ± 0.71"]
     assert ["stdlib_to_wikitext", "elastic", "lora", "6", "2", *cells] in table
     cells = ["6.50 ± 0.71", "4.50 ± 0.71", "200, 200", "6.50 ± 0.71"]
     assert ["wikitext_to_stdlib", "gpt", "full", "8", "2", *cells] in table
 
 
-def test_shrunken_configs_keep_what_is_published(tmp_path):
-    results = tmp_path / "full_scale.json"
+def test_shrunken_configs_keep_what_is_published(tmp_path, script, capsys):
+    def curves(config):
+        rounded, steps = config.model.dtype == "bfloat16", range(10, config.steps + 1, 10)
+        return {
+            "train/loss": {step: 7 - step / 10 + 0.25 * (rounded and step == 10) for step in steps},
+            "train/gradient_norm": {step: 10 / step for step in steps},
+            "validation/loss": {config.steps: 3 + (0.5 + config.seed) * rounded},
+        }
 
-    def run():
-        options = "--steps=20", "--seeds=2", f"--folder={tmp_path}", f"--results={results}"
-        done = command("pretended_full_scale", *options)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    trainings = Trainings(curves)
 
-    printed, changed = run()
-    assert [fields.pop("seed", 0) for fields in changed] == 4 * [0] + 4 * [1]
-    shape = {"width": 128, "heads": 4, "mlp": 512, "num_steps": 8, "max_length": 128, "vocab_size": 2000}
-    for fields in changed:
-        assert {name: fields.pop(f"model.{name}") for name in shape} == shape
-        assert (fields.pop("batch_size"), fields.pop("sequence_length")) == (9, 128)
-        assert fields.pop("model.vocab_multiple", 128) == 128 and fields.pop("model.dtype", "float32") == "float32"
-        left = {name for name in fields if not name.startswith(("data.", "log_", "eval_", "checkpoint"))}
-        assert left == {"steps", "mesh.fsdp"}
+    def trained():
+        options = "--steps=20", "--seeds=2", f"--folder={tmp_path}", f"--results={tmp_path / 'full_scale.json'}"
+        full_scale = script("full_scale", *options, **trainings.stand_ins())
+        full_scale.make_tokenizer = lambda: None
+        full_scale.main(None)
+        return trainings.new(), capsys.readouterr().out
+
+    configs, printed = trained()
+    assert [config.seed for config in configs.values()] == 4 * [0] + 4 * [1]
+    for name, ours in configs.items():
+        theirs = runpy.run_path(f"configs/{name.partition('-')[0]}.py")["get_config"]()
+        changed = {field for field in field_names(ours) if get_field(ours, field) != get_field(theirs, field)}
+        shape = {"width": 128, "heads": 4, "mlp": 512, "num_steps": 8, "max_length": 128, "vocab_size": 2000}
+        assert {field: ours.model[field] for field in shape} == shape and ours.model.vocab_multiple == 128
+        assert (ours.batch_size, ours.sequence_length) == (9, 128)
+        left = changed - {f"model.{field}" for field in (*shape, "vocab_multiple", "dtype")} - {"seed"}
+        left = {field for field in left if not field.startswith(("data.", "log_", "eval_", "checkpoint"))}
+        assert left == {"steps", "batch_size", "sequence_length", "mesh.fsdp"}
     assert "| llama_1b | 2 | 1.0000 ± 0.7071 | 0.250 ± 0.000 | 0.75 ± 0.00 | 0 ± 0 |" in printed
-    assert run() == (printed[printed.index("| config") :], [])
-    assert results.with_suffix(".png").stat().st_size > 10_000
+    assert trained() == ({}, printed)
+    assert (tmp_path / "full_scale.png").stat().st_size > 10_000
 
 
-def test_every_picture_of_the_docs_is_drawn(tmp_path):
-    wikitext, pictures = tmp_path / "wiki.valid.tokens", tmp_path / "pictures"
+def test_every_picture_of_the_docs_is_drawn(tmp_path, script, monkeypatch, capsys):
+    wikitext, pictures, of_a_study = (tmp_path / name for name in ("wiki.valid.tokens", "pictures", "of_a_study"))
     wikitext.write_text("".join(f" = Title {number} = \n\n Some words . \n\n" for number in range(60)))
-    (tmp_path / "of_a_study").write_text("study")
+    of_a_study.write_text("study")
     pictures.mkdir()
 
+    def report(module, workdir, name, options):
+        images = [(alt, f"{alt} {n}") for n in range(3) for alt in ("spectrum of QK", "simulated particles")]
+        images = [(alt, b64encode(text.encode()).decode()) for alt, text in images]
+        html = [f'<img alt="{alt}" src="data:image/png;base64,{image}">' for alt, image in images]
+        (workdir / name).mkdir(parents=True, exist_ok=True)
+        for file, text in (("report.html", "".join(html)), ("ode.png", "ode"), ("perplexity.png", "perplexity")):
+            (workdir / name / file).write_text(text)
+
     def draw(*options):
-        done = command("pretended_docs_figures", f"--folder={tmp_path / 'runs'}", *options, pictures)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, {path.stem: path.read_text() for path in pictures.iterdir()}
+        stand_ins = {"report": report, "train": lambda *_: None}
+        figures = script("docs_figures", f"--folder={tmp_path / 'runs'}", *options, **stand_ins)
+        studies = {name: study._replace(file=str(of_a_study)) for name, study in figures.OF_STUDIES.items()}
+        figures.OF_STUDIES, figures.PICTURES = studies, pictures
+        figures.subprocess = types.SimpleNamespace(run=lambda command: types.SimpleNamespace(returncode=0))
+        figures.main(None)
+        return capsys.readouterr().out, {path.stem: path.read_text() for path in pictures.iterdir()}
 
     said, drawn = draw()
     assert said.count("left as it is") == 3 and len(drawn) == 10
     _, drawn = draw(f"--wikitext={wikitext}")
     assert drawn.keys() == {path.stem for path in (ROOT / "docs" / "pictures").glob("*.png")}
     assert list(drawn.values()).count("study") == 8 and drawn["depth"] == "perplexity"
-    assert (drawn["spectrum_qk"], drawn["clustering_equal_total"]) == ("QK 0", "particles 2")
-    _, drawn = draw("--only=ode_published")
-    assert drawn["ode_published"] == "ode"
-
-
-def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path):
-    options = (f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", "--steps=100", "--seeds=2")
-    done = command("pretended_recipe", *options, "--forms=llama;llama's block, published")
-    assert done.returncode == 0, done.stderr
-    trained = [line for line in done.stdout.splitlines() if line.startswith("trained")]
-    tuned = [line for line in trained if "python_packages" in line]
-    assert len(tuned) == 2 * 4 and all("seed_0" in line for line in tuned)
-    assert not any("-1e-3-" in line for line in tuned) and sum("-1.6e-2-" in line for line in tuned) == 2
-    assert len(trained) == len(tuned) + 2 * 2 and all("-8e-3-" in line for line in trained[8:])
-    assert "| llama | 1,234 |  | 8e-3 | 2.515 ± 0.007 |  |" in done.stdout
-    assert "| llama's block, published | 1,234 | 2.0 | 8e-3 | 2.415 ± 0.007 | -0.100 ± 0.000 |" in done.stdout
-    assert (tmp_path / "tiny-recipe.png").stat().st_size > 5_000
-    again = command("pretended_recipe", *options, "--forms=llama;llama's block, published")
-    assert "trained" not in again.stdout and again.stdout.endswith(done.stdout[done.stdout.index("| form") :])
-    wrong = command("pretended_recipe", *options, "--forms=bert")
-    assert wrong.returncode == 1 and wrong.stderr.startswith("--forms: must be of gpt; gpt's block, published;")
+    assert (drawn["spectrum_qk"], drawn["clustering_equal_total"]) == ("spectrum of QK 0", "simulated particles 2")
+    (pictures / "ode_published.png").unlink()
+    assert draw("--only=ode_published")[1]["ode_published"] == "ode"

@@ -8,7 +8,10 @@ import sys
 import threading
 import types
 
+import jax
 import pytest
+
+from helpers import drawn, toy_config
 
 
 @pytest.fixture
@@ -72,6 +75,27 @@ def test_runs_side_by_side_divide_the_cores(shared, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(SystemExit, match="^--at_once: must be 1 here, because only Linux with taskset"):
         shared.parts_of_cores(2)
+
+
+def test_the_output_of_a_training_is_kept_and_its_failure_is_said(shared, monkeypatch, tmp_path):
+    commands, popen = [], shared.subprocess.Popen
+
+    def start(command, **options):
+        commands.append(command)
+        return popen([sys.executable, "-c", f"print('step 1'); raise SystemExit({'fails' in command[-1]})"], **options)
+
+    monkeypatch.setattr(shared.subprocess, "Popen", start)
+    for _ in range(2):
+        shared.train(tmp_path / "new" / "run", ["--config=tiny"])
+    assert commands[0][1:] == ["-m", "diffeqformer.main", "--config=tiny", f"--workdir={tmp_path}/new/run"]
+    assert (tmp_path / "new" / "run.log").read_text() == "step 1\n" * 2
+    with pytest.raises(SystemExit, match="fails ended with status 1; see above, and run the same command again"):
+        shared.train(tmp_path / "fails", [])
+
+
+def test_the_parameters_of_a_run_are_counted(shared, run):
+    params = drawn(toy_config(model__max_length=64).model)[1]
+    assert shared.number_of_parameters(run) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def test_a_report_is_written_anew_and_its_failure_is_said(shared, monkeypatch, tmp_path):

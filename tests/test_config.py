@@ -22,15 +22,15 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.rules import RULES
 from diffeqformer.training.resuming import check_resumable
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, abstract_model, vector_field
-from helpers import CONFIGS, load_config, toy_config
+from diffeqformer.transformer import MODELS, vector_field
+from helpers import CONFIGS, load_config, some_slow, toy_config
+
+PAIRS = [(name, model) for name in CONFIGS for model in MODELS]
 
 
-def pairs() -> list:
-    """Every config with every model. In `make test` are each config's DiffEqFormer and each model of one config."""
-    quick = [(name, model) for name in CONFIGS for model in MODELS if name == CONFIGS[0] or model == "diffeqformer"]
-    slow = [(name, model) for name in CONFIGS for model in MODELS if (name, model) not in quick]
-    return [*quick, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
+def not_typical(pair: tuple[str, str]) -> bool:
+    """Whether a pair is neither a DiffEqFormer nor of the first config."""
+    return pair[0] != CONFIGS[0] and pair[1] != "diffeqformer"
 
 
 @pytest.mark.parametrize("model", [*MODELS, "recipe"])
@@ -62,7 +62,7 @@ def test_the_elastic_config_is_sound():
     assert (config.model.training_times, config.model.solver) == ("mixed", "lie_trotter")  # the same, for other kinds
 
 
-@pytest.mark.parametrize("name, model", pairs())
+@pytest.mark.parametrize("name, model", some_slow(PAIRS, not_typical))
 def test_a_train_step_keeps_the_shapes_of_the_state(name, model):
     config = load_config(name, model)
     program = Program(config, make_mesh())
@@ -151,135 +151,78 @@ WRONG = {
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_wrong_value_is_refused_by_name(field):
-    config = toy_config()
-    check_config(config, num_devices=8)
-    section, _, name = field.rpartition(".")
-    (config[section] if section else config)[name] = WRONG[field]
+    check_config(toy_config(), num_devices=8)
+    wrong = toy_config(**{field.replace(".", "__"): WRONG[field]})
     with pytest.raises(UserError, match=rf"^config\.{field}: must .*but it is ") as error:
-        check_config(config, num_devices=8)
+        check_config(wrong, num_devices=8)
     assert "\n" not in str(error.value) and "{" not in str(error.value)
 
 
+DEPTHS_TO_7 = {"model__training_depths": "4,8", "model__num_steps": 7}
+
+
 @pytest.mark.parametrize(
-    "model, changes, sentence",
+    "kind, changes, sentence",
     [
+        ("diffeqformer", {"microbatches": 3}, r"batch_size: must be a multiple of the 8 devices .* such as 24, but"),
+        ("gpt", {"mesh__fsdp": 3}, "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1"),
+        ("gpt", {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
+        ("gpt", {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
+        ("gpt", {"mesh__tensor": 8}, r"mesh.tensor: must divide config.model.heads \(4\), as 1, 2, 4 do, but it is 8"),
+        ("gpt", {"mesh__fsdp": 2}, r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) .*, as 1 would"),
+        ("gpt", {"model__training_depths": "2,4"}, "model.training_depths: must be left out for model.kind gpt, "),
+        ("interpolated", {"model__base_width": 16}, "model.base_width: must be 0 for model.kind interpolated, whose"),
+        ("gpt", {"model__span": 2.0}, "model.span: must be 0 for model.kind gpt, all of whose steps have the length 1"),
+        ("gpt", {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, "),
+        ("looped", {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind looped, whose kernels no hyper"),
         (
-            ("diffeqformer", "gpt"),
-            {"microbatches": 3},
-            r"batch_size: must be a multiple of the 8 devices .* times microbatches \(3\), such as 24, but it is 8",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"mesh__fsdp": 3},
-            "mesh: data x fsdp x tensor must make up the 8 devices .* but it is -1 x 3 x 1",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"model__training_depths": "2,4"},
-            "model.training_depths: must be left out for model.kind gpt, .* but it is '2,4'",
-        ),
-        (
-            ("interpolated", "gpt"),
-            {"model__base_width": 16},
-            "model.base_width: must be 0 for model.kind interpolated, whose kernels no hypernetwork .*, but it is 16",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"model__span": 2.0},
-            "model.span: must be 0 for model.kind gpt, all of whose steps have the length 1, but it is 2.0",
-        ),
-        (
-            ("looped", "gpt"),
-            {"kernels": "pallas"},
-            "kernels: must be auto or xla for model.kind looped, whose kernels no hypernetwork generates, but it is",
-        ),
-        (
-            ("diffeqformer", "gpt"),
+            "diffeqformer",
             {"model__training_times": "mixed", "model__training_depths": "1,2"},
-            "model.training_times: must be fixed or shifted, since mixed moves grids of more than two .*",
+            "model.training_times: must be fixed or shifted, since mixed moves grids of more than two ",
         ),
         (
-            ("gpt", "gpt"),
-            {"model__solver": "reversible_euler"},
-            r"model.solver: must not be reversible where every step has the length 1 \(model.span is 0\), but it is",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__remat": "reversible"},
-            "model.remat: must not be reversible for model.solver euler; .* reversible_euler, .* it is 'reversible'",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__generate_chunk": 2, "model__remat": "products"},
-            r"model.remat: must be step, binomial or reversible with model.generate_chunk \(2\), but it is 'products'",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"model__generate_chunk": 2},
-            "model.generate_chunk: must be 0 for model.kind gpt, which has no hypernetwork, but it is 2",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__generate_chunk": 2, "model__solver": "adams_bashforth"},
-            "model.generate_chunk: must be 0 for model.solver adams_bashforth, which remembers more .*, but it is 2",
-        ),
-        (
-            ("diffeqformer", "gpt"),
-            {"model__generate_chunk": 4, "model__training_times": "shifted"},
-            "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps .*, but it is 4",
-        ),
-        (
-            ("diffeqformer", "gpt"),
+            "diffeqformer",
             {"model__training_times": "shifted", "model__solver": "adams_bashforth"},
-            "model.training_times: must be fixed for model.solver adams_bashforth, .*, but it is 'shifted'",
+            "model.training_times: must be fixed for model.solver adams_bashforth, ",
+        ),
+        ("gpt", {"model__solver": "reversible_euler"}, "model.solver: must not be reversible where every step has the"),
+        ("diffeqformer", {"model__remat": "reversible"}, "model.remat: must not be reversible for model.solver euler;"),
+        (
+            "diffeqformer",
+            {"model__generate_chunk": 2, "model__remat": "products"},
+            "model.remat: must be step, binomial or reversible with model.generate_chunk ",
+        ),
+        ("gpt", {"model__generate_chunk": 2}, "model.generate_chunk: must be 0 for model.kind gpt, which has no hyper"),
+        (
+            "diffeqformer",
+            {"model__generate_chunk": 2, "model__solver": "adams_bashforth"},
+            "model.generate_chunk: must be 0 for model.solver adams_bashforth, which remembers more ",
+        ),
+        *(
+            (
+                "diffeqformer",
+                {"model__generate_chunk": 4, **longest},
+                "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps ",
+            )
+            for longest in ({"model__training_times": "shifted"}, DEPTHS_TO_7)
         ),
         (
-            ("diffeqformer", "gpt"),
-            {"model__generate_chunk": 4, "model__training_depths": "4,8", "model__num_steps": 7},
-            "model.generate_chunk: must be 0, 1, or no less than a divisor above 1 of model.num_steps .*, but it is 4",
-        ),
-        (
-            ("diffeqformer", "gpt"),
+            "diffeqformer",
             {"model__generate_chunk": 2, "kernels": "pallas"},
-            r"kernels: must be auto or xla with model.generate_chunk \(2\), which adds up .*, but it is 'pallas'",
+            "kernels: must be auto or xla with model.generate_chunk ",
         ),
-        (("gpt", "gpt"), {"kernels": "pallas"}, "kernels: must be auto or xla for model.kind gpt, .* it is 'pallas'"),
-        (("gpt", "gpt"), {"mesh__data": 4}, "mesh: .* must make up the 8 devices of the run, but it is 4 x 1 x 1"),
-        (("gpt", "gpt"), {"mesh__fsdp": -1}, r"mesh: only one axis can be -1, the rest, but they are \[-1, -1, 1\]"),
-        (
-            ("gpt", "gpt"),
-            {"mesh__tensor": 8},
-            r"mesh.tensor: must divide config.model.heads \(4\), as 1, 2, 4 do, but it is 8",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"mesh__fsdp": 2},
-            r"mesh.fsdp: must cut the rows of the embedding, .* \(257\) into equal parts, as 1 would",
-        ),
-        (("gpt", "gpt"), {"profile_steps": "4:6"}, "profile_steps: must be the first and the last step to trace, such"),
-        (("gpt", "gpt"), {"profile_steps": "0"}, "profile_steps: must be steps of the run, which has 6, .* it is '0'"),
-        (("gpt", "gpt"), {"profile_steps": "5-7"}, "profile_steps: must be steps of the run, which has 6, the first"),
-        (("diffeqformer", "llama"), {"model__width": 36}, "model.heads: must leave an even width for each head"),
-        (
-            ("gpt", "gpt"),
-            {"model__field": "llama"},
-            "model.field: must be the same as model.kind, gpt, but it is 'llama'",
-        ),
-        (
-            ("llama", "llama"),
-            {"model__field": "gpt"},
-            "model.field: must be the same as model.kind, llama, but it is 'gpt'",
-        ),
-        (
-            ("gpt", "gpt"),
-            {"data__tokenizer": "sentencepiece"},
-            "data.tokenizer_file: must name the file of a SentencePiece model, or a tokenizer.json, but it is ''",
-        ),
+        ("gpt", {"profile_steps": "4:6"}, "profile_steps: must be the first and the last step to trace, such"),
+        ("gpt", {"profile_steps": "0"}, "profile_steps: must be steps of the run, which has 6, .* it is '0'"),
+        ("gpt", {"profile_steps": "5-7"}, "profile_steps: must be steps of the run, which has 6, the first"),
+        ("llama", {"model__width": 36}, "model.heads: must leave an even width for each head"),
+        ("gpt", {"model__field": "llama"}, "model.field: must be the same as model.kind, gpt, but it is 'llama'"),
+        ("llama", {"model__field": "gpt"}, "model.field: must be the same as model.kind, llama, but it is 'gpt'"),
+        ("gpt", {"data__tokenizer": "sentencepiece"}, "data.tokenizer_file: must name the file of a SentencePiece "),
     ],
 )
-def test_an_impossible_combination_is_refused(model, changes, sentence):
+def test_an_impossible_combination_is_refused(kind, changes, sentence):
     with pytest.raises(UserError, match=rf"^config\.{sentence}"):
-        check_config(toy_config(*model, **changes), num_devices=8)
+        check_config(toy_config(kind, **changes), num_devices=8)
 
 
 def test_a_config_saved_before_a_field_existed_has_its_default():
@@ -313,10 +256,7 @@ def test_a_saved_config_may_have_removed_fields_at_their_defaults_alone():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (
-            {"model__vocab_size": 256},
-            "model.vocab_size: must not be below the 257 ids of the tokenizer bytes, but it is 256",
-        ),
+        ({"model__vocab_size": 256}, "model.vocab_size: must not be below the 257 ids of the tokenizer bytes"),
         ({"sample__prompt": ""}, "sample.prompt: must have at least one token .*, but it is ''"),
         ({"sample__prompt": "x" * 16}, "sample.prompt: .* fewer than a sample's 16, but"),
     ],
@@ -338,11 +278,10 @@ FREE = {
 
 @pytest.mark.parametrize("name", field_names(base_config("", "gpt")))
 def test_what_may_change_between_runs(name):
-    config, saved = toy_config(), toy_config()
-    section, _, field = name.rpartition(".")
-    value = get_field(config, name)
+    saved = toy_config()
+    value = get_field(saved, name)
     other = not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else value + "x"
-    (config[section] if section else config)[field] = other
+    config = toy_config(**{name.replace(".", "__"): other})
     if name in FREE:
         check_resumable(config, saved, pathlib.Path("runs/toy"))
     else:
@@ -351,48 +290,22 @@ def test_what_may_change_between_runs(name):
 
 
 def test_every_rule_has_a_wrong_value_and_every_field_a_rule():
-    free = {
-        "name",
-        "base",
-        "model.norm_of_norm",
-        "model.tied_head",
-        "data.module",
-        "data.separator",
-    }  # any value will do for a diffeqformer
+    free = {"name", "base", "model.norm_of_norm", "model.tied_head", "data.module", "data.separator"}  # any value
     free.add("sample.prompt")  # what it must be depends on the tokenizer
-    assert (
-        {rule.field for rule in RULES} - free | {"mesh.data", "mesh.fsdp", "mesh.tensor"}
-        == set(WRONG)
-        == set(field_names(base_config("", "gpt"))) - free
-    )
+    ruled = {rule.field for rule in RULES} - free | {"mesh.data", "mesh.fsdp", "mesh.tensor"}
+    assert ruled == set(WRONG) == set(field_names(base_config("", "gpt"))) - free
 
 
 def test_a_config_with_missing_unknown_or_mistyped_fields_is_refused():
-    def refused(change, sentence):
-        config = toy_config().unlock()
-        change(config)
-        with pytest.raises(UserError, match=sentence):
+    missing, unknown, mistyped = (toy_config().unlock() for _ in range(3))
+    del missing.steps
+    unknown.model.widht = 3
+    with mistyped.ignore_type():
+        mistyped.steps = "many"
+    for config, sentence in (
+        (missing, r"steps: this field is missing"),
+        (unknown, r"model\.widht: there is no such field; did you mean model\.width\?"),
+        (mistyped, r"steps: must be of type int, but it is 'many'"),
+    ):
+        with pytest.raises(UserError, match=rf"^config\.{sentence}"):
             check_config(config, num_devices=8)
-
-    refused(lambda config: config.__delattr__("steps"), r"^config\.steps: this field is missing")
-    refused(
-        lambda config: config.model.__setattr__("widht", 3),
-        r"^config\.model\.widht: there is no such field; did you mean model\.width\?",
-    )
-    with toy_config().unlocked() as config, config.ignore_type():
-        config.steps = "many"
-    with pytest.raises(UserError, match=r"^config\.steps: must be of type int, but it is 'many'"):
-        check_config(config, num_devices=8)
-
-
-def test_resuming_with_another_config_is_refused_but_logging_may_change():
-    config, saved = toy_config(), toy_config()
-    config.log_every, config.sample.prompt, config.microbatches = 7, "class ", 2
-    check_resumable(config, saved, pathlib.Path("runs/toy"))
-    config.optimizer.learning_rate = 1.0
-    with pytest.raises(UserError, match=r"runs/toy: .*config\.optimizer\.learning_rate \(there 0\.0006, now 1\.0\)"):
-        check_resumable(config, saved, pathlib.Path("runs/toy"))
-
-
-def test_fields_are_found_by_dotted_name():
-    assert get_field(toy_config(), "model.width") == 32 and abstract_model(toy_config()).field.width == 32

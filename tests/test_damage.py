@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -165,25 +166,32 @@ def run_with(**attributes) -> Run:
     return run
 
 
-def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(tmp_path, monkeypatch):
-    """Not what may pass, nor a state that others saved: of another structure, or beside damaged frozen parameters."""
-    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
-    with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
+@pytest.fixture
+def checkpoints(tmp_path) -> epath.Path:
+    """The folder of the checkpoints 1 and 2 of a small state."""
+    state = {"params": {"w": jnp.arange(5000.0)}, "optimizer": (jnp.ones(5000), {"m": jnp.ones(3)})}
+    with checkpoint.open_to_write(tmp_path, kept=2) as checkpoints:
         for step in (1, 2):
-            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}, "step": jnp.int32(step)}, about)
-    folder = checkpoints.directory
+            about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
+            checkpoint.save(checkpoints, step, {**state, "step": jnp.int32(step)}, about)
+    return checkpoints.directory
+
+
+@pytest.mark.parametrize("item", ["params", "optimizer"])
+def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(item, checkpoints, monkeypatch):
+    """Not what may pass, nor what another structure or the end of another process made fail."""
     with pytest.raises(checkpoint_folder.Damaged):
-        checkpoint.restore_state(folder, 2, {"params": {"other": None}, "step": None})
-    assert set_aside_if_damaged(folder, 2) is None
-    for error, aside in (
-        (OSError(24, "Too many open files"), False),
-        (ValueError("DEADLINE_EXCEEDED: the bucket didn't answer"), False),
-        (ValueError("Error decompressing"), True),
-    ):
+        checkpoint.restore_state(checkpoints, 2, {"params": {"other": None}, "step": None})
+    assert set_aside_if_damaged(checkpoints, 2) is None
+    for error in (OSError(24, "Too many open files"), ValueError("DEADLINE_EXCEEDED: the bucket didn't answer")):
         with monkeypatch.context() as patch:
             patch.setattr(damage, "open_arrays", mock.Mock(side_effect=error))
-            assert set_aside_if_damaged(folder, 1) is None
-            assert bool(set_aside_if_damaged(folder, 2)) == aside == (tmp_path / "damaged" / "2").is_dir()
+            assert set_aside_if_damaged(checkpoints, 2) is None
+    for step, aside in ((1, False), (2, True)):
+        for path in pathlib.Path(checkpoints / str(step) / item / "d").iterdir():
+            os.truncate(path, path.stat().st_size // 2)
+        said, folder = set_aside_if_damaged(checkpoints, step), checkpoints.parent / "damaged" / str(step)
+        assert folder.is_dir() == aside and (said is None or said.endswith(f"; it is now {folder}"))
 
 
 @pytest.mark.parametrize(
@@ -196,58 +204,27 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(tmp_path
         (ValueError("RESOURCE_EXHAUSTED: opening \"0\": Too many open files [os_error_code='24']"), True),
     ],
 )
-def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, damaged, tmp_path, monkeypatch):
-    with checkpoint.open_to_write(tmp_path, kept=1) as checkpoints:
-        about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
-        checkpoint.save(checkpoints, 1, {"params": {"w": jnp.ones(2)}, "step": jnp.int32(1)}, about)
-
+def test_what_orbax_hides_is_no_damage_if_memory_or_the_user_ended_it(error, damaged, checkpoints, monkeypatch):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(checkpoint.ocp.handlers.PyTreeHandler, "_background_load", fail)
     with pytest.raises(checkpoint_folder.Damaged if damaged else type(error)) as found:
-        checkpoint.restore_state(checkpoints.directory, 1, {"params": {"w": None}, "step": None})
+        checkpoint.restore_state(checkpoints, 1, {"params": {"w": None}, "optimizer": None, "step": None})
     assert not damaged or checkpoint_folder.may_pass(found.value)
     assert not damaged or str(found.value).endswith("; see that it can be read, and start again")
 
 
-def test_a_damaged_record_is_passed_over(tmp_path, monkeypatch):
-    with checkpoint.open_to_write(tmp_path, kept=2) as checkpoints:
-        for step in (1, 2):
-            about = checkpoint.About(toy_config("gpt").to_dict(), "bytes", data_sha256=str(step))
-            checkpoint.save(checkpoints, step, {"params": {"w": jnp.ones(2)}}, about)
-            checkpoint.check(checkpoints, wait=True)
-    records = [tmp_path / "checkpoints" / str(step) / "about" / "data.json" for step in (1, 2)]
+def test_a_damaged_record_is_passed_over(checkpoints, monkeypatch):
+    records = [checkpoints / str(step) / "about" / "data.json" for step in (1, 2)]
     records[1].write_text("{")
-    assert damage.newest_readable(tmp_path)[0].data_sha256 == "1"
+    assert damage.newest_readable(checkpoints.parent)[0].data_sha256 == "1"
     with monkeypatch.context() as patch, pytest.raises(checkpoint_folder.Damaged, match="checkpoints/2: "):
         patch.setattr(checkpoint, "read_json", mock.Mock(side_effect=OSError(5, "Input/output error")))
-        damage.newest_readable(tmp_path)
+        damage.newest_readable(checkpoints.parent)
     records[0].write_text("{")
     with pytest.raises(checkpoint_folder.Damaged, match="checkpoints/1: "):
-        damage.newest_readable(tmp_path)
-
-
-@pytest.mark.long
-def test_what_failed_to_be_restored_is_set_aside_only_if_it_is_damaged(tmp_path):
-    """When another process ends, what it was needed for fails here, and the checkpoint is intact."""
-    state = {
-        "params": {"w": jnp.arange(5000.0)},
-        "optimizer": (jnp.ones(5000), {"m": jnp.ones(3)}),
-        "step": jnp.int32(7),
-    }
-    with checkpoint.open_to_write(tmp_path, kept=3) as checkpoints:
-        for step in (6, 7):
-            checkpoint.save(checkpoints, step, state, checkpoint.About(toy_config("gpt").to_dict(), "bytes"))
-    whole = shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / "whole")
-    for item in ("params", "optimizer"):
-        assert set_aside_if_damaged(checkpoints.directory, 7) is None
-        for path in (tmp_path / "checkpoints" / "7" / item / "d").iterdir():
-            os.truncate(path, path.stat().st_size // 2)
-        said = set_aside_if_damaged(checkpoints.directory, 7)
-        assert said.endswith(f"; it is now {tmp_path}/damaged/7")
-        shutil.rmtree(tmp_path / "damaged" / "7")
-        shutil.copytree(whole, tmp_path / "checkpoints" / "7")
+        damage.newest_readable(checkpoints.parent)
 
 
 def test_a_materialized_model_has_checksums_and_is_not_made_from_a_damaged_run(tmp_path):

@@ -56,11 +56,8 @@ def test_a_field_that_would_be_ignored_is_refused(model, argument, why):
     check_used(["main.py", argument], toy_config("diffeqformer", "llama", model__lora_rank=1))
 
 
-def test_an_unknown_model_is_left_to_the_check_of_all_fields():
-    check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
-
-
 def test_a_wrong_value_is_left_to_the_check_of_all_fields():
+    check_used(["main.py", "--config.model.generator_start=constant"], toy_config("gpt", model__kind="bert"))
     for wrong in ({"model__heads": 0}, {"model__biases": "some"}):
         check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
 
@@ -77,56 +74,35 @@ def test_layers_and_adapters_have_no_hypernetwork_to_compute_with():
 
 
 def test_right_overrides_pass():
-    check_overrides(
-        [
-            "main.py",
-            "--config=a.py:gpt",
-            "--config.steps=3",
-            "--config.model.norm_of_norm=false",
-            "--config.data.dir=a=b",
-            "--config.steps",
-            "4",
-            "--config.model.norm_of_norm",
-            "--config",
-            "config.py",  # a file
-        ]
-    )
+    options = "--config=a.py:gpt --config.steps=3 --config.model.norm_of_norm=false --config.data.dir=a=b"
+    apart = "--config.steps 4 --config.model.norm_of_norm --config config.py"  # a file
+    check_overrides(["main.py", *options.split(), *apart.split()])
+
+
+PATTERN = "--config.data.train_files=absent*", "--config.data.validation_files=absent*"
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (
-            ["--config=configs/tiny.py:bert"],
-            "config.model.kind: must be one of diffeqformer, alternative, looped, interpolated, discretized, shared, "
-            "gpt, llama, neox, but it is 'bert'\n",
-        ),
+        (["--config=configs/tiny.py:bert"], "config.model.kind: must be one of diffeqformer, alternative, looped, "),
         (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),
         (["--config", "elsewhere/tiny.py"], "--config: there is no file elsewhere/tiny.py; did you mean tiny?\n"),
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
+        (["--config=tiny", "--config.stepz=3"], "config.stepz: there is no such field; did you mean config.steps?"),
+        (["--config=tiny", "--verbos"], "verbos"),
+        (["--config=tiny", "--config.data.task=pile"], "config.data.task: must be one of python_stdlib, wiki"),
         (
-            ["--config=configs/tiny.py", "--config.stepz=3"],
-            "config.stepz: there is no such field; did you mean config.steps?",
-        ),
-        (["--config=configs/tiny.py", "--verbos"], "verbos"),
-        (
-            ["--config=configs/tiny.py", "--config.data.task=pile"],
-            "config.data.task: must be one of python_stdlib, wiki",
-        ),
-        (
-            ["--config=configs/tiny.py", "--config.data.task=../up", "--config.data.module=mine"],
+            ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"],
             "config.data.task: must be a name of letters, digits, dots",
         ),
         (
-            ["--config=configs/llama_1b.py", "--config.data.tokenizer_file=absent.model"],
+            ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"],
             "config.data.tokenizer_file: absent.model: No such file or directory",
         ),
-        (
-            ["--config=configs/tiny.py", "--config.data.train_files=absent*", "--config.data.validation_files=absent*"],
-            "config.data.train_files: no file matches 'absent*'",
-        ),
+        (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),
         ([], "--config: a config is needed"),
     ],
 )

@@ -112,7 +112,7 @@ def test_every_device_has_its_share_of_every_microbatch():
 
 def test_the_train_step_takes_the_microbatches_of_its_config():
     program = Program(toy_config(batch_size=16, microbatches=3), ONE_DEVICE)
-    with pytest.raises(UserError, match="^microbatches: must divide the batch"):
+    with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(16 examples\), but it is 3"):
         jax.eval_shape(program.train_step, program.state_shapes, jax.ShapeDtypeStruct((16, 16), "int32"))
 
 
@@ -136,12 +136,6 @@ def test_validation_takes_the_microbatches_of_its_config(changes, devices):
         found[0].total == pytest.approx(float(found[1].total), rel=1e-6) and found[0].count == found[1].count == 29 * 63
     )
     assert memory[1] < memory[0] / 2
-
-
-def test_microbatches_that_do_not_divide_the_batch_are_refused():
-    graph, params = split_model(lively_model("gpt"))
-    with pytest.raises(UserError, match=r"^microbatches: must divide the batch \(8 examples\), but it is 3"):
-        loss_and_gradient(graph, params, random_tokens(8), None, 3)
 
 
 @pytest.mark.long

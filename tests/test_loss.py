@@ -73,18 +73,15 @@ def test_losses_have_the_bits_of_log_softmax():
 
 def test_all_logits_never_exist():
     """According to the compiler's figures for the loss and its gradient at 16 chunks."""
-    shapes = [
-        ((16 * cross_entropy.CHUNK, 8), "float32"),
-        ((2000, 8), "float32"),
-        ((16 * cross_entropy.CHUNK,), "int32"),
-    ]
-    shapes = [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((16 * cross_entropy.CHUNK,), "float32")]]
+    rows = 16 * cross_entropy.CHUNK
+    sizes = ((rows, 8), "float32"), ((2000, 8), "float32"), ((rows,), "int32"), ((rows,), "float32")
+    shapes = [jax.ShapeDtypeStruct(*size) for size in sizes]
 
     def temporaries(function):
         gradient = jax.grad(lambda *arguments: function(*arguments, 2000), (0, 1))
         return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    logits = 4 * 16 * cross_entropy.CHUNK * 2000
+    logits = 4 * rows * 2000
     assert temporaries(plain_cross_entropy) > logits
     assert temporaries(cross_entropy.cross_entropy) < 0.3 * logits
 
@@ -115,9 +112,9 @@ def test_splash_attention_is_plain_attention(dtype, width, shared, close):
 def test_heads_are_the_same_in_either_order(parts, bias):
     """Values, and gradients for the weights and the state."""
     random = np.random.RandomState(0)
-    weights = {"kernel": normal(random, (16, 2 * parts * 8))} | (
-        {"bias": normal(random, (2 * parts * 8,))} if bias else {}
-    )
+    weights = {"kernel": normal(random, (16, 2 * parts * 8))}
+    if bias:
+        weights["bias"] = normal(random, (2 * parts * 8,))
     x, cotangents = normal(random, (3, 4, 16)), tuple(normal(random, (parts, 3, 4, 2, 8)))
 
     @functools.partial(jax.jit, static_argnums=0)

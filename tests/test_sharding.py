@@ -1,5 +1,6 @@
 """Every mesh trains like one device, and communicates no more than necessary."""
 
+import functools
 import math
 import re
 
@@ -16,6 +17,9 @@ from diffeqformer.training import step
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
 from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
+
+AT_TWO_DEPTHS = {"model__solver": "heun", "model__training_depths": "2,3", "microbatches": 2, "seed": 1}
+ALL_OF_LLAMA = {"model__key_value_heads": 2, "model__biases": "all", "model__tied_head": True}
 
 
 def sharded_config(kind="diffeqformer", field="gpt", **changes):
@@ -40,21 +44,11 @@ def run_and_score(config, mesh):
         pytest.param("diffeqformer", "llama", {"model__remat": "none"}, [(2, 1, 4)], marks=pytest.mark.slow),
         pytest.param("looped", "gpt", {"microbatches": 2}, [(4, 2, 1), (2, 2, 2)], marks=pytest.mark.slow),
         ("gpt", "gpt", {"model__remat": "products"}, [(1, 8, 1)]),
-        (
-            "diffeqformer",
-            "gpt",
-            {"model__solver": "heun", "model__training_depths": "2,3", "microbatches": 2, "seed": 1},
-            [(1, 8, 1)],
-        ),
+        ("diffeqformer", "gpt", AT_TWO_DEPTHS, [(1, 8, 1)]),
         ("discretized", "gpt", {"model__lora_rank": 2, "microbatches": 2}, [(2, 2, 2)]),
         ("diffeqformer", "gpt", {"optimizer__name": "muon"}, [(2, 2, 2)]),
         pytest.param("gpt", "gpt", {"optimizer__name": "muon"}, [(8, 1, 1)], marks=pytest.mark.slow),
-        (
-            "llama",
-            "llama",
-            {"model__key_value_heads": 2, "model__biases": "all", "model__tied_head": True},
-            [(2, 2, 2)],
-        ),
+        ("llama", "llama", ALL_OF_LLAMA, [(2, 2, 2)]),
     ],
 )
 def test_every_mesh_trains_as_one_device_does(kind, field, changes, meshes, compilations):
@@ -75,12 +69,9 @@ def test_every_mesh_starts_as_one_device_does():
     config = sharded_config()
     programs = Program(config, ONE_DEVICE), Program(config, make_mesh((2, 2, 2)))
     alone, expected = (program.init() for program in programs)
-    jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6), alone, expected)
-    jax.tree.map(
-        lambda mine, theirs: np.testing.assert_allclose(mine, theirs, atol=1e-6),
-        split_model(new_model(config))[1],
-        alone["params"],
-    )
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, alone, expected)
+    jax.tree.map(close, split_model(new_model(config))[1], alone["params"])
     for program, state in zip(programs, (alone, expected)):
         assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
         for leaf, stated in zip(jax.tree.leaves(state), jax.tree.leaves(program.state_shapes), strict=True):
@@ -173,18 +164,12 @@ def test_rows_are_cut_into_whole_tiles_on_tpus():
     config.mesh.update(data=-1, fsdp=16, tensor=1)
     check_config(config, 64, "tpu")
     config.mesh.fsdp = 64  # 20 rows each
-    with pytest.raises(
-        UserError,
-        match=r"^config.mesh.fsdp: must cut config.model.width \(1280\) .* as 1, 2, 4, 8, 16 would, but it is 64",
-    ):
+    with pytest.raises(UserError, match=r"^config.mesh.fsdp: must cut config.model.width \(1280\) .*, 8, 16 would"):
         check_config(config, 64, "tpu")
     check_config(config, 64, "gpu")
     config.mesh.update(fsdp=1, tensor=32)
     config.model.heads = 32
-    with pytest.raises(
-        UserError,
-        match=r"^config.mesh.tensor: must cut the heads' width .* \(40\) .* as 1, 2, 4, 8, 16 would, but it is 32",
-    ):
+    with pytest.raises(UserError, match=r"^config.mesh.tensor: must cut the heads' width .* \(40\) .*, 8, 16 would"):
         check_config(config, 32, "tpu")
 
 

@@ -1,6 +1,8 @@
 """The search for a recipe: forms of the DiffEqFormer against a GPT and a Llama, each with its own tuned learning rate.
 
     python experiments/recipe.py --at_once=2     # configs/tiny.py on two CPU cores; some hours
+    python experiments/recipe.py --at_once=2 --config=experiments/twelve_steps.py --rates=4e-3,8e-3,1.6e-2 \
+        --forms="llama, muon;llama's block, interpolated, muon"
 
 tuning.py says how they are run. Rates are found on the text of python_packages.py, and the runs shown have the config's
 own text, which the choice hasn't seen. Step times are measured once, in alternating rounds with the baseline's, on the
@@ -26,24 +28,22 @@ MUON = {"optimizer.name": "muon"}
 UNIT = {"model.solver": "lie_trotter", "model.generator_start": "unit"}
 LLAMA = {"model.field": "llama"}
 PLAIN = LLAMA | {"model.norm_of_norm": False}
-KNOTS = MUON | {"model.time_embed_dim": 4, "model.span": 4.0}  # the layers of tiny.py's baselines, as functions of time
-ELASTIC = {"model.training_depths": "2:1,4:3"}
 
 FORM = {
     "gpt": Form("gpt"),
     "gpt's block, published": Form("diffeqformer", "gpt"),
-    "gpt's block, unit": Form("diffeqformer", "gpt", {"model.norm_of_norm": False} | UNIT),
+    "gpt's block, unit": Form("diffeqformer", "gpt", UNIT),
     "gpt, muon": Form("gpt", changes=MUON),
-    "gpt's block, interpolated, muon": Form("interpolated", "gpt, muon", KNOTS),
     "llama": Form("llama"),
     "llama's block, published": Form("diffeqformer", "llama", LLAMA),
     "llama's block, unit": Form("diffeqformer", "llama", PLAIN | UNIT),
     "llama, muon": Form("llama", changes=MUON),
     "llama's block, unit, muon": Form("diffeqformer", "llama, muon", PLAIN | UNIT | MUON),
-    "llama's block, interpolated, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS),
-    "llama's block, elastic, muon": Form("interpolated", "llama, muon", PLAIN | KNOTS | ELASTIC),
+    "llama's block, interpolated, muon": Form("recipe", "llama, muon"),
+    "llama's block, elastic, muon": Form("recipe", "llama, muon", {"model.training_depths": "2:1,4:3"}),
 }
-"""What is compared. The published form starts as tiny.py does, with B at a transformer's scale."""
+"""What is compared. The published form starts as tiny.py does, with B at a transformer's scale. A GPT's layers as knots
+are that GPT to the last bit, so they aren't a form."""
 
 
 class Step:

@@ -27,13 +27,8 @@ CONFIGS = {
     "is no Python": ("def (", "the file can't be loaded, SyntaxError: invalid syntax"),
     "ends the process": ("import sys\ndef get_config(model='gpt'):\n    sys.exit(0)", "the file ended the process"),
     "returns nothing": ("def get_config(model='gpt'):\n    pass", "the file's get_config must return a config"),
-    "takes two arguments": ("def get_config(a, b):\n    pass", "the file can't be loaded, TypeError: get_config()"),
     "has no get_config": ("x = 1", "the file can't be loaded, AttributeError: "),
-    "changes a type": (
-        f"{OURS}    config.steps = 3.5",
-        "the file can't be loaded, TypeError: Could not override",
-    ),
-    "adds a field": (f"{OURS}    config.colour = 'red'", "the file can't be loaded, AttributeError: "),
+    "changes a type": (f"{OURS}    config.steps = 3.5", "the file can't be loaded, TypeError: Could not override"),
     "returns a list": ("def get_config(model='gpt'):\n    return [3]", "the file can't be loaded, AttributeError: "),
 }
 

@@ -15,7 +15,7 @@ from diffeqformer.errors import Stopped, UserError
 from diffeqformer.inference.discretize import discretize, discretized_config
 from diffeqformer.training import loop, room
 from diffeqformer.training.run import Run
-from diffeqformer.training.step import Program, training_grid
+from diffeqformer.training.step import Program, dropout_keys, training_grid
 from diffeqformer.transformer import new_model
 from helpers import ONE_DEVICE, build_model, first_state, lively_model, tokens_of, toy_config
 from runs import curves
@@ -53,12 +53,14 @@ def test_a_step_at_a_drawn_depth_is_one_of_a_model_with_that_depth(kind, times):
         jax.tree.map(np.testing.assert_array_equal, (found, found_scalars), (expected, scalars))
 
 
-def test_random_times_depend_on_the_seed():
+def test_random_times_and_dropout_depend_on_the_seed():
     """As they always did, for runs that are resumed with a later version."""
     model = lively_model("diffeqformer")
     times = [np.asarray(training_grid(model, "shifted", seed, jnp.int32(3)).times) for seed in (0, 7)]
     assert np.abs(times[0] - times[1]).max() > 1e-3
     np.testing.assert_allclose(times[1][:2], [0.0508169, 0.2174836], atol=1e-6)
+    of_dropout = jax.random.key_data(dropout_keys(7, jnp.int32(3), 2)).tolist()
+    assert of_dropout == [[3347091520, 884871849], [2703998176, 3462813572]]
 
 
 def test_weights_that_are_stored_for_one_depth_are_those_of_its_steps():
@@ -97,7 +99,14 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
 def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
     tmp_path, short_stores, monkeypatch, one_device_loop, capsys
 ):
-    config = toy_config(steps=8, eval_every=4, seed=1, data__dir=str(short_stores), model__training_depths="1,2,6:2")
+    config = toy_config(
+        steps=8,
+        eval_every=4,
+        checkpoint_every=100,
+        seed=1,
+        data__dir=str(short_stores),
+        model__training_depths="1,2,6:2",
+    )
     expected_depths = [drawn_depth(shares_of_depths("1,2,6:2"), config.seed, step) for step in range(8)]
     assert set(expected_depths[:4]) != {6} and len(set(expected_depths)) == 3
     asked, seen, num_steps = [], [], Run.num_steps

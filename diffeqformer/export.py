@@ -120,9 +120,9 @@ def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_st
     how = {"solver": config.solver, "num_steps": num_steps}
     for file in sorted(home_folder(workdir).glob("evaluation/*/*/results.json")):
         results = json.loads(file.read_bytes())
-        rows = results["rows"] if results["checkpoint_step"] == opened.step else []
-        for row in rows:
-            if how.items() <= row.items() and row.get("bits_per_byte") is not None:
+        for row in results["rows"]:
+            measured = how.items() <= row.items() and results["checkpoint_step"] == opened.step
+            if measured and row.get("bits_per_byte") is not None:
                 found[results["text"]] = (
                     f"{row['bits_per_byte']:.4f}, read in {results['dtype']} in windows of {results['window']:,} tokens"
                 )

@@ -1,4 +1,4 @@
-"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) SeqIO tasks."""
+"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) TFDS builders and SeqIO tasks."""
 
 import bz2
 import gzip
@@ -192,8 +192,11 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     assert "\n" not in str(error.value)
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("builders_process", "tasks_process")]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["seqio_process", pytest.param("tasks_process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["seqio_process", *SLOW])
 def test_with_tensorflow(name):
     """Run the tests of another file in a fork of a process with TensorFlow, without the import hook."""
     done = command("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", f"tests/{name}.py")

@@ -296,3 +296,12 @@ def test_a_step_goes_on_while_the_store_is_checked_and_ends_with_its_damage():
     for wait in (True, False):
         with pytest.raises(UserError, match="damaged"):
             Run.check_store(run, wait)
+
+
+def test_an_older_checkpoint_opens_beside_a_damaged_one(tmp_path):
+    config = toy_config()
+    save_params(tmp_path, config, dict.fromkeys((1, 2), drawn(config.model)[1]))
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "about")
+    assert checkpoint.load(tmp_path, step=1).step == checkpoint.load_on_all(tmp_path, step=1).step == 1
+    with pytest.raises(UserError, match="checkpoints/2"):
+        checkpoint.load(tmp_path)

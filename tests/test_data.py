@@ -291,3 +291,20 @@ def test_what_cannot_become_a_folder_is_said(obstacle, reason, tmp_path):
 
 def test_ids_have_a_type_that_holds_them():
     assert [token_type(size).itemsize for size in (257, 2**16, 2**16 + 1)] == [2, 2, 4]
+
+
+def test_batches_are_a_function_of_seed_and_step(small_store):
+    split, again = (open_store(small_store, "bytes", 8)["train"] for _ in range(2))
+    for step in (0, 3, 1000):
+        np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
+    assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
+
+
+@pytest.mark.long
+def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(small_store):
+    split = open_store(small_store, "bytes", 8)["train"]
+    count = split.size // 8
+    windows = [split.batch(step, 1, 8, seed=0)[0].tobytes() for step in range(2 * count)]
+    whole = sorted(split.windows(np.arange(count), 8)[i].tobytes() for i in range(count))
+    assert sorted(windows[:count]) == sorted(windows[count:]) == whole
+    assert windows[:count] != windows[count:] != whole

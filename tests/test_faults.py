@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, set_aside, small_disk
+from faults import OF_DISKS, OF_RUNS, SIGNALS, Bucket, Campaign, Life, end, newest, paused, set_aside, small_disk
 
 from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.data.store import read_about
@@ -128,12 +128,13 @@ def lives(campaign: Campaign, disk: pathlib.Path, bucket: Bucket) -> Iterator[tu
         )
 
     undisturbed([*options, "--workdir"], home / "alone")  # the base of others
-    of_many = {name: OF_RUNS[name] for name in ("SIGKILL", "SIGTERM", "damaged checkpoint")}
+    of_many = {name: OF_RUNS[name] for name in ("SIGKILL", "SIGTERM", "pauses", "damaged checkpoint")}
+    of_texts = SIGNALS | OF_DISKS | {"pauses": paused}
     for number in itertools.count(1):
         yield run(f"run-{number}", options, "alone"), OF_RUNS
-        yield preparation(f"store-{number}"), SIGNALS | OF_DISKS
+        yield preparation(f"store-{number}"), of_texts
         yield run(f"tuned-{number}", tuning, "tuned"), OF_RUNS
-        yield in_bucket(f"gs-{number}"), SIGNALS
+        yield in_bucket(f"gs-{number}"), SIGNALS | {"pauses": paused}
         count = 4 if number % 3 == 2 else 2
         yield run(f"run-of-{count}-{number}", options, f"alone-{count}", count), of_many
 

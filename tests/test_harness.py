@@ -122,7 +122,7 @@ def test_few_shapes_are_compiled_and_weights_are_made_once(monkeypatch, compilat
     model = harness_model(small_model(max_length=48), num_steps=3, batch_size=4)
     for _ in range(2):
         log_likelihoods(model), rolling(model), write(model, ("a", {"max_gen_toks": 2}))
-    assert 1 <= compilations("target_scores") <= 4  # 32 and 48 positions, of a full batch or of a row for each device
+    assert 1 <= compilations("target_scores") <= 2  # 32 and 48 positions
     assert len(made) == 1
 
 

@@ -30,11 +30,11 @@ fi
 exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
-trap '/bin/sleep 0.5; touch saved; exit 143' TERM
+trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
 """
-SLEEP = "#!/usr/bin/env bash\nexec /bin/sleep 0.05\n"
+SLEEP = '#!/usr/bin/env bash\nexec /bin/sleep "${SLEEP:-0.05}"\n'
 VERBS = {"create", "describe", "delete", "ssh", "scp"}
 NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
 
@@ -327,3 +327,21 @@ def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
     done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 1 and "a run is in progress, as process" in done.stderr
+
+
+def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
+    done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
+    assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
+
+
+def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent), STUBBORN="1")
+    until((host / "said").exists)
+    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
+    assert done.returncode == 1 and "has not ended in 10 minutes" in done.stderr
+
+
+def test_any_host_can_be_watched(cloud):
+    for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
+        _, [call] = cloud(TPU, "watch", ZONE="z", **settings)
+        assert f" --worker={worker} " in call and "run.log" in call

@@ -180,3 +180,19 @@ def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(t
     save_params(tmp_path, config, {1: drawn(config.model)[1]})
     with pytest.raises(UserError, match="^--workdir: a model that was trained with heun takes weights at several"):
         materialize(tmp_path)
+
+
+def test_arrays_saved_one_by_one_are_written_in_small_files(tmp_path, monkeypatch):
+    """What belongs into one file is in memory until it is written."""
+    monkeypatch.setattr(stored_arrays, "CHUNK_BYTES", 2**14)
+    random = np.random.RandomState(0)
+    expected = {("head", name): random.randn(5, 2000).astype(np.float32) for name in "abc"}
+    about = checkpoint.About(toy_config("gpt").to_dict(), "bytes")
+    save_one_by_one(tmp_path, 1, iter(expected.items()), about)
+    folder, step, about, _ = checkpoint.open_to_read(tmp_path)
+    for path, array in checkpoint.open_arrays(folder, step, about.checksums).items():
+        assert list(array.checked_blocks())
+        np.testing.assert_array_equal(array[...], expected[path])
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoints").rglob("d/*")]
+    assert sum(sizes) > 3 * 36_000 and max(sizes) < 2**15
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -322,3 +322,10 @@ def test_a_shared_model_can_take_a_vanilla_ones_steps():
 def test_a_seed_decides_the_parameters():
     one, other = (new_model(toy_config(seed=seed)).token_embedding[...] for seed in (0, 1))
     assert (one != other).mean() > 0.9
+
+
+def test_depth_costs_no_parameters():
+    config = load_config("small")
+    count = parameter_count(config)
+    config.model.num_steps = 100
+    assert parameter_count(config) == count

@@ -180,3 +180,10 @@ def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
     options = {"count": 5, "key": jax.random.key(0), "vocab_size": 64, **options}
     with pytest.raises(UserError, match=f"^{sentence}"):
         write_tokens(build_model("gpt"), prompt, **options)
+
+
+def test_prompts_may_end_in_the_last_chunk():
+    model = lively_model("diffeqformer", max_length=CHUNK + 20)
+    ids = [*range(60), *range(10)]
+    first = next(write_tokens(model, ids, count=3, key=jax.random.key(0), vocab_size=64, choice=Choice(0.0)))
+    assert first[0] == jnp.argmax(model(jnp.array([ids]), model.weights())[0, -1])

@@ -67,14 +67,6 @@ def test_what_fills_up_a_batch_never_reaches_a_score(monkeypatch):
     assert (4, 17) in filled  # a batch of 16 positions and one more
 
 
-def test_a_lone_sequence_has_a_row_on_each_device_and_no_more(monkeypatch):
-    scorer, shapes = Scorer(lively_model("gpt"), batch_size=32), []
-    monkeypatch.setattr(scorer, "announce", lambda ids: shapes.append(ids.shape))
-    for number in (1, 8, 9):
-        scorer([Stretch([1] * 17, 1)] * number)
-    assert shapes == [(8, 17), (8, 17), (32, 17)]
-
-
 @pytest.mark.parametrize("multiple", [1, 48])
 def test_a_model_that_knows_nothing_scores_log_v(multiple):
     """Id 0 and every other id, and none of the rows that pad the vocabulary."""

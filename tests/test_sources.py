@@ -78,6 +78,7 @@ def test_validation_rows_are_those_of_hugging_face():
     assert sources.validation_rows(10_000).tolist() == [8290, 1229, 4733, 8519, 1700]
     rows = sources.validation_rows(sources.OPENWEBTEXT_DOCUMENTS)
     assert rows.dtype == np.int64 and len(rows) == 4007
+    assert rows[:5].tolist() == [4327249, 4286500, 2184614, 4793011, 1709068]
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
     assert digest == "df00c240445075043bc15359133182a5a0d4e241fbff007f3664c958a9e4997e"
 

@@ -176,12 +176,8 @@ class Scorer:
         return min(length, self.max_length)
 
     def _score_batch(self, batch: list[Sequence[int]], length: int):
-        """Pads the ends with id 0, which no scored position sees.
-
-        Few sequences, such as a task's first trial, have a row on each device: two numbers of rows are compiled.
-        """
-        rows = self.mesh.size if len(batch) <= self.mesh.size else self.batch_size
-        ids = np.zeros((rows, length + 1), np.int32)
+        """Pads the ends with id 0, which no scored position sees."""
+        ids = np.zeros((self.batch_size, length + 1), np.int32)
         for row, sequence in zip(ids, batch):
             row[: len(sequence)] = sequence
         if self.announce:
@@ -210,12 +206,12 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
     if not hosts.is_first():
         return _follow(scorers)
 
-    def send(number: int, rows: int = 0, positions: int = 0) -> None:
+    def send(number: int, positions: int = 0) -> None:
         hosts.wait("the next batch")
-        hosts.from_first(np.array([number, rows, positions], np.int32))
+        hosts.from_first(np.array([number, positions], np.int32))
 
     def announce(number: int, ids: Int[np.ndarray, "B positions"]) -> None:
-        send(number, *ids.shape)
+        send(number, ids.shape[1])
         hosts.from_first(ids)
 
     for number, scorer in enumerate(scorers):
@@ -232,9 +228,10 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
 def _follow(scorers: Sequence[Scorer]) -> None:
     while True:
         hosts.wait("the next batch")
-        number, *shape = hosts.from_first(np.zeros(3, np.int32)).tolist()
+        number, positions = hosts.from_first(np.zeros(2, np.int32)).tolist()
         if number == FAILED:
             raise UserErrorEverywhere("process 0 failed; see its message")
         if number == DONE:
             return
-        scorers[number].score_rows(hosts.from_first(np.zeros(shape, np.int32)))
+        ids = np.zeros((scorers[number].batch_size, positions), np.int32)
+        scorers[number].score_rows(hosts.from_first(ids))

@@ -135,12 +135,15 @@ def test_a_run_draws_its_depths_and_goes_on_as_if_it_had_not_stopped(
 
 
 def test_a_transformer_is_interpolated_weights_at_their_knots_over_a_span_of_its_layers():
-    """To the last bit; between the knots, weights are in a straight line."""
+    """To the last bit, and without a copy of its weights; between the knots, weights are in a straight line."""
     gpt = lively_model("gpt", num_steps=3)
     ours = build_model("interpolated", "gpt", num_steps=3, time_embed_dim=3, span=3.0)
     nnx.update(ours, nnx.state(gpt, nnx.Param))
     tokens = jnp.arange(24).reshape(2, 12)
     np.testing.assert_array_equal(ours(tokens, ours.weights()), gpt(tokens, gpt.weights()))
+    assert not jax.make_jaxpr(lambda params: nnx.merge(nnx.graphdef(ours), params).depth(ours.grid(3)))(
+        nnx.state(ours)
+    ).eqns
     knots, between = (ours.weights(ours.grid(steps)).layers["qkv"]["kernel"] for steps in (3, 6))
     np.testing.assert_array_equal(between[1::2], knots)
     np.testing.assert_array_equal(between[0], knots[0])

@@ -3,7 +3,7 @@
     python benchmarks/accumulation.py --models=gpt:diffeqformer --batch_size=16
 
 Both compute the loss and gradient of the same batch. `once` is
-`diffeqformer.training.loss.ShardedLoss.mean_and_gradient`; `each` differentiates the whole model for every microbatch
+`diffeqformer.training.loss.ShardedLoss.value_and_grad`; `each` differentiates the whole model for every microbatch
 and sums the parameters' gradients, like accumulation around a train step (a barrier keeps the compiler from moving the
 generation out of its loop). Memory is XLA's figure for temporaries, including the gradient.
 """
@@ -36,7 +36,7 @@ MICROBATCHES = flags.DEFINE_list("microbatches", ["1", "2", "4", "8"], "Numbers 
 
 def generated_once(losses: ShardedLoss, params, tokens, keys, microbatches: int):
     """As in training, with the gradient of each P written out."""
-    loss, gradient = losses.mean_and_gradient(params, tokens, keys, microbatches)
+    loss, gradient = losses.value_and_grad(params, tokens, keys, microbatches)
     return loss, jax.tree.map(lambda leaf: leaf.product() if is_factors(leaf) else leaf, gradient, is_leaf=is_factors)
 
 

@@ -113,7 +113,8 @@ def check(options, opened: checkpoint.Checkpoint) -> None:
         raise UserError("--num_steps: has no meaning for simulation, the only one of --parts; leave it out")
     check_heads(model, whole_numbers("--heads", options.heads, 0), "--heads")
     for name, default in DEFAULTS.items():
-        parts = [part for part, analysis in ANALYSES.items() if name in analysis.all_options()]
+        of_text = name in ("text", "text_file")
+        parts = [part for part, each in ANALYSES.items() if name in each.options or (of_text and each.reads_text)]
         if getattr(options, name) != default and not set(parts) & set(options.parts):
             raise UserError(f"--{name}: has a meaning for {' or '.join(parts)} alone, which --parts leaves out")
     if options.published_pairing:

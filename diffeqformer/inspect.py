@@ -60,18 +60,16 @@ def parameters(
     folder: epath.Path, step: int, recorded: dict[str, str] | None, trains: bool, with_statistics: bool, remedy: str
 ) -> list[dict]:
     """One row for each parameter of a checkpoint, in the order of the model."""
-    saved = checkpoint.saved_arrays(folder, step, remedy)
-    found = {}
     if with_statistics:
-        for path, array in checkpoint.open_arrays(folder, step, recorded, remedy).items():
-            found[path] = statistics(array.checked_blocks())
+        saved = checkpoint.open_arrays(folder, step, recorded, remedy)
+    else:
+        saved = checkpoint.saved_arrays(folder, step, remedy)
     rows = []
-    for path in sorted(saved, key=lambda path: (ORDER.index(path[0]), path)):
-        leaf = saved[path]
-        count = math.prod(leaf.shape)
-        row = {"name": "/".join(path), "shape": list(leaf.shape), "dtype": leaf.dtype.name, "count": count}
-        row |= {"bytes": count * leaf.dtype.itemsize, "trains": trains}
-        rows.append(row | found.get(path, {}))
+    for path, array in sorted(saved.items(), key=lambda item: (ORDER.index(item[0][0]), item[0])):
+        count = math.prod(array.shape)
+        row = {"name": "/".join(path), "shape": list(array.shape), "dtype": array.dtype.name, "count": count}
+        row |= {"bytes": count * array.dtype.itemsize, "trains": trains}
+        rows.append(row | (statistics(array.checked_blocks()) if with_statistics else {}))
     return rows
 
 

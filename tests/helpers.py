@@ -93,7 +93,7 @@ def drawn(config) -> tuple[nnx.GraphDef, dict]:
 @functools.partial(jax.jit, static_argnames=("graph", "microbatches"))
 def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
     """The loss and gradient of a batch, as in training, on one device."""
-    return ShardedLoss(graph, params, ONE_DEVICE).mean_and_gradient(params, tokens, keys, microbatches)
+    return ShardedLoss(graph, params, ONE_DEVICE).value_and_grad(params, tokens, keys, microbatches)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

@@ -88,7 +88,7 @@ def test_kernels_and_memory_have_room_for_the_deepest(monkeypatch):
     deep, one = {"model__num_steps": 40}, {"model__num_steps": 1}
     for changes in ({"model__training_depths": "1,40"}, deep, one, deep | {"model__training_depths": "1"}):
         program = Program(toy_config(**changes), ONE_DEVICE)
-        room.check_memory(program.config, program, program.state_shapes, True)
+        room.check_memory(program, True)
     # Of train steps, and of the weights and the evaluation: in the first at 6 steps and at 40
     two_depths, deep, one, validated_deep = needed[:5], needed[5:8], needed[8:11], needed[11:]
     assert two_depths[0] == deep[0] > one[0] == validated_deep[0] > 0

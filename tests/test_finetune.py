@@ -107,7 +107,7 @@ def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
     with pytest.raises(UserError, match="^config.base: .*base is still being trained, and .* at step 3 has"):
         finetune.initial_params(config, 3, ONE_DEVICE)
     with pytest.raises(UserError, match="^config.base: .* at step 3 has been replaced"):
-        finetune.solver_of_base(config, 3)
+        finetune.check_base_fits(config, 3, ONE_DEVICE)
 
 
 def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):

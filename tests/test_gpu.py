@@ -124,7 +124,7 @@ def test_free_memory_is_read_and_a_model_that_is_too_large_is_said():
     config.model.update(width=2**14, mlp=2**16)
     program = Program(config, make_mesh(devices=[GPU]))
     with pytest.raises(UserError, match="^config.model: its parameters and the optimizer's state need"):
-        check_memory(config, program, program.state_shapes, will_train=True)
+        check_memory(program, will_train=True)
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, short_stores):

@@ -138,7 +138,7 @@ def test_a_gradient_is_the_same_with_heads_for_tpus(field, mesh, monkeypatch):
 
     def gradient():
         sharded = loss.ShardedLoss(program.graph, params, program.mesh)
-        return jax.jit(lambda params: sharded.mean_and_gradient(params, tokens, None))(params)
+        return jax.jit(lambda params: sharded.value_and_grad(params, tokens, None))(params)
 
     by_position = mock.Mock(wraps=layers.heads_by_position)
     monkeypatch.setattr(layers, "heads_by_position", by_position)

@@ -116,7 +116,7 @@ def test_validation_computes_as_training_does():
             layer["b"] = normal(random, layer["b"].shape)
     tokens = jnp.asarray(tokens_of(0, program.config))
     average = program.evaluate(params, program.weights(params, None), tokens, jnp.ones((8, 1), bool))
-    loss = jax.jit(program.loss.mean_and_gradient)(params, tokens, None)[0]
+    loss = jax.jit(program.loss.value_and_grad)(params, tokens, None)[0]
     np.testing.assert_allclose(average.compute(), loss, rtol=1e-6)
 
 

@@ -148,7 +148,7 @@ def test_sums_are_in_float32():
     graph, params = split_model(model)
     loss = ShardedLoss(graph, params, ONE_DEVICE, kernels="xla")
     tokens = jnp.zeros((16, 16), jnp.int32)
-    _, gradient = jax.eval_shape(lambda params: loss.mean_and_gradient(params, tokens, None, 2), params)
+    _, gradient = jax.eval_shape(lambda params: loss.value_and_grad(params, tokens, None, 2), params)
     assert gradient["depth"]["layers"]["qkv"]["projection"].d_kernel.dtype == jnp.float32
     loss = ChunkedLoss(graph, params, ONE_DEVICE, plain, 2)
     layers = functools.partial(Chunks(loss, model, 2).layers, loss.chunked(model, model.grid()).features[0])

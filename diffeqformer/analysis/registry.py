@@ -27,10 +27,6 @@ class Analysis:
     by_default: bool = True
     options: tuple[str, ...] = ()
 
-    def all_options(self) -> tuple[str, ...]:
-        """The command's options that belong to it: these, and those that give the text."""
-        return (*self.options, *(("text", "text_file") if self.reads_text else ()))
-
 
 ANALYSES = {
     "spectra": Analysis(spectra.section, options=("times", "heads", "feed_forward")),

@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checksums, stored_arrays
 from diffeqformer.checkpoints.about import About
-from diffeqformer.checkpoints.checkpoint import open_arrays, open_to_read, read_about, read_json, saved_tree
-from diffeqformer.checkpoints.folder import Damaged, folder_of, may_pass, older, readable, steps_of
+from diffeqformer.checkpoints.checkpoint import open_arrays, read_about, read_json, saved_tree
+from diffeqformer.checkpoints.folder import Damaged, folder_of, may_pass, readable, steps_of
+from diffeqformer.config import saved_config
 
 
 def of_checkpoint(folder: epath.Path, step: int) -> Damaged | None:
@@ -27,8 +28,8 @@ def of_checkpoint(folder: epath.Path, step: int) -> Damaged | None:
         return found
 
 
-def damaged_records(folder: epath.Path) -> list[Damaged]:
-    """What is wrong with the metadata of the newest checkpoints, down to the first of which nothing is.
+def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About] | None]:
+    """What is wrong with the metadata of the newest checkpoints, and the step and metadata of the first that are whole.
 
     Raises:
         Damaged: if something is wrong with all of them, or one can't be read for a reason that may pass.
@@ -36,24 +37,26 @@ def damaged_records(folder: epath.Path) -> list[Damaged]:
     found = []
     for step in reversed(steps_of(folder)):
         try:
-            read_about(folder, step)
-            return found
+            return found, (step, read_about(folder, step))
         except Damaged as error:
             if may_pass(error):
                 raise
             found.append(error)
     if found:
         raise found[-1]
-    return found
+    return found, None
 
 
-def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict]:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged.
+def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict] | None:
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None if there is no checkpoint.
 
     Raises:
-        NoCheckpoint: if there is none.
         Damaged: if they can't be read.
     """
-    passed = damaged_records(folder_of(workdir))
-    opened = open_to_read(workdir, step=older(passed[-1].directory, passed[-1].step) if passed else None)
-    return opened.about, opened.config
+    folder = folder_of(workdir)
+    _, newest = damaged_records(folder)
+    if newest is None:
+        return None
+    step, about = newest
+    with readable(folder, step):
+        return about, saved_config(about.config)

@@ -52,13 +52,17 @@ class StoredArray:
         return self.store.shape
 
     @property
+    def dtype(self) -> np.dtype:
+        return self.store.dtype.numpy_dtype
+
+    @property
     def nbytes(self) -> int:
-        return self.store.size * self.store.dtype.numpy_dtype.itemsize
+        return self.store.size * self.dtype.itemsize
 
     def __getitem__(self, index) -> np.ndarray:
         """A part of the array."""
         largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape or ()))
-        needed = largest * self.store.dtype.numpy_dtype.itemsize
+        needed = largest * self.dtype.itemsize
         part, remedy = f"{self.name}: a part of it", "use a machine with more memory"
         memory.check_enough(part, needed, memory.free_on_host(), remedy)
         with self.reading():
@@ -88,7 +92,7 @@ class StoredArray:
         chunk = self.store.chunk_layout.read_chunk.shape
         sizes = [chunk[axis] if axis in axes else size for axis, size in enumerate(self.shape)]
         for axis in sorted(axes, reverse=True):  # the last axis first, which is contiguous
-            size = math.prod(sizes) * self.store.dtype.numpy_dtype.itemsize
+            size = math.prod(sizes) * self.dtype.itemsize
             sizes[axis] = min(self.shape[axis], sizes[axis] * max(1, bytes_at_once // size))
         with self.reading():  # a small file can claim any shape
             if math.prod(-(-size // step) for size, step in zip(self.shape, sizes)) > MOST_BLOCKS:

@@ -37,8 +37,8 @@ def longest_grid(config, num_steps: int) -> int:
 
 
 def chunk_length(steps: int, most: int) -> int:
-    """The largest divisor of a number of steps that isn't above `most`."""
-    return next(length for length in range(min(most, steps), 0, -1) if steps % length == 0)
+    """The largest divisor of a number of steps that isn't above `most`; 0: all of them."""
+    return next(length for length in range(min(most or steps, steps), 0, -1) if steps % length == 0)
 
 
 def chunk_lengths(config) -> dict[int, int]:

@@ -97,10 +97,8 @@ def table(columns: list[Column], rows: dict[str, dict], failed: Iterable[str] = 
 
 def describe(runs: list[dict], failed: dict[str, str]) -> str:
     """The table of all runs, and sentences on contexts that were cut and on tasks that weren't run."""
-    text, every = (
-        table(columns_of(runs), runs[0]["tasks"], failed),
-        [task for run in runs for task in run["tasks"].values()],
-    )
+    text = table(columns_of(runs), runs[0]["tasks"], failed)
+    every = [task for run in runs for task in run["tasks"].values()]
     if any(results["contexts_cut"] for results in every):
         text += (
             "\n[n of m cut]: n of m contexts didn't fit into the window with what follows them, and lost their start, "

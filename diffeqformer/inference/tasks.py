@@ -96,11 +96,9 @@ def _load(manager, name: str) -> dict[str, dict]:
     random.seed(SEED), np.random.seed(SEED)  # a few tasks shuffle their examples, the same whatever else is loaded
     try:
         found = manager.load([name])
-        return (
-            {name: found}
-            if name in found["groups"]
-            else {row: manager.load([task]) for row, task in found["tasks"].items()}
-        )
+        if name in found["groups"]:
+            return {name: found}
+        return {row: manager.load([task]) for row, task in found["tasks"].items()}
     except Exception as error:  # a task file, its templates or a download can raise anything
         ours = OURS / f"{name}.yaml"
         such = f", such as {ours}" if ours.exists() else ""

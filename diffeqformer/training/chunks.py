@@ -32,9 +32,9 @@ from diffeqformer.solvers.solver import Steps, by_node
 from diffeqformer.training.loss import (
     BY_EXAMPLE,
     ShardedLoss,
-    over_devices,
     scored_positions,
     split_batch,
+    sum_over_devices,
     without_depth,
 )
 from diffeqformer.transformer import Transformer
@@ -181,7 +181,7 @@ class ChunkedLoss(ShardedLoss):
         self.chunk = chunk
 
     @at_its_precision
-    def mean_and_gradient(
+    def value_and_grad(
         self,
         params: dict,
         tokens: Int[Array, "B S"],
@@ -196,7 +196,7 @@ class ChunkedLoss(ShardedLoss):
 
         def on_device(params, steps, tokens, keys):
             scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-            return jax.lax.psum(self.sum_of(params, steps, tokens, keys, scored, microbatches), AXES)
+            return jax.lax.psum(self.chunked_loss(params, steps, tokens, keys, scored, microbatches), AXES)
 
         specs = self.param_specs, EVERYWHERE, BY_EXAMPLE, None if keys is None else BY_EXAMPLE
         mean = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
@@ -208,7 +208,9 @@ class ChunkedLoss(ShardedLoss):
         features = features.reshape(-1, length * len(model.solver.nodes), features.shape[1])
         return ChunkedSteps(features, jnp.asarray(grid.step_sizes, jnp.float32).reshape(-1, length))
 
-    def sum_of(self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int) -> Float[Array, ""]:
+    def chunked_loss(
+        self, params: dict, steps: ChunkedSteps, tokens, keys, scored, microbatches: int
+    ) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` times the loss. Parameters are the device's parts."""
         model = self.model_on_device(without_depth(params))
         x = model.embed(tokens, self.context_on_device(model, keys))
@@ -216,7 +218,7 @@ class ChunkedLoss(ShardedLoss):
         state, keys = jax.tree.map(functools.partial(split_batch, parts=microbatches), (state, keys))
         last = Chunks(self, model, microbatches).last(state, steps.features, params["depth"], steps.step_sizes, keys)
         x = model.solver.read(last).swapaxes(0, 1).reshape(x.shape)
-        return self.sum_of_states(model, x, tokens, scored)
+        return self.loss_of_states(model, x, tokens, scored)
 
     @at_its_precision
     def sum_and_count(
@@ -231,7 +233,7 @@ class ChunkedLoss(ShardedLoss):
 
         def on_device(params, steps, tokens, valid):
             scored = scored_positions(tokens, valid)
-            return over_devices(self.sum_of(params, steps, tokens, None, scored, microbatches), scored)
+            return sum_over_devices(self.chunked_loss(params, steps, tokens, None, scored, microbatches), scored)
 
         specs = (self.param_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         return on_each_device(self.mesh, on_device, specs, EVERYWHERE)(params, weights, tokens, valid)

@@ -46,10 +46,7 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
     elif "model.kind" not in given and MODELS[config.model.kind].weights.generated:
         config = config.copy_and_resolve_references()
         config.model.kind = "diffeqformer"  # which any base suits
-    try:
-        about, ours = damage.newest_readable(workdir)
-    except checkpoint.NoCheckpoint:
-        about = ours = None
+    about, ours = damage.newest_readable(workdir) or (None, None)
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
         return _with_model(config, ours.model, given, meant)
     model = _model_of_base(config)
@@ -204,12 +201,6 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
         return {"workdir": place(folder), "step": step, "data_sha256": theirs.data_sha256}
 
 
-def solver_of_base(config: ConfigDict, step: int) -> str:
-    """The solver of the base at one of its checkpoints."""
-    with _reading_base(config):
-        return checkpoint.load_config(chosen_base(config.base)[0], step, "config.base").model.solver
-
-
 def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
     """Check that the base's parameters fit into the devices' memory, before a program is compiled.
 
@@ -234,6 +225,8 @@ def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
     """
     with _reading_base(config):
         opened = checkpoint.load(chosen_base(config.base)[0], mesh, step, "config.base")
+    if config.model.solver != (theirs := opened.config.model.solver):
+        print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     if goes_on(config):
         return split_model(opened.model)[1]
     return split_model(discretize(opened.model, opened.config, config.model.num_steps, "float32"))[1]

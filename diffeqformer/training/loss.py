@@ -50,9 +50,7 @@ class ShardedLoss:
     """The loss of one model on one mesh. Each device computes with its own examples and its own part of the weights.
 
     Args:
-        graph: the structure of the model.
-        params: its parameters, or their shapes.
-        mesh: the devices.
+        params: the parameters of the model, or their shapes.
         attend: causal attention (`diffeqformer.fields.attention`).
         kernels: None, or what computes the products with a generator's P (`depth.projection.KERNELS`). Then the
             gradient has `Factors` in the place of each P.
@@ -81,7 +79,7 @@ class ShardedLoss:
         return select(tree, self.trains), select(tree, lambda path: not self.trains(path))
 
     @at_its_precision
-    def mean_and_gradient(
+    def value_and_grad(
         self,
         params: dict,
         tokens: Int[Array, "B S"],
@@ -121,8 +119,8 @@ class ShardedLoss:
 
         def on_device(trained, frozen, step_sizes, tokens, keys):
             trained = gather(trained, specs, ("generator",))
-            loss_of = functools.partial(self.device_mean, model.stack, frozen, step_sizes, microbatches / count)
-            loss, gradient = add_up(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
+            loss_of = functools.partial(self.microbatch_loss, model.stack, frozen, step_sizes, microbatches / count)
+            loss, gradient = accumulate_gradients(jax.value_and_grad(loss_of), trained, (tokens, keys), microbatches)
             gradient["depth"]["layers"] = in_type(gradient["depth"]["layers"], summed_type)
             return jax.lax.psum(loss, AXES), sum_copies(scatter(gradient, specs, ("generator",)), specs)
 
@@ -163,16 +161,16 @@ class ShardedLoss:
         layers = in_type(made, summed_type)
         return self.trained_and_frozen({"depth": {"layers": layers}})
 
-    def device_mean(
+    def microbatch_loss(
         self, stack: Callable, frozen: dict, step_sizes, scale, trained: dict, tokens, keys
     ) -> Float[Array, ""]:
         """One device's part of a microbatch's mean loss. `scale` can make it a part of the mean over all of them."""
         others = merge_trees(trained, frozen)
         layers = others.pop("depth")["layers"]
         scored = jnp.zeros(tokens.shape, jnp.float32).at[:, :-1].set(scale)
-        return self.device_sum(others, stack(layers, step_sizes), tokens, keys, scored)
+        return self.local_loss(others, stack(layers, step_sizes), tokens, keys, scored)
 
-    def device_sum(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
+    def local_loss(self, others: dict, weights: StackedWeights, tokens, keys, scored) -> Float[Array, ""]:
         """The sum over one device's positions of `scored` [B, S] times the loss of the next token in nats.
 
         Devices that share the work of every token (`tensor`) each compute all states, and divide up the positions of
@@ -180,7 +178,7 @@ class ShardedLoss:
         """
         model = self.model_on_device(others)
         context = self.context_on_device(model, keys)
-        return self.sum_of_states(model, model.last_state(tokens, self.gathering(weights), context), tokens, scored)
+        return self.loss_of_states(model, model.last_state(tokens, self.gathering(weights), context), tokens, scored)
 
     def model_on_device(self, others: dict) -> Transformer:
         """The whole model without depth weights, from this device's parts of its parameters."""
@@ -198,8 +196,8 @@ class ShardedLoss:
             return weights
         return dataclasses.replace(weights, gather=lambda layers: gather(layers, self.step_specs, ("fsdp",)))
 
-    def sum_of_states(self, model: Transformer, x, tokens, scored) -> Float[Array, ""]:
-        """The part of `device_sum` after the last states `x` [B, S, D]."""
+    def loss_of_states(self, model: Transformer, x, tokens, scored) -> Float[Array, ""]:
+        """The part of `local_loss` after the last states `x` [B, S, D]."""
         targets, shared = jnp.roll(tokens, -1, axis=1), self.mesh.shape["tensor"]
         if shared > 1:
             length, start = tokens.shape[1] // shared, jax.lax.axis_index("tensor") * (tokens.shape[1] // shared)
@@ -222,10 +220,10 @@ class ShardedLoss:
             here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
 
             def sum_of(tokens, scored):
-                return self.device_sum(others, here, tokens, None, scored)
+                return self.local_loss(others, here, tokens, None, scored)
 
             batch = tokens, scored_positions(tokens, valid)
-            return over_devices(summed(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
+            return sum_over_devices(accumulate(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
 
         specs = (self.other_specs, self.layer_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)
         on_devices = on_each_device(self.mesh, on_device, specs, EVERYWHERE)
@@ -242,7 +240,7 @@ def scored_positions(tokens: Int[Array, "B S"], valid: Shaped[Array, "B 1"]) -> 
     return (valid * (jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1)).astype(jnp.float32)
 
 
-def over_devices(total: Float[Array, ""], scored: Float[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def sum_over_devices(total: Float[Array, ""], scored: Float[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """A device's part of a sum over `scored` positions, and their number, added up over all devices."""
     return jax.lax.psum(total, AXES), jax.lax.psum(jnp.sum(scored), BATCH)
 
@@ -258,16 +256,18 @@ def split_batch(array: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "par
     return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
 
 
-def add_up(differentiate: Callable, at: dict, batch: tuple, microbatches: int) -> tuple[Float[Array, ""], dict]:
+def accumulate_gradients(
+    differentiate: Callable, at: dict, batch: tuple, microbatches: int
+) -> tuple[Float[Array, ""], dict]:
     """The mean over microbatches of a value and its gradient `at` something. With several, it is fp32."""
     if microbatches == 1:
         return differentiate(at, *batch)
     start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.float32(0.0), at))
-    total = summed(functools.partial(differentiate, at), start, batch, microbatches)
+    total = accumulate(functools.partial(differentiate, at), start, batch, microbatches)
     return jax.tree.map(lambda leaf: leaf / microbatches, total)
 
 
-def summed(function: Callable, start: PyTree, batch: tuple, microbatches: int) -> PyTree:
+def accumulate(function: Callable, start: PyTree, batch: tuple, microbatches: int) -> PyTree:
     """The sum of what a function finds for each microbatch, one after the other, from zeros `start` on."""
     if microbatches == 1:
         return function(*batch)

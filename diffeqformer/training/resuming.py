@@ -10,7 +10,6 @@ import os
 from etils import epath
 from ml_collections import ConfigDict
 
-from diffeqformer.checkpoints import checkpoint, damage
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
 from diffeqformer.config import field_names, get_field
@@ -98,12 +97,12 @@ def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathL
         )
 
 
-def set_decayed_aside(config: ConfigDict, workdir: epath.Path) -> None:
-    """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed."""
-    try:
-        saved = damage.newest_readable(workdir)[1]
-    except checkpoint.NoCheckpoint:
-        return
+def set_decayed_aside(config: ConfigDict, saved: ConfigDict, workdir: epath.Path) -> None:
+    """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed.
+
+    Args:
+        saved: the config of its newest checkpoint.
+    """
     limit, folder = last_stable(config, saved), folder_of(workdir)
     decayed = [step for step in steps_of(folder) if limit is not None and step > limit]
     if not decayed:

@@ -27,6 +27,7 @@ from diffeqformer.checkpoints.folder import (
     set_aside,
     set_validations_aside,
 )
+from diffeqformer.config import saved_config
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared, store_folder
@@ -101,10 +102,9 @@ class Run:
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
-    try:
-        saved, there = damage.newest_readable(workdir)
-    except checkpoint.NoCheckpoint:
+    if not (newest := damage.newest_readable(workdir)):
         return None
+    saved, there = newest
     return (saved.tokenizer, saved.tokenizer_data) if there.data.tokenizer == config.data.tokenizer else None
 
 
@@ -188,8 +188,8 @@ def open_run(
                 resuming.check_unchanged(what, about, saved, folder)
         about = dataclasses.replace(about, validation_due=bool(config.base))
         with hosts.all_succeed("the checkpoints before the decay"):
-            if hosts.is_first():
-                resuming.set_decayed_aside(config, folder)
+            if hosts.is_first() and saved:
+                resuming.set_decayed_aside(config, saved_config(saved.config), folder)
         kept, always = config.checkpoints_kept, decay_start(config)
         checkpoints = stack.enter_context(checkpoint.open_to_write(folder, kept, always=always))
         yield Run(config, folder, program, splits, checkpoints, about, Stopwatch(started), verified)
@@ -209,15 +209,10 @@ def make_folder(workdir: epath.Path) -> None:
 
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
-    """The record of the newest checkpoint; None if there is none.
-
-    Raises:
-        UserError: if it can't be resumed with this config.
-    """
-    try:
-        saved, config_there = damage.newest_readable(workdir)
-    except checkpoint.NoCheckpoint:
+    """The record of the newest checkpoint, if this config can resume it; None if there is none."""
+    if not (newest := damage.newest_readable(workdir)):
         return None
+    saved, config_there = newest
     if saved.materialized_from is not None:
         raise UserError(
             f"{workdir}: holds a materialized or imported model, which has no optimizer state to resume; use another "
@@ -258,7 +253,7 @@ def newest_step(run: Run) -> int | None:
         UserError: if processes see different ones, or there is none before a damaged one.
     """
     with hosts.all_succeed("the newest checkpoint"):
-        for error in damage.damaged_records(run.checkpoints.directory) if hosts.is_first() else ():
+        for error in damage.damaged_records(run.checkpoints.directory)[0] if hosts.is_first() else ():
             print(f"{error.found}; {moved_aside(error)}, and the one before it is taken", flush=True)
     run.checkpoints.reload()
     step = newest(run.checkpoints)
@@ -284,7 +279,7 @@ def check_room(run: Run, step: int | None) -> None:
     with hosts.all_succeed("the memory"):
         if step is None and run.config.base:
             finetune.check_base_fits(run.config, run.about.base["step"], run.program.mesh)
-        check_memory(run.config, run.program, run.program.state_shapes, (step or 0) < run.config.steps)
+        check_memory(run.program, (step or 0) < run.config.steps)
     run.clock.lap("compilation")
 
 
@@ -345,8 +340,6 @@ def first_state(run: Run) -> dict:
     if not config.base:
         return program.init()
     print(f"beginning with {base['workdir']} at step {base['step']:,}", flush=True)
-    if config.model.solver != (theirs := finetune.solver_of_base(config, base["step"])):
-        print(f"it was trained with {theirs}, which needs weights at several times per step; this run uses Euler")
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):
         checkpoint.save_frozen(run.folder, frozen, base)

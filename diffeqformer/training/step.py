@@ -69,8 +69,6 @@ class Program:
     evaluate(params, weights, tokens [B, S], valid [B, 1]) -> clu Average of the loss over the targets of valid rows
 
     Args:
-        config: a checked config.
-        mesh: the devices.
         attention: causal attention and its description for the log; by default the fastest for the mesh's devices.
     """
 
@@ -166,7 +164,7 @@ class Program:
         config, params, step = self.config, state["params"], state["step"]
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(self.graph, params), config.model.training_times, config.seed, step, num_steps)
-        loss, grads = self.loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
+        loss, grads = self.loss.value_and_grad(params, tokens, keys, config.microbatches, grid)
         trained, moments, norm = self.optimizer.update(grads, state["optimizer"], self.trained(params))
         params = merge_trees(params, trained)
         scalars = {"loss": loss, "gradient_norm": norm, "learning_rate": self.optimizer.schedule(step)}

@@ -73,7 +73,8 @@ def main() -> None:
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
     print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.describe()}", flush=True)
     programs = [train_step_by_shapes(program)] if on_gpus else compiled(config, program)
-    plan = plan_of(config, program, programs, chip, SLICES.value, PRICE.value)
+    price = None if PRICE.value is None else PRICE.value / chip.devices
+    plan = plan_of(config, program, programs, chip, SLICES.value, price)
     print(summary(config, plan))
     if on_gpus:
         print(BY_SHAPES)

@@ -17,7 +17,7 @@ TOKENS, WIDTH, MLP = 16_384, 2048, 8192  # of Llama-1B
 
 def share_of_peak(kind: str) -> float:
     """For bfloat16 on one chip."""
-    device = tpu_devices(f"{kind}:{'2x2x1' if kind == 'v5p' else '2x2'}", slices=1)[0]
+    device = tpu_devices(f"{kind}:{'2x2x1' if kind in ('v5p', 'tpu7x') else '2x2'}", slices=1)[0]
     place = jax.sharding.SingleDeviceSharding(device)
     x, kernel = (jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place) for shape in ((TOKENS, WIDTH), (WIDTH, MLP)))
     compiled = compile_for_tpu("product", jax.jit(jax.numpy.dot).lower(x, kernel))

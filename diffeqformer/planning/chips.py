@@ -7,7 +7,7 @@ from diffeqformer.errors import UserError
 
 
 class Tpu(NamedTuple):
-    """A kind of TPU.
+    """A kind of TPU. Rates and bytes are those of one of JAX's devices: a chip, or for tpu7x one of its two cores.
 
     name: JAX's `device_kind`.
     clock: cycles in a second. They make the largest matrix products that the compiler expects reach `peak`.
@@ -16,6 +16,7 @@ class Tpu(NamedTuple):
     memory: bytes that the compiler gives a program.
     link_rate: bytes in a second to one neighbour.
     network_rate: bytes in a second to other slices.
+    devices: of a chip.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Tpu(NamedTuple):
     memory: int
     link_rate: float
     network_rate: float
+    devices: int = 1
 
 
 class Gpu(NamedTuple):
@@ -44,6 +46,7 @@ TPUS = {
     "v5e": Tpu("TPU v5 lite", 1.5e9, 197e12, 820e9, int(15.75 * 2**30), 50e9, 3.125e9),
     "v5p": Tpu("TPU v5", 1.75e9, 459e12, 2460e9, int(95.74 * 2**30), 100e9, 6.25e9),
     "v6e": Tpu("TPU v6 lite", 1.75e9, 918e12, 1640e9, int(31.25 * 2**30), 100e9, 12.5e9),
+    "tpu7x": Tpu("TPU7x", 2.2e9, 2307e12 / 2, 7380e9 / 2, int(94.75 * 2**30), 100e9, 12.5e9 / 2, devices=2),
 }
 GPUS = {
     "a100": Gpu("NVIDIA A100", "8.0", 3 * 81_920 * 2**20 // 4),

@@ -22,7 +22,7 @@ OUTPUT = (
 
 CLOUD, HOSTS = "needs a cloud account", "needs several machines"
 LEFT_OUT = {
-    r"\bgcloud ": CLOUD,
+    r"\bgcloud |/google_compute_engine$": CLOUD,
     r"^export ZONE=|\blaunch/tpu.sh ": CLOUD,  # tests/test_launch.py has a gcloud that records its calls
     r"^sbatch ": HOSTS,  # tests/test_launch.py has a scheduler of this kind
     r"--coordinator=first-host": HOSTS,  # tests/test_hosts.py starts several processes

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ if [[ "$*" == *" describe "* ]]; then
   exit
 elif [[ "$*" == *" ssh "*--command=true* ]]; then
   line=$(head -n 1 "$DOORS"); sed -i 1d "$DOORS"; exit "${line:-0}"
-elif [[ "$*" == *" ssh "* && -n ${HOST_FOLDER-} ]]; then # be the host
+elif [[ "$*" == *" ssh "* && "$*" != *"/uv venv"* && -n ${HOST_FOLDER-} ]]; then # be the host
   for word; do [[ $word != --command=* ]] || { cd "$HOST_FOLDER" && exec bash -c "${word#--command=}"; }; done
 fi
 [[ "$*" != *" ${BROKEN:-nothing} "* ]] || exit 1
@@ -34,6 +35,12 @@ trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
 """
+METADATA = '#!/usr/bin/env bash\n[[ "$*" != */instance/attributes/tpu-env ]] || cat "${0%/*}/tpu-env"\n'
+KEYGEN = """#!/usr/bin/env bash
+[[ -e $HOME/.ssh/google_compute_engine ]] || exit 255
+if [[ $1 == -lf ]]; then echo "3072 SHA256:gcloud me (RSA)"; else [[ -z ${PASSPHRASE-} ]]; fi
+"""
+AGENT = '#!/usr/bin/env bash\n[[ -n ${AGENT-} ]] || exit 2; echo "$AGENT"\n'
 SLEEP = '#!/usr/bin/env bash\nexec /bin/sleep "${SLEEP:-0.05}"\n'
 VERBS = {"create", "describe", "delete", "ssh", "scp"}
 NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
@@ -46,15 +53,20 @@ def verbs_of(calls):
 @pytest.fixture
 def cloud(tmp_path):
     """Runs a script with the fake clients, and returns the finished process and the recorded calls."""
-    for name, text in (("gcloud", FAKE), ("srun", FAKE), ("scontrol", FAKE), ("sleep", SLEEP)):
+    programs = {name: FAKE for name in ("gcloud", "srun", "scontrol")}
+    programs |= {"sleep": SLEEP, "curl": METADATA, "ssh-keygen": KEYGEN, "ssh-add": AGENT}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "google_compute_engine").touch()
     files = {name: tmp_path / name for name in ("CALLS", "STATES", "DOORS")}
 
     def run(script, *arguments, states=(), doors=(), **settings):
         for name, lines in (("CALLS", ()), ("STATES", states), ("DOORS", doors)):
             files[name].write_text("".join(f"{line}\n" for line in lines))
-        environment = {**os.environ, **{name: str(path) for name, path in files.items()}, **settings}
+        environment = {**os.environ, "HOME": str(tmp_path), **{name: str(path) for name, path in files.items()}}
+        environment |= settings
         environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NAME": f"test-{os.getpid()}", "PAUSE": "0"}
         done = subprocess.run(
             [ROOT / script, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60
@@ -111,6 +123,7 @@ def test_the_runtime_follows_the_type(cloud):
         ("v5litepod-8", "v2-alpha-tpuv5-lite"),
         ("v5p-8", "v2-alpha-tpuv5"),
         ("v6e-8", "v2-alpha-tpuv6e"),
+        ("tpu7x-8", "v2-alpha-tpu7-ubuntu2404"),
     ):
         done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", TYPE=kind)
         assert f"--accelerator-type={kind} --runtime-version={runtime} " in done.stderr
@@ -283,12 +296,15 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     for command in (["create"], ["setup"], ["run", "--config=configs/large.py"], ["watch"], ["stop"], ["delete"]):
         done, calls = cloud(TPU, "--dry-run", *command, ZONE="z")
         assert done.returncode == 0 and calls == [] and done.stderr.startswith("+ g"), done.stderr
+        assert "tpu.googleapis.com" in done.stdout and all(line.startswith("# ") for line in done.stdout.splitlines())
     assert not (ROOT / ".launch" / f"test-{os.getpid()}").exists()
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
     done, calls = cloud(TPU, "--dry-run", "resume", ZONE="z")
     assert done.returncode == 0 and calls == [] and "configs/large.py" in done.stderr
     lines = [line.removeprefix("+ ") for line in done.stderr.splitlines()]
-    assert verbs_of(lines) == ["delete", "create", "scp", "ssh", "ssh"]
+    assert verbs_of(lines) == ["delete", "create", "ssh", "scp", "ssh", "ssh"]
+    said = cloud(TPU, "--dry-run", "create", ZONE="z", SPOT="1", SLICES="2", TYPE="v6e-8")[0].stdout
+    assert "# needs quota in z for 2 x v6e-8, preemptible\n" in said and "/.ssh/google_compute_engine" in said
 
 
 @pytest.mark.parametrize(
@@ -296,6 +312,14 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     [
         (["create"], {}, "ZONE: name the zone"),
         (["create"], {"ZONE": "z", "SPOT": "yes"}, "SPOT: must be 1 or 0, but it is yes"),
+        (["create"], {"ZONE": "z", "SLICES": "0"}, "SLICES: must be a number of slices, but it is 0"),
+        (
+            ["create"],
+            {"ZONE": "z", "HOME": "/nowhere"},
+            "ssh: gcloud's key is missing; make it with 'ssh-keygen -t rsa",
+        ),
+        (["create"], {"ZONE": "z", "AGENT": "3072 SHA256:other"}, "ssh: the agent doesn't have gcloud's key"),
+        (["resume"], {"ZONE": "z", "PASSPHRASE": "1"}, "ssh: the agent doesn't have gcloud's key"),
         (["create", "now"], {"ZONE": "z"}, "create: takes no options, but got now"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
         (["do"], {"ZONE": "z"}, "do: name a command, for example evaluate"),
@@ -329,6 +353,99 @@ def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host
     assert done.returncode == 1 and "a run is in progress, as process" in done.stderr
 
 
+def test_an_agent_that_has_the_key_is_enough(cloud):
+    key = "256 SHA256:other me\n3072 SHA256:gcloud me"
+    done, _ = cloud(TPU, "create", ZONE="z", states=["NONE", "ACTIVE"], AGENT=key, PASSPHRASE="1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_several_slices_are_one_request_and_each_is_reached(cloud):
+    done, calls = cloud(TPU, "create", ZONE="z", SLICES="2", states=["NONE", "ACTIVE"])
+    assert done.returncode == 0, done.stderr
+    assert " create slice --node-count=2 --node-prefix=slice --accelerator-type=v5litepod-64 " in calls[1]
+    assert verbs_of(calls) == ["describe", "create", "describe", "ssh", "ssh"]
+    assert {call.split()[5] for call in calls if " ssh " in call} == {"slice-0", "slice-1"}
+    done, calls = cloud(TPU, "setup")  # the number is remembered
+    assert done.returncode == 0 and sorted(verbs_of(calls)) == ["scp", "scp", "ssh", "ssh"]
+    for number in range(2):  # one that fails is enough
+        file = f"slice-{number}:diffeqformer.tar.gz"
+        assert any(f" {file} " in call for call in calls)
+        done, failed = cloud(TPU, "setup", BROKEN=file.replace("slice", f"test-{os.getpid()}"))
+        assert done.returncode == 1 and sorted(verbs_of(failed)) == ["scp", "scp"]
+    assert " ssh slice-0 --worker=0 " in cloud(TPU, "watch")[1][0]
+
+
+def test_slices_that_do_not_know_of_each_other_do_not_train(cloud, host, tmp_path):
+    (host / "end").touch()
+    metadata = tmp_path / "tpu-env"
+    for line in ("MEGASCALE_NUM_SLICES: '3'", "WORKER_ID: '0'"):
+        metadata.write_text(f"ZONE: 'z'\n{line}\n")
+        done, _ = cloud(TPU, "run", "--config=tiny", ZONE="z", SLICES="2", HOST_FOLDER=str(host.parent))
+        assert done.returncode == 1 and "has no MEGASCALE_NUM_SLICES: '2'" in done.stderr
+    metadata.write_text("ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '0'\n")
+    done, _ = cloud(TPU, "do", "evaluate", ZONE="z", SLICES="2", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def interrupted(cloud, host):
+    """The folder of a host whose run a signal has ended. The next run ends at once."""
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
+    until((host / "said").exists)
+    os.kill(int((host / "run.pid").read_text()), signal.SIGTERM)
+    until((host / "run.status").exists)
+    (host / "end").touch()
+    return host
+
+
+def test_a_watched_run_goes_on_after_a_preemption(cloud, interrupted):
+    cloud(TPU, "setup", ZONE="z")
+    states = ["SUSPENDING", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"]
+    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
+    assert done.returncode == 0, done.stderr
+    assert verbs_of(calls) == ["ssh", *["describe"] * 3, "delete", "describe", *NEW, "ssh"]
+    assert (interrupted / "said").read_text().count("--config=configs/large.py") == 2
+    assert "the run was interrupted" in done.stdout and done.stdout.endswith(": the run is complete\n")
+
+
+def test_a_watched_run_starts_again_on_a_slice_that_is_still_there(cloud, interrupted):
+    cloud(TPU, "setup", ZONE="z")
+    done, calls = cloud(
+        TPU, "watch", ZONE="z", states=["LOGIN"] * 2 + ["ACTIVE"] * 2, HOST_FOLDER=str(interrupted.parent)
+    )
+    assert done.returncode == 0 and verbs_of(calls) == ["ssh", *["describe"] * 3, "ssh", "ssh"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "status, states, said",
+    [
+        ("1", ["ACTIVE"] * 11, "the run has failed, and the slice is still there"),
+        ("134", ["ACTIVE", "NONE"], "the slice is NONE, so the run isn't resumed"),
+        ("", ["DELETING"], "the slice is DELETING, so the run isn't resumed"),
+        (None, [], "watch: use 'run' first"),
+    ],
+)
+def test_a_watched_run_that_failed_or_was_given_back_is_not_resumed(cloud, interrupted, status, states, said):
+    (interrupted / ("run.pid" if status is None else "run.status")).write_text(status or "")
+    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
+    assert done.returncode == 1 and said in done.stderr and verbs_of(calls) == ["ssh", *["describe"] * len(states)]
+
+
+def test_a_run_that_lost_a_host_is_resumed_once_its_slice_is_known_to_be_lost(cloud, interrupted):
+    (interrupted / "run.status").write_text("1")
+    states = [*["ACTIVE"] * 5, *["SUSPENDED"] * 3, "NONE", "ACTIVE"]
+    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
+    assert done.returncode == 0 and verbs_of(calls).count("create") == 1, done.stderr
+
+
+def test_a_run_that_was_stopped_is_watched_no_longer(cloud, host):
+    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
+    until((host / "said").exists)
+    cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
+    done, calls = cloud(TPU, "watch", ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0 and verbs_of(calls) == ["ssh"] and done.stdout.endswith(": the run was stopped\n")
+
+
 def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
     done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
     assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
@@ -343,5 +460,5 @@ def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
 
 def test_any_host_can_be_watched(cloud):
     for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
-        _, [call] = cloud(TPU, "watch", ZONE="z", **settings)
-        assert f" --worker={worker} " in call and "run.log" in call
+        _, calls = cloud(TPU, "watch", ZONE="z", **settings)
+        assert verbs_of(calls) == ["ssh"] and f" --worker={worker} " in calls[0] and "run.log" in "".join(calls)

@@ -185,8 +185,9 @@ CONFIG_FIELDS = [
     ConfigField("kernels", "auto", one_of(KERNELS),
         "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)",
         ignored=(OF_LAYERS, NO_KERNELS), change="resuming"),
-    ConfigField("microbatches", 1, at_least(1),
-        "parts of the batch, processed one after the other to save memory for activations", change="resuming"),
+    ConfigField("microbatches", 1, NOT_NEGATIVE,
+        "parts of the batch, processed one after the other to save memory for activations; 0: the fewest that fit the "
+        "devices", change="resuming"),
     ConfigField("sequence_length", 1024, at_least(2), "tokens in one sequence"),
 
     # The model

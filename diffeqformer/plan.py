@@ -34,9 +34,10 @@ from diffeqformer.errors import UserError, reachable  # noqa: E402
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape  # noqa: E402
 from diffeqformer.planning.chips import Gpu, chip_of  # noqa: E402
 from diffeqformer.planning.estimate import Planned, plan_of, summary  # noqa: E402
+from diffeqformer.planning.flash import attention_on  # noqa: E402
 from diffeqformer.planning.programs import compile_run, compile_train_steps, tpu_devices  # noqa: E402
-from diffeqformer.planning.shapes import attention_on, train_step_by_shapes  # noqa: E402
 from diffeqformer.training import finetune  # noqa: E402
+from diffeqformer.training.shapes import train_step_by_shapes, with_microbatches  # noqa: E402
 from diffeqformer.training.step import Program  # noqa: E402
 
 CONFIG = command_line.define_config()
@@ -70,9 +71,11 @@ def main() -> None:
     check_config(config, len(devices), "gpu" if on_gpus else "tpu")
     mesh = make_mesh(mesh_shape(config.mesh, len(devices)), devices)
     program = Program(config, mesh, attention_on(chip, config) if on_gpus else None)
+    program = with_microbatches(program, chip.memory)
+    config = program.config
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
     print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.describe()}", flush=True)
-    programs = [train_step_by_shapes(program)] if on_gpus else compiled(config, program)
+    programs = by_shapes(program) if on_gpus else compiled(config, program)
     price = None if PRICE.value is None else PRICE.value / chip.devices
     plan = plan_of(config, program, programs, chip, SLICES.value, price)
     print(summary(config, plan))
@@ -97,6 +100,12 @@ def check_options(on_gpus: bool) -> None:
             with reachable(option, folder):
                 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
+
+
+def by_shapes(program: Program) -> list[Planned]:
+    """The deepest train step, as no compiler has seen it."""
+    parts = train_step_by_shapes(program)
+    return [Planned(f"train step, {max(program.depths)} steps of depth", sum(parts.values()), parts)]
 
 
 def compiled(config: ConfigDict, program: Program) -> list[Planned]:

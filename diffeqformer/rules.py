@@ -145,6 +145,11 @@ RULES = [
     ),
     _without_hypernetwork("model.generate_chunk", lambda v: not v, "0"),
     Rule(
+        "microbatches",
+        lambda v, c: v or not c.model.generate_chunk,
+        "must be at least 1 with model.generate_chunk ({c.model.generate_chunk}), whose memory isn't known beforehand",
+    ),
+    Rule(
         "model.generate_chunk",
         lambda v, c: not v or not remembers(c),
         "must be 0 for model.solver {c.model.solver}, which remembers more than states",

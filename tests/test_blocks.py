@@ -18,7 +18,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.fields.rotary import rotary_table
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
-from diffeqformer.planning.shapes import flash
+from diffeqformer.planning.flash import flash
 from diffeqformer.transformer import split_model, vector_field, weights_at
 from helpers import ONE_DEVICE, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
 

@@ -79,7 +79,7 @@ WRONG = {
     "seed": -1,
     "steps": 0,
     "batch_size": 12,  # on eight devices
-    "microbatches": 0,
+    "microbatches": -1,
     "sequence_length": 17,
     "model.kind": "transformer",
     "model.field": "bert",
@@ -215,6 +215,7 @@ DEPTHS_TO_7 = {"model__training_depths": "4,8", "model__num_steps": 7}
         ("gpt", {"profile_steps": "0"}, "profile_steps: must be steps of the run, which has 6, .* it is '0'"),
         ("gpt", {"profile_steps": "5-7"}, "profile_steps: must be steps of the run, which has 6, the first"),
         ("llama", {"model__width": 36}, "model.heads: must leave an even width for each head"),
+        ("looped", {"microbatches": 0, "model__generate_chunk": 2}, "microbatches: must be at least 1 with model.gen"),
         ("gpt", {"model__field": "llama"}, "model.field: must be the same as model.kind, gpt, but it is 'llama'"),
         ("llama", {"model__field": "gpt"}, "model.field: must be the same as model.kind, llama, but it is 'gpt'"),
         ("gpt", {"data__tokenizer": "sentencepiece"}, "data.tokenizer_file: must name the file of a SentencePiece "),

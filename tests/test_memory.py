@@ -173,6 +173,7 @@ def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path)
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
     silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
     assert device_memory.free_bytes([gpu, gpu]) == 70 and device_memory.free_bytes([silent]) is None
+    assert device_memory.bytes_of_device([gpu, gpu]) == 100 and device_memory.bytes_of_device([silent]) is None
     cpus = jax.local_devices(backend="cpu")
     assert device_memory.free_on_host() > 0
     assert free_with(tmp_path / "none", "", {}) == 900 * 1024

@@ -11,10 +11,12 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
 from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
-from diffeqformer.training import loop, resuming
+from diffeqformer.training import loop, resuming, run
 from diffeqformer.training.optimizer import learning_rate_schedule
+from diffeqformer.training.shapes import train_step_by_shapes
+from diffeqformer.training.step import Program
 from diffeqformer.transformer import split_model
-from helpers import change, lively_model, save_params, toy_config
+from helpers import ONE_DEVICE, change, lively_model, save_params, toy_config
 from runs import curves
 
 TOY = pathlib.Path("runs/toy")
@@ -71,6 +73,20 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     jax.tree.map(np.testing.assert_array_equal, split_model(ended.model)[1], first)
     assert max(curves(ours / "ended-8")["validation/loss"]) == 8
     assert compare.read_run(str(ours / "ended-8")).end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
+
+
+def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
+    """Resumed on the same devices, it takes as many; on larger ones, fewer."""
+    monkeypatch.setattr(loop, "sample", lambda *_: "")
+    tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
+    room_for_two = sum(train_step_by_shapes(tried).values()) / 0.9 + 1
+    for steps, memory, number in ((4, room_for_two, 2), (8, room_for_two, 2), (12, None, 1)):
+        monkeypatch.setattr(run, "bytes_of_device", lambda _, memory=memory: memory)
+        loop.train(change(short(short_stores, microbatches=0), steps=steps), tmp_path)
+        assert checkpoint.read_about(folder_of(tmp_path), steps).config["microbatches"] == number
+        said = capsys.readouterr().out
+        assert f"microbatches: {number}; by its shapes, a train step needs" in said
+        assert ("tokens in 2 microbatches" in said) == (number == 2)
 
 
 @pytest.mark.long

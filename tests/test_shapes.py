@@ -8,8 +8,9 @@ import pytest
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.planning.chips import GPUS
-from diffeqformer.planning.shapes import attention_on, bytes_of_loops, flash, train_step_by_shapes
+from diffeqformer.planning.flash import attention_on, flash
 from diffeqformer.training import step
+from diffeqformer.training.shapes import bytes_of_loops, train_step_by_shapes, with_microbatches
 from helpers import ONE_DEVICE, change, toy_config
 from runs import command
 
@@ -35,7 +36,7 @@ def test_shapes_tell_how_many_states_the_way_back_needs(remat, solver, states):
     """Two snapshots and the state before the last step; or one pair. All in fp32."""
     config = toy_config(model__num_steps=12, model__remat=remat, model__snapshots=2, model__solver=solver)
     program = step.Program(config, ONE_DEVICE, (flash, ""))
-    found = train_step_by_shapes(program).parts
+    found = train_step_by_shapes(program)
     assert found["states"] == states * 4 * config.batch_size * config.sequence_length * config.model.width
 
 
@@ -48,13 +49,13 @@ def test_weights_that_are_read_where_they_lie_count_once(changes, cast):
     config = toy_config("discretized", base="a run", model__vocab_multiple=16, **changes)
     program = step.Program(config, make_mesh((1, 2, 1), jax.devices()[:2]), (flash, ""))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes["params"]["depth"])) / 2
-    assert abs(train_step_by_shapes(program).parts["weights"] - cast * parameters) < 0.4 * parameters
+    assert abs(train_step_by_shapes(program)["weights"] - cast * parameters) < 0.4 * parameters
 
 
 def on_a_gpu(config) -> tuple[str, dict[str, int]]:
     """The attention of a run on one H100, and the bytes of its train step by cause."""
     program = step.Program(config, ONE_DEVICE, attention_on(GPUS["h100"], config))
-    return program.attention, train_step_by_shapes(program).parts
+    return program.attention, train_step_by_shapes(program)
 
 
 def test_a_plan_for_gpus_counts_the_scores_of_plain_attention():
@@ -78,15 +79,31 @@ def test_a_plan_for_gpus_knows_that_shifted_grids_have_one_more_step(remat):
     assert shifted["states"] * 6 == fixed["states"] * (7 if remat == "step" else 6 * 8 / 7)
 
 
+def test_the_fewest_microbatches_that_fit_are_taken_where_their_number_is_open():
+    """They divide a device's examples. If none fit, there is one example at a time; if the memory isn't known, one."""
+    open_program, *programs = (
+        step.Program(toy_config("gpt", batch_size=16, microbatches=number), make_mesh((4, 2, 1))) for number in range(3)
+    )
+    needed = {}
+    for number, program in enumerate(programs, 1):
+        assert with_microbatches(program, 0) is program
+        needed[number] = sum(train_step_by_shapes(program).values()) / 0.9
+    assert needed[1] > needed[2] + 1
+    for memory, number in ((None, 1), (needed[1] + 1, 1), (needed[1] - 1, 2), (needed[2] + 1, 2), (0, 2)):
+        chosen = with_microbatches(open_program, memory)
+        assert (chosen.config.microbatches, open_program.config.microbatches) == (number, 0)
+        assert chosen.mesh == open_program.mesh and chosen.attention == open_program.attention
+
+
 def test_fine_tuning_on_gpus_is_planned(run, tmp_path):
     """By the command, which opens the base before it traces the run on as many devices."""
     options = [
         "--config=configs/finetune_openwebtext_to_wikitext103.py:lora", f"--config.base={run}", "--topology=h100:2",
         "--config.data.tokenizer=bytes", "--config.mesh.fsdp=1", "--config.sequence_length=64",
-        "--config.model.lora_rank=4",
+        "--config.model.lora_rank=4", "--config.microbatches=0",
     ]  # fmt: skip
     done = command("diffeqformer.plan", *options, f"--json={tmp_path}/plan.json")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["kind"], plan["fits"]) == (2, "NVIDIA H100", True) and "training" not in plan
-    assert "times aren't modelled" in done.stdout
+    assert plan["microbatches"] == 1 and "times aren't modelled" in done.stdout

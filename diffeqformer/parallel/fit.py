@@ -21,11 +21,12 @@ def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) 
         UserError: with the sizes that would work.
     """
     data, fsdp, tensor = mesh_shape(config.mesh, num_devices)
-    parts = data * fsdp * config.microbatches
+    microbatches = config.microbatches or 1  # 0: as many as are needed
+    parts = data * fsdp * microbatches
     if config.batch_size % parts:
         raise UserError(
             f"config.batch_size: must be a multiple of the {data * fsdp} devices that share it (mesh.data x mesh.fsdp) "
-            f"times microbatches ({config.microbatches}), such as {parts * -(-config.batch_size // parts)}, but it is "
+            f"times microbatches ({microbatches}), such as {parts * -(-config.batch_size // parts)}, but it is "
             f"{config.batch_size}"
         )
     for what, size in (

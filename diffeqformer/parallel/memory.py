@@ -47,6 +47,11 @@ def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
+def size_of(shapes: PyTree) -> int:
+    """The bytes of a tree of shapes with shardings, on one device."""
+    return sum(map(bytes_on_device, jax.tree.leaves(shapes)))
+
+
 def placed(shapes: PyTree, shardings: PyTree) -> PyTree:
     """A tree of shapes with shardings."""
     return jax.tree.map(
@@ -75,6 +80,11 @@ def free_bytes(devices: list) -> int | None:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return free_on_host() // len(devices) if devices[0].platform == "cpu" else None
+
+
+def bytes_of_device(devices: list) -> int | None:
+    """All memory that programs can have on each of this process's devices; None if it isn't known, as of CPUs."""
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def free_on_host(root: pathlib.Path = pathlib.Path("/")) -> int:

@@ -54,6 +54,7 @@ def plan_of(
         "devices": program.mesh.size,
         "kind": chip.name,
         "mesh": dict(program.mesh.shape),
+        "microbatches": config.microbatches,
         "attention": program.attention,
         "fits": largest.needed <= chip.memory and all(planned.parts for planned in programs),
         "memory": {

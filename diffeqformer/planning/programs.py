@@ -16,7 +16,7 @@ from diffeqformer.checkpoints import checkpoint
 from diffeqformer.depth.depths import chunk_length, longest_grid
 from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretized_params
-from diffeqformer.parallel.memory import bytes_on_device, placed
+from diffeqformer.parallel.memory import placed, size_of
 from diffeqformer.parallel.sharding import shardings
 from diffeqformer.planning.estimate import Planned
 from diffeqformer.planning.hlo import Module
@@ -80,11 +80,6 @@ def compile_start_from_base(config: ConfigDict, program: Program) -> Iterator[Pl
             return
         params = placed(jax.eval_shape(discretized_params, *arguments), made.shardings)
     yield compile_for_tpu("initial state", program.init.lower(params))
-
-
-def size_of(shapes) -> int:
-    """The bytes of a tree of shapes with shardings, on one device."""
-    return sum(map(bytes_on_device, jax.tree.leaves(shapes)))
 
 
 def tpu_devices(topology: str, slices: int) -> list:

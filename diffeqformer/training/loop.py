@@ -70,6 +70,7 @@ def train(
         tokenizer = tokenizer_of(config.data, saved_tokenizer(config, workdir))
     check_tokenizer(config, tokenizer)
     folder, program = work_folder(workdir), make_program(config)  # fail before a corpus is prepared for hours
+    config = program.config  # with its microbatches, which the record has
     splits, about = agree(config, folder, tokenizer)
     verified = verifying(pathlib.Path(about.store), tokenizer.vocab_size) if verify else None
     with open_run(config, folder, program, splits, about, started, verified) as run:

@@ -37,11 +37,13 @@ from diffeqformer.depth.depths import drawn_depth
 from diffeqformer.errors import UserError
 from diffeqformer.orbax import ocp
 from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import bytes_of_device
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape
 from diffeqformer.rules import decay_start
 from diffeqformer.training import finetune, resuming
 from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
+from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
 from diffeqformer.training.utilisation import utilisation
 from diffeqformer.transformer import merge_trees
@@ -150,12 +152,14 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
 
 
 def make_program(config: ConfigDict) -> Program:
-    """The functions of a run on all devices, not yet compiled.
+    """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches.
 
     Raises:
         UserError: if the config's mesh or kernels don't suit the devices.
     """
-    return Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+    program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
+    memory = bytes_of_device(program.mesh.local_devices)
+    return with_microbatches(program, memory and hosts.min_over_processes(memory))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,10 @@ from absl import app, flags
 FOLDER = flags.DEFINE_string("folder", "plans", "Folder for the plans.")
 
 ROWS = [  # the config, the topology, and further options
+    ("wikitext103_small", "v5e:1x1", "microbatches=0"),
+    ("wikitext103_small:gpt", "v5e:1x1", "microbatches=0"),
+    ("wikitext103_small:shared", "v5e:1x1", "microbatches=0"),
+    ("small", "v5e:1x1", "microbatches=0"),
     ("wikitext103_small", "v5e:2x4"),
     ("wikitext103_medium", "v5e:2x4"),
     ("small", "v5e:2x4"),

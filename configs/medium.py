@@ -3,7 +3,8 @@
     python -m diffeqformer.main --config=configs/medium.py           # :gpt and :shared are the baselines
 
 Hardware: 8 GPUs or TPU chips (the authors used two A100 with 80 GB). Parameters and Adam moments are sharded, 2 GB on
-each. Each device also holds the activations of its part of the batch. On one device: --config.mesh.fsdp=1.
+each. Each device also holds the activations of its part of the batch. On one device, such as an H100 (by its memory
+alone): --config.mesh.fsdp=1 --config.microbatches=0.
 Hyperparameters: the authors' published configuration.
 What to expect: not run, but for some steps on one H200 (benchmarks/README.md).
 

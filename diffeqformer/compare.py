@@ -30,14 +30,15 @@ from diffeqformer.errors import UserError, printable
 METRIC = "validation/bits_per_byte"
 LINES = ("-", "--", ":", "-.")  # those of the first colours, of the next, and so on
 COLUMNS = ("runs", "seeds", "trained parameters")
-COLUMNS += ("at step", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
+COLUMNS += ("at step", "perplexity", "bits/byte", "best bits/byte", "at step of best", "tokens/s")
 
 
 class Validated(NamedTuple):
     """What is known of one run.
 
     data_sha256, validation_sha256: of the two splits; curve: bits per byte by step; parameters: those that are trained;
-    tokens_per_second: the best of all lines; earlier_rates: as recorded in the checkpoint.
+    perplexity: the paper's, per token, at the end of the curve; tokens_per_second: the best of all lines;
+    earlier_rates: as recorded in the checkpoint.
     """
 
     folder: str
@@ -46,6 +47,7 @@ class Validated(NamedTuple):
     validation_sha256: str
     parameters: int
     curve: dict[int, float]
+    perplexity: float
     tokens_per_second: float | None
     earlier_rates: dict | None
 
@@ -82,6 +84,7 @@ def read_run(folder: str) -> Validated:
         opened.about.validation_sha256,
         sum(math.prod(leaf.shape) for leaf in shapes.values()),
         curve,
+        curves["validation/perplexity"][max(curve)],
         max(curves.get("train/tokens_per_second", {}).values(), default=None),
         opened.about.earlier_rates,
     )
@@ -119,6 +122,7 @@ def table(groups: dict[str, list[Validated]]) -> str:
         unfinished = " (unfinished)" * any(max(run.curve) < run.config.steps for run in runs)
         cells = [label, str(len(runs)), distinct([run.config.seed for run in runs])]
         cells += [distinct([run.parameters for run in runs]), distinct(ends) + unfinished]
+        cells += [spread([run.perplexity for run in runs], 2)]
         cells += [spread([run.end() for run in runs], 4), spread([run.best() for run in runs], 4)]
         cells += [distinct([run.best_step() for run in runs]), f"{max(rates):,.0f}" if rates else ""]
         lines.append("| " + " | ".join(cells) + " |")

@@ -40,19 +40,19 @@ def test_seeds_of_equal_configs_are_one_row_and_others_say_what_sets_them_apart(
     (runs / "empty").mkdir()
     (runs / "link").symlink_to(runs / "gpt")
     compare.compare([str(path) for path in sorted(runs.iterdir())] + [f"{runs}/gpt/"], str(runs / "out"))
-    rate = toy_config().optimizer.learning_rate
+    ours = f"| toy: diffeqformer, learning_rate {toy_config().optimizer.learning_rate}"
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("left out")] == [
         f"left out: {runs}/empty: there is no checkpoint here; give the folder of a run"
     ]
     assert (runs / "out" / "results.md").read_text().splitlines()[2:] == [
-        f"| toy: diffeqformer, learning_rate {rate} | 2 | 1, 3 | 12 | 20 | 2.1000 ± 0.1414 | 2.1000 ± 0.1414 | 20 |  |",
-        "| toy: diffeqformer, learning_rate 0.5 | 1 | 0 | 12 | 20 | 2.4000 | 1.9000 | 10 |  |",
-        "| toy-gpt: gpt | 1 | 0 | 12 | 10 (unfinished) | 3.0000 | 3.0000 | 10 |  |",
+        f"{ours} | 2 | 1, 3 | 12 | 20 | 2.10 ± 0.14 | 2.1000 ± 0.1414 | 2.1000 ± 0.1414 | 20 |  |",
+        "| toy: diffeqformer, learning_rate 0.5 | 1 | 0 | 12 | 20 | 2.40 | 2.4000 | 1.9000 | 10 |  |",
+        "| toy-gpt: gpt | 1 | 0 | 12 | 10 (unfinished) | 3.00 | 3.0000 | 3.0000 | 10 |  |",
     ]
     assert "WARNING" not in said and (runs / "out" / "validation.png").stat().st_size > 1e4
     results = json.loads((runs / "out" / "results.json").read_text())
-    curves = [run["curve"]["20"] for run in results[f"toy: diffeqformer, learning_rate {rate}"]]
+    curves = [run["curve"]["20"] for run in results[ours.removeprefix("| ")]]
     assert curves == pytest.approx([2.2, 2.0])
 
 

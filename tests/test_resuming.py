@@ -79,7 +79,7 @@ def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, mon
     """Resumed on the same devices, it takes as many; on larger ones, fewer."""
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
-    room_for_two = sum(train_step_by_shapes(tried).values()) / 0.9 + 1
+    room_for_two = int(sum(train_step_by_shapes(tried).values()) / 0.9) + 1
     for steps, memory, number in ((4, room_for_two, 2), (8, room_for_two, 2), (12, None, 1)):
         monkeypatch.setattr(run, "bytes_of_device", lambda _, memory=memory: memory)
         loop.train(change(short(short_stores, microbatches=0), steps=steps), tmp_path)

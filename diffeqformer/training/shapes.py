@@ -54,8 +54,8 @@ def with_microbatches(program: Program, memory: int | None) -> Program:
         needed = sum(train_step_by_shapes(program).values())
         if memory is None or needed <= USED * memory:
             break
-    has = "an unknown amount" if memory is None else gigabytes(memory)
-    print(f"microbatches: {number}; by its shapes, a train step needs {gigabytes(needed)} of a device, which has {has}")
+    of = f" of a device's {gigabytes(memory)}" if memory is not None else "; a device's memory isn't known"
+    print(f"microbatches: {number}; by its shapes, a train step needs {gigabytes(needed)}{of}", flush=True)
     return program
 
 

@@ -75,12 +75,13 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     assert compare.read_run(str(ours / "ended-8")).end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]
 
 
+@pytest.mark.long
 def test_a_run_records_how_many_microbatches_it_took(tmp_path, short_stores, monkeypatch, one_device_loop, capsys):
-    """Resumed on the same devices, it takes as many; on larger ones, fewer."""
+    """Resumed where there is more memory, it takes fewer."""
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     tried = Program(short(short_stores, microbatches=2), ONE_DEVICE)
     room_for_two = int(sum(train_step_by_shapes(tried).values()) / 0.9) + 1
-    for steps, memory, number in ((4, room_for_two, 2), (8, room_for_two, 2), (12, None, 1)):
+    for steps, memory, number in ((4, room_for_two, 2), (8, None, 1)):
         monkeypatch.setattr(run, "bytes_of_device", lambda _, memory=memory: memory)
         loop.train(change(short(short_stores, microbatches=0), steps=steps), tmp_path)
         assert checkpoint.read_about(folder_of(tmp_path), steps).config["microbatches"] == number

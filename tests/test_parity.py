@@ -14,7 +14,8 @@ import authors
 from diffeqformer import reference
 from diffeqformer.depth.grid import Grid
 from diffeqformer.fields.layers import Context, rms_norm
-from helpers import FAMILY, loss_and_gradient
+from diffeqformer.transformer import split_model, weights_at
+from helpers import FAMILY, logits_of, loss_and_gradient
 
 MODELS = list(authors.MODELS)
 KNOTS = 2  # of interpolated weights
@@ -165,13 +166,14 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
             logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)
             return reference.loss(logits, tokens), logits
 
-        (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
         assert logits.dtype == jnp.float64
     changes = {"solver": "euler", "time_embed_dim": KNOTS} if kind == "interpolated" else {}
     config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps, **changes)
     model = authors.build(config, params)
-    assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
-    _, ours = loss_and_gradient(nnx.graphdef(model), jax.device_put(params), jnp.asarray(tokens), None)
+    graph, ours = split_model(model)
+    assert difference(logits_of(graph, ours, weights_at(model), tokens), logits) < 2e-6
+    _, ours = loss_and_gradient(graph, ours, jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
         assert np.linalg.norm(np.asarray(mine) - np.asarray(exact)) < 1e-5 * np.linalg.norm(exact)
 
@@ -182,8 +184,8 @@ def test_the_reference_itself_agrees_with_the_authors(kind, field):
     with jax.enable_x64(True):
         params = jax.device_put(jax.tree.map(np.float64, params))
         blocks, solver = reference_blocks(kind, params, 6)
-        rows = [reference.forward(params, blocks, solver, row, heads=4) for row in arrays["input_ids"]]
-        logits = np.stack([logits for logits, _ in rows])
+        forward = jax.jit(lambda params, blocks, row: reference.forward(params, blocks, solver, row, heads=4)[0])
+        logits = np.stack([forward(params, blocks, row) for row in arrays["input_ids"]])
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5
     tolerance = 5e-5 if kind == "diffeqformer" else 2e-6  # their angles are fp32
     assert difference(logits, arrays["out.logits"]) < tolerance

@@ -13,17 +13,7 @@ from diffeqformer.console.surroundings import at_home, set_up
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import split_model
 from helpers import ONE_DEVICE, lively_model, logits_of, run_steps, toy_config
-from runs import TINY, command
-
-
-@pytest.mark.parametrize("name", ["generate", "main"])
-def test_a_command_computes_with_the_types_of_its_config(name, run, short_stores, tmp_path):
-    arguments = {
-        "generate": [f"--workdir={run}", "--prompt=def ", "--tokens=4"],
-        "main": [*TINY, "--config.steps=2", f"--config.data.dir={short_stores}", f"--workdir={tmp_path / 'out'}"],
-    }
-    done = command(name, *arguments[name], environment={"JAX_ENABLE_X64": "1"})
-    assert done.returncode == 0, done.stderr
+from runs import command
 
 
 def test_no_variable_of_jax_changes_what_commands_compute():
@@ -88,10 +78,11 @@ def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path)
 
 
 def test_what_the_outputs_encoding_lacks_is_escaped(run, tmp_path):
+    """And a command computes in float32, whatever JAX's variables are."""
     (tmp_path / "prompts").write_text("é 🙂\n", encoding="utf-8")
     for encoding, shown in (("ascii", "\\u00e9 \\ud83d\\ude42"), ("utf-8", "é 🙂")):
         options = [f"--workdir={run}", f"--prompts_file={tmp_path / 'prompts'}", "--tokens=4"]
-        done = command("generate", *options, environment={"PYTHONIOENCODING": encoding})
+        done = command("generate", *options, environment={"PYTHONIOENCODING": encoding, "JAX_ENABLE_X64": "1"})
         assert done.returncode == 0 and shown in done.stdout, done.stderr
         assert json.loads(done.stdout)["prompt"] == "é 🙂"
 

@@ -224,7 +224,7 @@ def test_the_file_that_trained_a_base_can_fine_tune_its_layers(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 0), ("discretized", 2)])
+@pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 2)])
 def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_stores, monkeypatch, one_device_loop):
     """Bit for bit as if it had not been interrupted, also in another folder.
 

@@ -111,10 +111,9 @@ def test_rotations_slow_down_as_llama_3_has_it():
     expected = np.array([reference.frequency(k, 128, 500_000.0, scaling) for k in range(64)])
     np.testing.assert_allclose(np.arctan2(sin[1], cos[1]), expected, rtol=1e-6)
     np.testing.assert_allclose(sin[10_000], np.sin(10_000 * expected), atol=1e-7)
-    np.testing.assert_array_equal(
-        sin[:, :29], plain[1][:, :29]
-    )  # the wavelength of pair 28 is 1,956, of 29 it is 2,401
-    np.testing.assert_allclose(sin[1, 36:] * 8, plain[1][1, 36:], rtol=1e-6)  # of pair 35 it is 8,209
+    # The wavelength of pair 28 is 1,956, of pair 29 it is 2,401, and of pair 35 it is 8,209.
+    np.testing.assert_array_equal(sin[:, :29], plain[1][:, :29])
+    np.testing.assert_allclose(sin[1, 36:] * 8, plain[1][1, 36:], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "neox"])

@@ -61,9 +61,8 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
     frozen = 4 * (4 * width**2 + feed_forward) + 6 * width * length + adapters
     assert block("discretized", **lora) == frozen
     config = toy_config("discretized", model__num_steps=4, **lora)
-    assert utilisation.step_flops(config) == tokens * (
-        4 * frozen + 6 * width * config.model.vocab_size
-    )  # the head trains
+    head = 6 * width * config.model.vocab_size  # which trains
+    assert utilisation.step_flops(config) == tokens * (4 * frozen + head)
 
 
 @pytest.fixture

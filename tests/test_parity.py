@@ -35,10 +35,9 @@ def weights_given_features(model, arrays):
 
 
 @pytest.mark.parametrize("kind, field", MODELS)
-@pytest.mark.parametrize("remat", ["none", "step"])
-def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field, remat):
+def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field):
     arrays, params, gradients = authors.load(kind, field)
-    config = authors.model_config(kind, field, remat=remat)
+    config = authors.model_config(kind, field, remat="step")
     tokens = jnp.asarray(arrays["input_ids"])
     graph = nnx.graphdef(authors.build(config, params))
 
@@ -63,7 +62,7 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
         assert error < 1e-5, (path, error)
 
 
-@pytest.mark.parametrize("num_steps", [6, 9, 12, 18, 24])
+@pytest.mark.parametrize("num_steps", [6, 9, 24])
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
     arrays, params, _ = authors.load("diffeqformer", "gpt")
     model = authors.build(authors.model_config("diffeqformer"), params)
@@ -90,12 +89,9 @@ def test_norm_of_norm_is_a_switch():
     layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
     x, context = published.embed(tokens, Context()), Context()
     normed = rms_norm(layers["norm_attention"], x, 1e-6)
-    np.testing.assert_array_equal(
-        published.field.feed_forward(layers, x, context), plain.field.feed_forward(layers, normed, context)
-    )
-    np.testing.assert_array_equal(
-        published.field.attention(layers, x, context), plain.field.attention(layers, x, context)
-    )
+    one, other = published.field, plain.field
+    np.testing.assert_array_equal(one.feed_forward(layers, x, context), other.feed_forward(layers, normed, context))
+    np.testing.assert_array_equal(one.attention(layers, x, context), other.attention(layers, x, context))
     assert difference(plain(tokens, plain.weights()), arrays["out.logits"]) > 0.05
 
 

@@ -118,8 +118,10 @@ def test_an_argument(name, arguments, sentence, run):
     ],
 )
 def test_an_output(output, status, sentence):
-    writes = FAILS.replace("{}['missing']", "[print(9, flush=True) for _ in range(9999)]")
-    line = f'set -o pipefail; {sys.executable} -c "{writes}" {output}'
+    """While it is written, or as the process ends."""
+    writes = "[print(9, flush=True) for _ in range(9999)]" if "|" in output else "print(9)"
+    command_line = FAILS.replace("{}['missing']", writes)
+    line = f'set -o pipefail; {sys.executable} -c "{command_line}" {output}'
     done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
 

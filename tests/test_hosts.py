@@ -60,16 +60,8 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
     finish(start(1, 1, [base], short_stores, "--config.steps=2"))
     options = [f"--config.base={base}", "--config.steps=6", "--config.eval_every=6", "--config.model.lora_rank=2"]
     finish(start(1, 1, [tmp_path / "alone"], short_stores, *options))
-    running = start(
-        2,
-        1,
-        many,
-        short_stores,
-        "--config.mesh.fsdp=2",
-        *options,
-        "--config.checkpoint_every=9999",
-        "--config.steps=9999",
-    )
+    endless = ["--config.checkpoint_every=9999", "--config.steps=9999"]
+    running = start(2, 1, many, short_stores, "--config.mesh.fsdp=2", *options, *endless)
     for line in running[0].stdout:
         if line.startswith("step 1/"):
             for process in running:
@@ -85,6 +77,15 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, short_stores):
+    """The folder of a run whose hypernetwork can be divided."""
+    workdir = tmp_path_factory.mktemp("trained")
+    wide = ("--config.steps=2", "--config.model.width=32", "--config.model.mlp=64")
+    finish(start(1, 1, [workdir], short_stores, *wide))
+    return workdir
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module, options",
@@ -96,11 +97,9 @@ def test_two_processes_fine_tune_adapters_as_one_does(tmp_path, short_stores):
         ("downstream", ["--include=tests/data/tasks", "--tasks=piqa,last_word,pages", "--shots=0,1"]),
     ],
 )
-def test_two_processes_score_and_write_as_one(module, options, tmp_path, short_stores):
+def test_two_processes_score_and_write_as_one(module, options, tmp_path, trained):
     """On two devices each, which divide the hypernetwork. Only process 0 has the text, and only it prints."""
-    wide = ("--config.steps=2", "--config.model.width=32", "--config.model.mlp=64")
-    finish(start(1, 1, [tmp_path / "run"], short_stores, *wide))
-    options = [*options, f"--workdir={tmp_path / 'run'}"]
+    options = [*options, f"--workdir={trained}"]
     if module in ("evaluate", "ode"):
         (tmp_path / "text.txt").write_text("def a(b):\n    return b\n" * 20)
         options.append(f"--files={tmp_path / 'text.txt'}")
@@ -130,9 +129,8 @@ def compare(one, two, close: float = 1e-5) -> None:
 
 
 @pytest.mark.slow
-def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_stores):
-    finish(start(1, 1, [tmp_path / "run"], short_stores, "--config.steps=1"))
-    workdir = f"--workdir={tmp_path / 'run'}"
+def test_what_needs_one_process_says_so_and_an_error_ends_all(trained):
+    workdir = f"--workdir={trained}"
     for module, options, sentence in (
         ("evaluate", "--files=absent.txt", "--files: no file matches 'absent.txt'"),
         (
@@ -152,14 +150,13 @@ def test_what_needs_one_process_says_so_and_an_error_ends_all(tmp_path, short_st
 
 
 @pytest.mark.slow
-def test_tasks_that_fail_end_all_processes_after_the_others_are_scored(tmp_path, short_stores):
-    finish(start(1, 1, [tmp_path / "run"], short_stores, "--config.steps=1"))
+def test_tasks_that_fail_end_all_processes_after_the_others_are_scored(tmp_path, trained):
     (tmp_path / "absent.yaml").write_text(
         f"include: {ROOT}/tests/data/tasks/last_word.yaml\ntask: absent\n"
         "dataset_kwargs: {data_files: {test: absent.jsonl}}\n"
     )
     shutil.copy(ROOT / "tests/data/tasks/everyday.yaml", tmp_path)
-    options = [f"--workdir={tmp_path / 'run'}", "--shots=0", f"--include={tmp_path}", f"--output={tmp_path / 'out'}"]
+    options = [f"--workdir={trained}", "--shots=0", f"--include={tmp_path}", f"--output={tmp_path / 'out'}"]
     (said, first), (_, second) = finish(start_command("downstream", 2, 1, [options] * 2), 1)
     assert first.splitlines()[-1].startswith("diffeqformer: --tasks: absent didn't run; ") and "| not run |" in said
     assert second == "diffeqformer: the results: process 0 failed; see its message\n"

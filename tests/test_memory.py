@@ -15,7 +15,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
-from diffeqformer.training import loop, room, run, validation
+from diffeqformer.training import loop, room, validation
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import weights_at
 from helpers import ONE_DEVICE, first_state, lively_model, tokens_of, toy_config
@@ -77,15 +77,6 @@ def test_devices_that_share_examples_are_one_part_of_the_batch(monkeypatch):
     with pytest.raises(UserError, match="^config.batch_size: a train step needs"):
         room.check_memory(program, True)
     assert asked == [4]
-
-
-def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
-    asked = []
-    monkeypatch.setattr(run, "check_memory", lambda program, will_train: asked.append(will_train))
-    monkeypatch.setattr(loop, "sample", lambda *_: "")
-    for _ in range(2):  # the second has finished
-        loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
-    assert asked == [True, False]
 
 
 def test_a_donated_state_counts_once():

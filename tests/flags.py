@@ -4,6 +4,7 @@ On CPUs, compilation takes most of the tests' time. So optimize nothing and use 
 isn't split into parts to be compiled in parallel: that costs more than it gains.
 """
 
+import functools
 import importlib.metadata
 import os
 
@@ -14,6 +15,16 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have 
 # The first is for cuDNN's attention, too, and kernels aren't chosen by timing them. Untimed, XLA takes a Triton kernel
 # for products, which it can't compile in fp32 for A100 and RTX 4090 (jax 0.10.2): the second leaves them to cuBLAS.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+
+
+def lower_in_one_context() -> None:
+    """Let JAX lower programs in one MLIR context. It makes one for each, which takes longer than to lower a small one.
+
+    A context keeps what it has seen; `jax._src.interpreters.mlir.make_ir_context.cache_clear()` lets the next begin.
+    """
+    from jax._src.interpreters import mlir
+
+    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 def for_a_process(devices: int) -> str:

@@ -18,6 +18,7 @@ import sys
 import types
 
 from diffeqformer.__main__ import COMMANDS, module_of
+from flags import lower_in_one_context
 
 MODULES = [module_of(name) for name in COMMANDS if name not in ("plan", "harness")]
 
@@ -75,6 +76,7 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(f"diffeqformer.{name}")
     importlib.import_module("matplotlib.figure")  # which the commands import late
+    lower_in_one_context()
     answers = os.fdopen(os.dup(1), "w")
     while line := sys.stdin.buffer.raw.readline():
         child = os.fork()

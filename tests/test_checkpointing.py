@@ -64,14 +64,13 @@ def loss_and_gradient(kind, field, solver, remat, snapshots=1, steps=7):
 
 
 CASES = [("diffeqformer", "gpt", name) for name in (*ONE_STEP, "adams_bashforth", "reversible_euler")]
-CASES += [("diffeqformer", "llama", "euler"), ("shared", "gpt", "heun"), ("gpt", "gpt", "lie_trotter")]
-CASES += [("discretized", "gpt", "euler")]  # with adapters
+CASES += [("shared", "llama", "heun"), ("gpt", "gpt", "lie_trotter"), ("discretized", "gpt", "euler")]
 
 
 @pytest.mark.parametrize("kind, field, solver", some_slow(CASES, long_to_compile))
 def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, field, solver):
     expected, gradient = loss_and_gradient(kind, field, solver, "none")
-    for snapshots in (1, 3, 20) if solver == "euler" else (2,):
+    for snapshots in (1, 20) if (kind, solver) == ("diffeqformer", "euler") else (2,):
         loss, found = loss_and_gradient(kind, field, solver, "binomial", snapshots)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
@@ -83,8 +82,7 @@ def test_gradients_are_those_of_a_backward_pass_that_stores_everything(kind, fie
     "mesh, changes",
     [
         ((1, 1, 1), {"model__dropout": 0.3, "microbatches": 2, "model__dtype": "bfloat16"}),
-        ((2, 2, 1), {"model__dropout": 0.3, "model__training_times": "shifted"}),
-        ((1, 2, 2), {"field": "llama"}),
+        ((2, 2, 2), {"field": "llama", "model__dropout": 0.3, "model__training_times": "shifted"}),
     ],
 )
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from diffeqformer.fields.rotary import rotary_table
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
 from diffeqformer.planning.flash import flash
 from diffeqformer.transformer import split_model, vector_field, weights_at
-from helpers import ONE_DEVICE, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
+from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
 
 LLAMA3 = "8,1,4,32"  # of eight-entry heads at theta 20, one pair is fast, one slow, and two are between
 TOKENS = np.random.RandomState(0).randint(64, size=(2, 16))
@@ -54,7 +54,7 @@ def test_a_block_agrees_with_the_float64_reference(kind, changes, options):
 
         exact = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), params)
         (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
-    ours = logits_of(graph, params, model.weights(), TOKENS)
+    ours = forward(model, TOKENS)
     np.testing.assert_allclose(ours, logits, atol=3e-6 * np.abs(logits).max())
     _, found = loss_and_gradient(graph, params, jnp.asarray(TOKENS), None)
     for path, expected in jax.tree.leaves_with_path(gradients):
@@ -77,7 +77,7 @@ def test_grouped_queries_are_a_full_model_whose_keys_and_values_are_copied():
     """In its logits, and in what analyses see."""
     grouped, full = grouped_and_full()
     assert grouped.depth.layers["key"]["kernel"].shape == (3, 32, 16)
-    ours, theirs = (model(jnp.asarray(TOKENS), model.weights()) for model in (grouped, full))
+    ours, theirs = (forward(model, TOKENS) for model in (grouped, full))
     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
     ours, theirs = (maps(model, jnp.asarray(TOKENS)) for model in (grouped, full))
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
@@ -129,8 +129,8 @@ def test_a_tied_head_is_one_parameter_and_trains(kind):
 @pytest.mark.parametrize("kind", ["diffeqformer", "llama"])
 @pytest.mark.parametrize("biases", BIASES)
 def test_biases_are_where_they_are_named(kind, biases):
-    layers = lively_model(kind, "llama", biases=biases).weights().layers
-    assert {name for name, weights in layers.items() if "bias" in weights} == {*BIASES[biases]}
+    layers = split_model(lively_model(kind, "llama", biases=biases))[1]["depth"]["layers"]
+    assert {name for name, layer in layers.items() if {"bias", "bias_projection"} & {*layer}} == {*BIASES[biases]}
 
 
 def test_what_is_left_out_is_the_published_block():

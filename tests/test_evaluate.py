@@ -25,7 +25,7 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import validate
 from diffeqformer.transformer import Transformer, split_model
-from helpers import ONE_DEVICE, lively_model, logits_of, make_store, save_params, toy_config
+from helpers import ONE_DEVICE, forward, lively_model, make_store, save_params, toy_config
 
 TOKENIZER = ByteTokenizer()
 DOCUMENTS = [
@@ -79,11 +79,9 @@ def show(*_) -> None:
 def losses_of(model: Transformer, solver: str, num_steps: int):
     """-log p of each of up to nine ids except the first, given all earlier ones, from a plain forward pass."""
     model = model.replace(solver=SOLVERS[solver])
-    weights = model.weights(model.grid(num_steps))
-    graph, params = split_model(model)
 
     def losses(ids: list[int]) -> np.ndarray:
-        logits = logits_of(graph, params, weights, jnp.array([(ids[:-1] + [0] * 8)[:8]]))[0]
+        logits = forward(model, jnp.array([(ids[:-1] + [0] * 8)[:8]]), num_steps)[0]
         log_probs = log_softmax(np.float64(logits), axis=-1)
         return -log_probs[np.arange(len(ids) - 1), ids[1:]]
 

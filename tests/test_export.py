@@ -21,7 +21,7 @@ from diffeqformer.huggingface.folder import INDEX
 from diffeqformer.huggingface.pretrained import difference, open_pretrained
 from diffeqformer.huggingface.tokenizer_files import tokenizer_files
 from diffeqformer.import_model import import_model
-from helpers import write_tokenizer_json
+from helpers import forward, write_tokenizer_json
 from newcomer import gpt2_files
 from runs import command
 
@@ -81,8 +81,8 @@ def test_a_model_of_any_kind_comes_back_as_a_baseline(kind, field, num_steps, ch
     assert error < 2e-5 and "257 ids of the model's 257, end of text 256\n" in said
     tokens = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
     run, back = checkpoint.load(tmp_path / "run").model.replace(dtype=jnp.dtype("float32")), found.model()
-    ours = np.asarray(run(tokens, run.weights(run.grid(num_steps))))[..., :257]
-    assert difference(np.asarray(back(tokens, back.weights())), ours) < 2e-5
+    ours = np.asarray(forward(run, tokens, num_steps))[..., :257]
+    assert difference(np.asarray(forward(back, tokens)), ours) < 2e-5
 
 
 def test_fields_are_written_as_all_readers_know_them(tmp_path):

@@ -23,7 +23,7 @@ from diffeqformer.solvers import SOLVERS
 from diffeqformer.training import finetune, hooks, loop, run
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, select, split_model
-from helpers import ONE_DEVICE, change, lively_model, load_config, save_params, toy_config
+from helpers import ONE_DEVICE, change, forward, lively_model, load_config, save_params, toy_config
 from runs import curves
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(257, size=(2, 16)))
@@ -78,8 +78,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
         program = Program(config, mesh)
         state = program.init(finetune.initial_params(config, 3, mesh))
         ours = nnx.merge(program.graph, state["params"])
-        expected = base(TOKENS, base.weights(base.grid(num_steps)))
-        logits = ours(TOKENS, ours.weights())
+        expected, logits = forward(base, TOKENS, num_steps), forward(ours, TOKENS)
         shown = (logits[..., :257], expected[..., :257])  # logits of padding rows are -inf
         np.testing.assert_allclose(*shown, atol=5e-6 * float(jnp.abs(shown[1]).max()))
 
@@ -261,8 +260,7 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
         again = finetune.inherit(again, tmp_path / "again")
         program = Program(again, ONE_DEVICE)
         merged = nnx.merge(program.graph, program.init(finetune.initial_params(again, 4, ONE_DEVICE))["params"])
-        expected = opened.model(TOKENS, opened.model.weights())
-        np.testing.assert_allclose(merged(TOKENS, merged.weights()), expected, atol=1e-5)
+        np.testing.assert_allclose(forward(merged, TOKENS), forward(opened.model, TOKENS), atol=1e-5)
 
         assert opened.about.base == {"workdir": str(base), "step": 3, "data_sha256": ""}
         others = opened.about.base | {"step": 5}

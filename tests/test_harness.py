@@ -17,7 +17,7 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.lm_eval_model import HarnessModel
 from diffeqformer.inference.sampling import generate, write_tokens
 from diffeqformer.parallel import memory
-from helpers import ONE_DEVICE, lively_model, logits_of, toy_config
+from helpers import ONE_DEVICE, forward, lively_model, toy_config
 
 BYTES = ByteTokenizer()
 WINDOW = 40
@@ -68,7 +68,7 @@ def plain_score(model, context, continuation):
     """
     ids = (context + continuation)[-(WINDOW + 1) :]
     inputs = np.array([(ids[:-1] + [99] * WINDOW)[:WINDOW]])
-    logits = np.asarray(logits_of(*transformer.split_model(model), model.weights(), inputs))[0, : len(ids) - 1]
+    logits = np.asarray(forward(model, inputs))[0, : len(ids) - 1]
     log_probs = log_softmax(np.float64(logits), axis=-1)[-len(continuation) :]
     continuation = np.array(ids[-len(continuation) :])
     return float(log_probs[np.arange(len(continuation)), continuation].sum()), (

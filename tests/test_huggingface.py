@@ -15,6 +15,7 @@ import diffeqformer
 import diffeqformer.inference.lm_eval_model  # (registers the model)
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.huggingface.pretrained import difference
+from helpers import forward
 from runs import TINY, command
 
 transformers = pytest.importorskip("transformers", reason="make test-huggingface installs it")
@@ -49,7 +50,7 @@ def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 def our_logits(workdir: pathlib.Path, tokens: np.ndarray, num_steps: int | None = None) -> np.ndarray:
     model = checkpoint.load(workdir).model.replace(dtype=jnp.dtype("float32"))
-    return np.asarray(model(jnp.asarray(tokens), model.weights(model.grid(num_steps))))[..., : model.vocab_size]
+    return np.asarray(forward(model, tokens, num_steps))[..., : model.vocab_size]
 
 
 @pytest.mark.parametrize("name", THEIRS)

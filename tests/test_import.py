@@ -4,7 +4,6 @@ import itertools
 import json
 import pathlib
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,12 +16,12 @@ from diffeqformer.huggingface.architectures import read_model
 from diffeqformer.huggingface.folder import INDEX
 from diffeqformer.huggingface.pretrained import open_pretrained
 from diffeqformer.import_model import SENTENCE, import_model
+from helpers import forward
 from runs import command
 
 
 def logits_of(workdir, tokens) -> np.ndarray:
-    model = checkpoint.load(workdir).model
-    return np.asarray(model(jnp.asarray(tokens), model.weights()))
+    return np.asarray(forward(checkpoint.load(workdir).model, tokens))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from helpers import (
     ONE_DEVICE,
     build_model,
     drawn,
+    forward,
     lively_model,
+    logits_of,
     loss_and_gradient,
     normal,
     run_steps,
@@ -47,10 +49,10 @@ def test_adapters_do_what_the_merged_model_does(kind, field):
     config = toy_config(kind, field, **{f"model__{name}": value for name, value in LORA.items()})
     config.model.vocab_size = 64
     merged = discretize(model, config, 6, "float32")
-    expected, grid = merged(TOKENS, merged.weights()), model.grid()
-    logits = model(TOKENS, model.stack(merge(model.depth(grid)), grid.step_sizes))
+    expected, grid = forward(merged, TOKENS), model.grid()
+    logits = logits_of(*split_model(model), model.stack(merge(model.depth(grid)), grid.step_sizes), TOKENS)
     np.testing.assert_allclose(logits, expected, atol=2e-6 * float(jnp.abs(expected).max()))
-    logits = model(TOKENS, model.weights())  # other products, rounded otherwise
+    logits = forward(model, TOKENS)  # other products, rounded otherwise
     assert np.linalg.norm(logits - expected) < 2e-6 * np.linalg.norm(expected)
 
     params, plain = split_model(model)[1], split_model(merged)[1]
@@ -69,7 +71,7 @@ def test_adapters_start_without_effect(start, same):
     model = build_model("gpt", lora_start=start, **LORA)
     factors = select(split_model(model)[1], is_factor)
     nnx.update(model, nnx.state(base, nnx.Param))
-    np.testing.assert_allclose(model(TOKENS, model.weights()), base(TOKENS, base.weights()), atol=same, rtol=0)
+    np.testing.assert_allclose(forward(model, TOKENS), forward(base, TOKENS), atol=same, rtol=0)
     for layer in factors["depth"]["layers"].values():
         expected = (layer["a"].shape[1] ** -0.5, 0.0) if start == "zero" else (1e-6, 1e-6)
         np.testing.assert_allclose([layer["a"].std(), layer["b"].std()], expected, rtol=0.15)

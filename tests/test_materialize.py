@@ -18,8 +18,8 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize
-from diffeqformer.transformer import abstract_model, select, split_model
-from helpers import FAMILY, drawn, lively_model, save_params, toy_config
+from diffeqformer.transformer import abstract_model, select, split_model, weights_at
+from helpers import FAMILY, drawn, forward, lively_model, save_params, toy_config
 from runs import command
 
 
@@ -37,11 +37,10 @@ def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
     assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
 
     tokens = jnp.arange(32).reshape(2, 16)
-    expected = original.model(tokens, original.model.weights(original.model.grid(9)))
-    logits = opened.model(tokens, opened.model.weights())
+    expected, logits = forward(original.model, tokens, 9), forward(opened.model, tokens)
     tolerance = {"float32": 1e-6, "bfloat16": 0.03}[dtype]
     np.testing.assert_allclose(logits, expected, atol=tolerance * float(jnp.abs(expected).max()))
-    states = opened.model.trajectory(tokens, opened.model.weights())
+    states = jax.eval_shape(opened.model.trajectory, tokens, weights_at(opened.model))
     assert states.shape == (10, 2, 16, 32) and states.dtype == jnp.float32
     assert len(generate(opened.model, ByteTokenizer(), "", tokens=3, key=jax.random.key(0))) == 1
 

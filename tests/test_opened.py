@@ -12,7 +12,8 @@ from diffeqformer.checkpoints.checkpoint import About, Checkpoint
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from diffeqformer.opened import OpenedRun
-from helpers import lively_model, toy_config
+from diffeqformer.transformer import weights_at
+from helpers import forward, lively_model, toy_config
 
 TEXT = "def read(file):"
 
@@ -20,8 +21,7 @@ TEXT = "def read(file):"
 def log_probs_by_hand(opened, num_steps: int, text: str) -> np.ndarray:
     """Of each byte, given end-of-text and the bytes before it."""
     ids = [ByteTokenizer.end_of_text, *text.encode()]
-    model = opened.model
-    logits = model(jnp.array([ids[:-1]]), model.weights(model.grid(num_steps)))
+    logits = forward(opened.model, jnp.array([ids[:-1]]), num_steps)
     return np.array(jax.nn.log_softmax(logits)[0, np.arange(len(text)), ids[1:]])
 
 
@@ -34,7 +34,7 @@ def test_scores_texts_and_traces_are_those_of_the_model(run):
     assert score.bits_per_byte == pytest.approx(-expected.sum() / math.log(2) / len(TEXT), rel=1e-5)
 
     trace, tokens = opened.trace(TEXT), jnp.array([list(TEXT.encode())])
-    logits = np.asarray(opened.model(tokens, opened.model.weights(opened.model.grid(steps))))[0]
+    logits = np.asarray(forward(opened.model, tokens, steps))[0]
     assert trace.lens[-1] == [chr(each) for each in logits.argmax(-1)]
     np.testing.assert_allclose(trace.lens_probability[-1], jax.nn.softmax(logits).max(-1), rtol=1e-4)
     np.testing.assert_allclose(trace.times, np.arange(steps + 1) / steps)
@@ -43,7 +43,7 @@ def test_scores_texts_and_traces_are_those_of_the_model(run):
     assert trace.attention.shape[0] == steps and (np.triu(trace.attention, 1) == 0).all()
 
     likeliest = opened.generate("def ", tokens=1, temperature=0.0)
-    after = opened.model(jnp.array([list(b"def ")]), opened.model.weights(opened.model.grid(steps)))[0, -1, :256]
+    after = forward(opened.model, jnp.array([list(b"def ")]), steps)[0, -1, :256]
     assert likeliest == "def " + bytes([int(after.argmax())]).decode(errors="replace")
 
 
@@ -56,7 +56,7 @@ def test_a_text_longer_than_a_window_is_scored_whole(run):
 
 def test_weights_at_a_time_are_those_of_a_step_that_ends_there(run):
     opened = diffeqformer.open(run)
-    of_steps = opened.model.weights(opened.model.grid(4)).layers
+    of_steps = weights_at(opened.model, 4).layers
     for layer, each in opened.weights(0.5).items():
         for name, value in each.items():
             np.testing.assert_allclose(value, of_steps[layer][name][1], rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ from diffeqformer import reference
 from diffeqformer.depth.grid import Grid
 from diffeqformer.fields.layers import Context, rms_norm
 from diffeqformer.transformer import split_model, weights_at
-from helpers import FAMILY, logits_of, loss_and_gradient
+from helpers import FAMILY, forward, loss_and_gradient
 
 MODELS = list(authors.MODELS)
 KNOTS = 2  # of interpolated weights
@@ -66,16 +66,14 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
     arrays, params, _ = authors.load("diffeqformer", "gpt")
     model = authors.build(authors.model_config("diffeqformer"), params)
-    logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.grid(num_steps)))
+    logits = forward(model, arrays["input_ids"], num_steps)
     np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
 
 
 def test_llama_logits_from_t_equal_the_authors():
     arrays, params, _ = authors.load("diffeqformer", "llama")
     model = authors.build(authors.model_config("diffeqformer", "llama"), params)
-    np.testing.assert_allclose(
-        model(jnp.asarray(arrays["input_ids"]), model.weights()), arrays["out.logits"], atol=5e-4
-    )
+    np.testing.assert_allclose(forward(model, arrays["input_ids"]), arrays["out.logits"], atol=5e-4)
 
 
 def test_norm_of_norm_is_a_switch():
@@ -86,13 +84,13 @@ def test_norm_of_norm_is_a_switch():
         authors.build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params)
         for switch in (True, False)
     )
-    layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
+    layers = jax.tree.map(lambda leaf: leaf[0], weights_at(published).layers)
     x, context = published.embed(tokens, Context()), Context()
     normed = rms_norm(layers["norm_attention"], x, 1e-6)
     one, other = published.field, plain.field
     np.testing.assert_array_equal(one.feed_forward(layers, x, context), other.feed_forward(layers, normed, context))
     np.testing.assert_array_equal(one.attention(layers, x, context), other.attention(layers, x, context))
-    assert difference(plain(tokens, plain.weights()), arrays["out.logits"]) > 0.05
+    assert difference(forward(plain, tokens), arrays["out.logits"]) > 0.05
 
 
 def reference_blocks(kind, params, num_steps):
@@ -167,9 +165,8 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
     changes = {"solver": "euler", "time_embed_dim": KNOTS} if kind == "interpolated" else {}
     config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps, **changes)
     model = authors.build(config, params)
-    graph, ours = split_model(model)
-    assert difference(logits_of(graph, ours, weights_at(model), tokens), logits) < 2e-6
-    _, ours = loss_and_gradient(graph, ours, jnp.asarray(tokens), None)
+    assert difference(forward(model, tokens), logits) < 2e-6
+    _, ours = loss_and_gradient(*split_model(model), jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
         assert np.linalg.norm(np.asarray(mine) - np.asarray(exact)) < 1e-5 * np.linalg.norm(exact)
 

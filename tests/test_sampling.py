@@ -14,7 +14,7 @@ from diffeqformer.inference.choice import Choice, draw
 from diffeqformer.inference.sampling import Samples, encode_prompt, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
-from helpers import FAMILY, build_model, lively_model, logits_of
+from helpers import FAMILY, build_model, forward, lively_model, logits_of
 
 BYTES = ByteTokenizer()
 LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
@@ -186,4 +186,4 @@ def test_prompts_may_end_in_the_last_chunk():
     model = lively_model("diffeqformer", max_length=CHUNK + 20)
     ids = [*range(60), *range(10)]
     first = next(write_tokens(model, ids, count=3, key=jax.random.key(0), vocab_size=64, choice=Choice(0.0)))
-    assert first[0] == jnp.argmax(model(jnp.array([ids]), model.weights())[0, -1])
+    assert first[0] == jnp.argmax(forward(model, jnp.array([ids]))[0, -1])

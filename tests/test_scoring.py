@@ -13,7 +13,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference import scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh
-from helpers import ONE_DEVICE, build_model, lively_model
+from helpers import ONE_DEVICE, build_model, forward, lively_model
 
 RANDOM = np.random.default_rng(0)
 STRETCHES = [
@@ -38,10 +38,9 @@ def test_sliding_windows_score_every_id_once_with_as_much_context_as_fits(length
 def test_scores_are_those_of_a_plain_loop(kind, field):
     """Which has other ids behind a stretch than the scorer has: nothing depends on them."""
     model = lively_model(kind, field)
-    weights = model.weights()
     for stretch, scores in zip(STRETCHES, Scorer(model, batch_size=2, mesh=ONE_DEVICE)(STRETCHES), strict=True):
         length = len(stretch.ids) - 1
-        logits = np.float64(model(jnp.array([(stretch.ids[:-1] + [9] * 16)[:16]]), weights)[0, :length])
+        logits = np.float64(forward(model, jnp.array([(stretch.ids[:-1] + [9] * 16)[:16]]))[0, :length])
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         targets = np.array(stretch.ids)[stretch.first :]
         expected = np.array([log_probs[stretch.first - 1 + i, target] for i, target in enumerate(targets)])
@@ -74,7 +73,7 @@ def test_a_model_that_knows_nothing_scores_log_v(multiple):
     model = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     [scores] = Scorer(model)([Stretch([0] + [0] * 8 + [63] * 8, 1)])
     np.testing.assert_allclose(scores.log_probs, -np.log(64), rtol=1e-6)
-    logits = model(jnp.zeros((1, 4), jnp.int32), model.weights())
+    logits = forward(model, jnp.zeros((1, 4), jnp.int32))
     assert logits.shape[-1] == (96 if multiple == 48 else 64) and np.isneginf(logits[..., 64:]).all()
 
 

@@ -11,7 +11,7 @@ from diffeqformer.inference.cached import CHUNK
 from diffeqformer.inference.choice import Choice, chances
 from diffeqformer.inference.sampling import write_tokens
 from diffeqformer.inference.speculation import DRAFTED, accept
-from helpers import lively_model
+from helpers import forward, lively_model
 
 VOCABULARY = 64
 SMOOTH = {"time_frequency": 3.0, "num_steps": 5}  # so that two steps guess some tokens of five
@@ -88,7 +88,7 @@ def test_sampled_texts_have_the_distribution_of_plain_ones():
     texts = written(model, [1, 2], count=3, samples=count, vocab_size=8, choice=choice, draft_steps=1)
 
     def probabilities(*prompts):
-        logits = model(jnp.array(prompts), model.weights())[:, -1]
+        logits = forward(model, jnp.array(prompts))[:, -1]
         return np.asarray(jax.nn.softmax(chances(logits, choice)), np.float64)
 
     second = probabilities(*([1, 2, token] for token in range(8)))

@@ -11,8 +11,7 @@ from diffeqformer import harness
 from diffeqformer.console.results import write_json
 from diffeqformer.console.surroundings import at_home, set_up
 from diffeqformer.errors import UserError
-from diffeqformer.transformer import split_model
-from helpers import ONE_DEVICE, lively_model, logits_of, run_steps, toy_config
+from helpers import ONE_DEVICE, forward, lively_model, run_steps, toy_config
 from runs import command
 
 
@@ -33,7 +32,7 @@ def test_models_keep_their_types_where_a_program_has_enabled_others():
     results = []
     for x64 in (False, True):
         with jax.enable_x64(x64):
-            logits = logits_of(*split_model(model), model.weights(), jnp.asarray(tokens, jnp.int32))
+            logits = forward(model, jnp.asarray(tokens, jnp.int32))
             _, state, scalars = run_steps(config, ONE_DEVICE, 1)
             types = {str(leaf.dtype) for leaf in jax.tree.leaves((state, logits))}
             results.append((np.asarray(logits), scalars, types))

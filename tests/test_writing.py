@@ -21,8 +21,8 @@ from diffeqformer.inference.sampling import continue_prompts, generate, write_te
 from diffeqformer.inference.scoring import Scorer, Stretch
 from diffeqformer.parallel import memory
 from diffeqformer.solvers import SOLVERS
-from diffeqformer.transformer import random_key, split_model
-from helpers import ONE_DEVICE, lively_model, logits_of, long_to_compile, some_slow
+from diffeqformer.transformer import random_key
+from helpers import ONE_DEVICE, forward, lively_model, long_to_compile, some_slow
 from runs import command
 
 BYTES = ByteTokenizer()
@@ -59,7 +59,7 @@ def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solv
     seen = [window for prompt, text in zip(prompts, texts) for window in windows(prompt, text)]
     assert {len(window) for window in seen} == {*range(1, LENGTH)}
     tokens = np.array([window + [9] * (LENGTH - len(window)) for window in seen])
-    expected = np.asarray(logits_of(*split_model(model), model.weights(), tokens))
+    expected = np.asarray(forward(model, tokens))
     expected = expected[np.arange(len(seen)), [len(window) - 1 for window in seen]]
     found = np.stack(chosen).swapaxes(0, 1).reshape(expected.shape)  # text by text
     np.testing.assert_allclose(found, expected, atol=5e-6 * np.abs(expected).max())

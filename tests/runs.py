@@ -38,18 +38,11 @@ def start_command(module: str, processes: int, devices: int, options: list[list]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    many = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"] if processes > 1 else []
+    many = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}", "--process_id={}"]
+    many = many if processes > 1 else []
     return [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                WITHOUT_GLOO,
-                module,
-                *map(str, given),
-                *many,
-                *[f"--process_id={number}"] * bool(many),
-            ],
+            [sys.executable, "-c", WITHOUT_GLOO, module, *map(str, given), *(each.format(number) for each in many)],
             cwd=ROOT,
             env={**os.environ, "XLA_FLAGS": for_a_process(devices)},
             stdout=subprocess.PIPE,

@@ -18,6 +18,16 @@ from diffeqformer.parallel import hosts
 from helpers import ROOT
 from runs import curves, finish, start, start_command
 
+FORTY = ("--config.steps=40", "--config.eval_every=40", "--config.model.training_depths=1,2")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, short_stores):
+    """The folder of a run of one process."""
+    workdir = tmp_path_factory.mktemp("alone")
+    finish(start(1, 1, [workdir], short_stores, *FORTY))
+    return workdir
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -27,14 +37,13 @@ from runs import curves, finish, start, start_command
         ((5, 1), 4, 1, ("--config.mesh.data=-1",), "data 4 (generator in 4 parts), fsdp 1, tensor 1"),
     ],
 )
-def test_two_processes_stop_together_and_others_go_on(stops, processes, devices, mesh, says, tmp_path, short_stores):
+def test_two_processes_stop_together_and_others_go_on(
+    stops, processes, devices, mesh, says, alone, tmp_path, short_stores
+):
     """With the losses of one process. The notice reaches only the second of two, at the first step, or twice."""
-    steps = ("--config.steps=40", "--config.eval_every=40")
-    steps += ("--config.model.training_depths=1,2",)
-    finish(start(1, 1, [tmp_path / "alone"], short_stores, *steps))
     many, stopped = [tmp_path / "many"] * processes, 0
     for told in stops:  # steps after the start
-        running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4", *steps)
+        running = start(2, 2, many[:2], short_stores, "--config.mesh.fsdp=4", *FORTY)
         for line in running[0].stdout:
             if line.startswith(f"step {stopped + told}/"):
                 running[1].send_signal(signal.SIGTERM)
@@ -44,10 +53,10 @@ def test_two_processes_stop_together_and_others_go_on(stops, processes, devices,
         before, stopped = stopped, int(errors.split("saved at step ")[1].split()[0])
         assert before + told <= stopped < 40
 
-    said = finish(start(processes, devices, many, short_stores, *mesh, *steps))
+    said = finish(start(processes, devices, many, short_stores, *mesh, *FORTY))
     assert f"from its checkpoint at step {stopped}" in said[0][0] and f"mesh: {says}" in said[0][0]
     assert "--- sample ---" in said[0][0] and all(output == "" for output, _ in said[1:])
-    one, several = curves(tmp_path / "alone"), curves(tmp_path / "many")
+    one, several = curves(alone), curves(tmp_path / "many")
     for tag, count in (("train/loss", 40), ("validation/loss", 1)):
         assert one[tag].keys() == several[tag].keys() and len(one[tag]) == count
         np.testing.assert_allclose([several[tag][step] for step in one[tag]], list(one[tag].values()), rtol=2e-4)
@@ -131,18 +140,11 @@ def compare(one, two, close: float = 1e-5) -> None:
 @pytest.mark.slow
 def test_what_needs_one_process_says_so_and_an_error_ends_all(trained):
     workdir = f"--workdir={trained}"
+    alone = "needs a single process"
     for module, options, sentence in (
         ("evaluate", "--files=absent.txt", "--files: no file matches 'absent.txt'"),
-        (
-            "generate",
-            "--prompt_file=-",
-            "--prompt: reading standard input, as without it and --prompt_file, needs a single process",
-        ),
-        (
-            "downstream",
-            "--include=tests/data/tasks --shots=0",
-            "--tasks: sums is a task of generation, which needs a single process",
-        ),
+        ("generate", "--prompt_file=-", f"--prompt: reading standard input, as without it and --prompt_file, {alone}"),
+        ("downstream", "--include=tests/data/tasks --shots=0", f"--tasks: sums is a task of generation, which {alone}"),
     ):
         (_, first), (_, second) = finish(start_command(module, 2, 1, [[workdir, *options.split()]] * 2), 1)
         assert sentence in first and first.splitlines()[-1].startswith("diffeqformer: ")

@@ -60,9 +60,8 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
         np.testing.assert_allclose(arrays["spectra/OV/singular_values"], found["OV"].singular_values, rtol=1e-3)
     measures = numbers["sensitivity"]["measures"]
     assert len(measures) == 4 and all(len(values) == len(tokens) for values in measures.values())
-    assert measures["Lyapunov sensitivity: largest exponent of equation (7)"] == pytest.approx(
-        added.sum(0).max(-1).tolist()
-    )
+    largest = measures["Lyapunov sensitivity: largest exponent of equation (7)"]
+    assert largest == pytest.approx(added.sum(0).max(-1).tolist())
     assert sum(measures["attention rollout"]) == pytest.approx(1)
     np.testing.assert_allclose(numbers["spectra"]["QK"]["radius"], found["QK"].radius(), rtol=1e-3)
     assert len(numbers["flow"]["exponents"]) == 4 and len(numbers["clustering"]["states"]) == model.num_steps + 1
@@ -70,9 +69,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
 
 def opened_model(kind, field="gpt", **changes):
     model, config = lively_model(kind, field, vocab_size=257, **changes), toy_config(kind, field)
-    return checkpoint.Checkpoint(
-        config=config, model=model, tokenizer=ByteTokenizer(), step=1, about=checkpoint.About({}, "bytes")
-    )
+    return checkpoint.Checkpoint(1, config, model, ByteTokenizer(), checkpoint.About({}, "bytes"))
 
 
 def open_instead(opened, monkeypatch):

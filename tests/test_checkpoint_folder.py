@@ -65,9 +65,8 @@ def test_checkpoints_without_validations_are_kept_by_age_alone_and_none_is_best(
     assert names(tmp_path) == {"2", "3"}
     with pytest.raises(UserError, match="^--step: no checkpoint in .* was saved with a validation; give 2 or 3$"):
         opened(tmp_path, "best")
-    with pytest.raises(
-        UserError, match="^--step: must be best or the step of a checkpoint in .*, 2 or 3, but it is 1$"
-    ):
+    sentence = "^--step: must be best or the step of a checkpoint in .*, 2 or 3, but it is 1$"
+    with pytest.raises(UserError, match=sentence):
         opened(tmp_path, 1)
 
 

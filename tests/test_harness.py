@@ -39,9 +39,8 @@ def small_model(**changes):
 
 
 def harness_model(model=None, tokenizer=BYTES, **options):
-    opened = checkpoint.Checkpoint(
-        3, toy_config(sequence_length=16), model or small_model(), tokenizer, checkpoint.About({}, "bytes")
-    )
+    config, about = toy_config(sequence_length=16), checkpoint.About({}, "bytes")
+    opened = checkpoint.Checkpoint(3, config, model or small_model(), tokenizer, about)
     return HarnessModel(opened, **{"window": WINDOW, "mesh": ONE_DEVICE, **options})
 
 

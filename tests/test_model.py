@@ -244,9 +244,8 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
 
 def test_impossible_depths_and_lengths_are_refused():
     model = build_model("gpt")
-    with pytest.raises(
-        UserError, match="^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
-    ):
+    sentence = "^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
+    with pytest.raises(UserError, match=sentence):
         model.weights(model.grid(9))
     with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
         model.grid(0)

@@ -80,6 +80,8 @@ def test_right_overrides_pass():
 
 
 PATTERN = "--config.data.train_files=absent*", "--config.data.validation_files=absent*"
+UP = ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"]
+ABSENT = ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"]
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,8 @@ PATTERN = "--config.data.train_files=absent*", "--config.data.validation_files=a
         (["--config=tiny", "--config.stepz=3"], "config.stepz: there is no such field; did you mean config.steps?"),
         (["--config=tiny", "--verbos"], "verbos"),
         (["--config=tiny", "--config.data.task=pile"], "config.data.task: must be one of python_stdlib, wiki"),
-        (
-            ["--config=tiny", "--config.data.task=../up", "--config.data.module=mine"],
-            "config.data.task: must be a name of letters, digits, dots",
-        ),
-        (
-            ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"],
-            "config.data.tokenizer_file: absent.model: No such file or directory",
-        ),
+        (UP, "config.data.task: must be a name of letters, digits, dots"),
+        (ABSENT, "config.data.tokenizer_file: absent.model: No such file or directory"),
         (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),
         ([], "--config: a config is needed"),
     ],

@@ -115,9 +115,8 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     ways = r"--config.base=runs/toy\); one with config.optimizer.schedule=wsd can be given more steps$"
     with pytest.raises(UserError, match=rf"^runs/toy: holds a run with another config.steps \(there 10, .*{ways}"):
         resuming.check_resumable(change(toy_config(), steps=20), cosine, TOY)
-    with pytest.raises(
-        UserError, match="another config.optimizer.learning_rate .there 0.0006, now 0.001; it may only be lowered"
-    ):
+    sentence = "another config.optimizer.learning_rate .there 0.0006, now 0.001; it may only be lowered"
+    with pytest.raises(UserError, match=sentence):
         resuming.check_resumable(toy_config(steps=20, **WSD, optimizer__learning_rate=1e-3), stable, TOY)
     changes = dict(optimizer__learning_rate=1e-4, optimizer__final_fraction=0.0)
     resuming.check_resumable(toy_config(steps=20, **WSD, **changes), stable, TOY)

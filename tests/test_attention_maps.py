@@ -71,6 +71,6 @@ def test_input_gradients_are_those_of_the_embeddings():
         here = nnx.merge(graph, {**params, "token_embedding": table})
         return jax.nn.log_softmax(here(TOKENS[None], here.weights())[0, -1])[5]
 
-    slopes = jax.grad(log_probability)(params["token_embedding"])[TOKENS]
+    slopes = jax.jit(jax.grad(log_probability))(params["token_embedding"])[TOKENS]
     found = attention_maps.input_gradients(model, TOKENS, target=5)
     np.testing.assert_allclose(found, np.linalg.norm(slopes, axis=-1), rtol=1e-4)

@@ -6,6 +6,7 @@ import pytest
 
 from diffeqformer.analysis.spectra import Spectrum, spectra, spectrum
 from diffeqformer.errors import UserError
+from diffeqformer.transformer import weights_at
 from helpers import FAMILY, lively_model
 
 RANDOM = np.random.RandomState(0)
@@ -35,7 +36,7 @@ def test_every_head_of_every_kind_has_the_spectrum_of_its_dense_product(kind, fi
     """Heads are sliced from the block's kernels by hand here; a GPT's are [head, (query, key, value), width]."""
     model = lively_model(kind, field)
     found = spectra(model, model.grid().ends)
-    layers = {name: layer for name, layer in model.depth(model.grid()).items()}
+    layers = weights_at(model).layers
     heads, width = model.field.heads, model.field.width
 
     def last(name):

@@ -7,7 +7,7 @@ import pathlib
 import sys
 import types
 
-from flags import PLATFORMS, for_a_process, lower_in_one_context
+from flags import CONTEXTS, PLATFORMS, for_a_process, lower_in_one_context
 
 os.environ["JAX_PLATFORMS"] = PLATFORMS
 if PLATFORMS == "cpu":
@@ -20,7 +20,6 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 
 lower_in_one_context()
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
@@ -71,7 +70,7 @@ def pytest_collection_modifyitems(items):
 def forget_compiled():
     """Drop compiled functions when there are many. All of them take gigabytes, and more mappings than Linux allows."""
     yield
-    mlir.make_ir_context.cache_clear()
+    vars(CONTEXTS).clear()
     mappings = pathlib.Path("/proc/self/maps")
     if not mappings.exists() or mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()

@@ -122,7 +122,8 @@ def test_an_output(output, status, sentence):
     writes = "[print(9, flush=True) for _ in range(9999)]" if "|" in output else "print(9)"
     command_line = FAILS.replace("{}['missing']", writes)
     line = f'set -o pipefail; {sys.executable} -c "{command_line}" {output}'
-    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
+    how = {"cwd": ROOT, "env": os.environ | {"PYTHONUNBUFFERED": ""}, "timeout": 100}
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, **how)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
 
 

@@ -242,7 +242,7 @@ CONFIG_FIELDS = [
     ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth",
         ignored=(NO_SINES,)),
     ConfigField("model.training_times", "fixed", one_of(TRAINING_TIMES),
-        "Times at which weights are trained: fixed, shifted or mixed (see diffeqformer.depth.grid, docs/ode.md).",
+        "Times at which weights are trained: fixed or shifted (see diffeqformer.depth.grid, docs/ode.md).",
         base="either"),
     ConfigField("model.training_depths", "", DEPTHS,
         "Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: "

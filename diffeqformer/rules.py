@@ -107,11 +107,6 @@ RULES = [
     ),
     Rule(
         "model.training_times",
-        lambda v, c: v != "mixed" or max(trained_depths(c.model)) > 2,
-        "must be fixed or shifted, since mixed moves grids of more than two steps only",
-    ),
-    Rule(
-        "model.training_times",
         lambda v, c: v == "fixed" or not remembers(c),
         "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "
         "of a moved grid can be much shorter than the second",

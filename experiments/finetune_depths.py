@@ -3,12 +3,14 @@
     python experiments/finetune_depths.py --wikitext=wiki.valid.tokens --folder=runs/finetune_depths
 
 The shape is that of configs/tiny.py, and decay and adapters are as published. Depths are a third of the paper's: a
-DiffEqFormer is pretrained in 6 steps, a GPT in 8 layers, and with --base=elastic a DiffEqFormer at many depths
-(docs/elastic.md). The texts are Python's standard library and the validation split of WikiText-103. Every base has the
-same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them with --seeds others,
-which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its own folder. Rows that
---results holds aren't run again, and interrupted runs go on where they were. As bases are finished, table.md and
-figure.png in --folder show them.
+DiffEqFormer is pretrained in 6 steps, and a GPT in 8 layers. --base=recipe and --base=llama are the same for the recipe
+of docs/recipe.md, with Muon for all but adapters, and --base=elastic is the recipe at many depths (docs/elastic.md).
+The texts are Python's standard library and the validation split of WikiText-103.
+
+Every base has the same budget: each of the rates with the seed 0, for fine-tuning at one depth, then the best of them
+with --seeds others, which are those shown. Each pretraining and each fine-tuning is a run of diffeqformer.main in its
+own folder. Rows that --results holds aren't run again, and interrupted runs go on where they were. As bases are
+finished, table.md and figure.png in --folder show those of --base and --direction.
 """
 
 import functools
@@ -34,17 +36,21 @@ DIRECTIONS = flags.DEFINE_multi_enum(
 BASES = flags.DEFINE_multi_enum(
     "base",
     ["diffeqformer", "gpt"],
-    ["diffeqformer", "gpt", "elastic"],
-    "What is pretrained; can be repeated. elastic is a DiffEqFormer for many depths.",
+    ["diffeqformer", "gpt", "recipe", "llama", "elastic"],
+    "What is pretrained; can be repeated.",
 )
 define_flags("finetune_depths", at_once=2)
 
+MUON = "--config.optimizer.name=muon"
 MODELS = {
     "diffeqformer": ["--config=configs/tiny.py:diffeqformer", "--config.model.num_steps=6"],
     "gpt": ["--config=configs/tiny.py:gpt", "--config.model.num_steps=8"],
+    "recipe": ["--config=configs/tiny.py", *(f"--config.model.{n}=6" for n in ("num_steps", "time_embed_dim", "span"))],
+    "llama": ["--config=configs/tiny.py:llama", "--config.model.num_steps=8", MUON],
     "elastic": ["--config=configs/tiny.py:elastic"],
 }
-DEPTHS = {"diffeqformer": (6, 3, 4, 8), "gpt": (8,), "elastic": (6, 3, 4, 8)}  # rates are tuned at the first
+BASELINES = ("gpt", "llama")
+DEPTHS = (6, 3, 4, 8)
 MODES = {
     "full": [],
     "lora": ["--config.model.lora_rank=20", "--config.model.lora_start=published"],
@@ -68,6 +74,10 @@ class Base(NamedTuple):
     def name(self) -> str:
         """Its key in the results."""
         return f"{self.direction.partition('_to_')[0]}-{self.model}-{self.seed}"
+
+    def depths(self) -> tuple[int, ...]:
+        """The numbers of steps at which it is fine-tuned. Rates are found at the first."""
+        return (8,) if self.model in BASELINES else DEPTHS
 
     def text(self, stage: str) -> str:
         """The text of a stage of `RATES`."""
@@ -100,10 +110,11 @@ def run(
     workdir = base.pretrained(rates["pretraining"])
     options = MODELS[base.model] + PRETRAINING
     if stage != "pretraining":
-        depth = depth or DEPTHS[base.model][0]
+        depth = depth or base.depths()[0]
         options = [f"--config.base={workdir}", f"--config.model.num_steps={depth}", *MODES[stage], *FINETUNING]
+        options += [MUON] * (stage == "full" and base.model in ("recipe", "llama", "elastic"))
         workdir = workdir.with_name(f"{workdir.name}-{stage}-{depth}-rate-{rates[stage]:g}")
-        kind = "gpt" if base.model == "gpt" else "discretized"
+        kind = base.model if base.model in BASELINES else "discretized"
         options = [f"--config=configs/tiny.py:{kind}", *options]
     options += [f"--config.optimizer.learning_rate={rates[stage]:g}", "--config.optimizer.decay=everything"]
     options += [*texts[base.text(stage)], "--config.checkpoints_kept=1", f"--config.seed={base.seed}"]
@@ -143,16 +154,17 @@ def finetuned(texts: dict[str, list[str]], tunings: dict[str, dict], base: Base,
     pretraining = run(texts, base, "pretraining", rates, cores)
     runs = [
         {"mode": mode, "depth": depth, "perplexities": run(texts, base, mode, rates, cores, depth)}
-        for depth, mode in itertools.product(DEPTHS[base.model], MODES)
+        for depth, mode in itertools.product(base.depths(), MODES)
     ]
     return {**base._asdict(), "perplexities": pretraining, "finetuned": runs}
 
 
 def in_groups(results: dict[str, dict]) -> dict[tuple, list[dict[int, float]]]:
-    """The curves of all seeds by (direction, base, mode, depth), in the order of the figure."""
+    """The curves of all seeds by (direction, base, mode, depth), of --direction and --base, in the figure's order."""
     groups = {}
     for base in results.values():
-        for each in base.get("finetuned", []):
+        shown = base["direction"] in DIRECTIONS.value and base["model"] in BASES.value
+        for each in base.get("finetuned", []) if shown else []:
             curve = {int(step): value for step, value in each["perplexities"].items()}
             groups.setdefault((base["direction"], base["model"], each["mode"], each["depth"]), []).append(curve)
     return dict(sorted(groups.items()))
@@ -177,14 +189,14 @@ def plot(groups: dict[tuple, list[dict[int, float]]], path: pathlib.Path) -> Non
     from matplotlib import colormaps
 
     directions = list(dict.fromkeys(group[0] for group in groups))
-    colours = dict(zip(sorted(DEPTHS["diffeqformer"]), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
+    colours = dict(zip(sorted(DEPTHS), colormaps["viridis"]([0.0, 0.3, 0.6, 0.9]), strict=True))
     figure, panels = new_figure(len(directions), 3, (15, 4.5 * len(directions)), width_ratios=(3, 3, 2))
     for (direction, base, mode, depth), curves in groups.items():
         panel = panels[directions.index(direction)][list(MODES).index(mode)]
         steps = sorted(curves[0])[1:]  # the initial perplexity is in the table: it would flatten all curves
         mean = [statistics.mean(curve[step] for curve in curves) for step in steps]
-        style = {"diffeqformer": "-", "elastic": ":", "gpt": "--"}[base]
-        colour = "black" if base == "gpt" else colours[depth]
+        style = "--" if base in BASELINES else ":" if base == "elastic" else "-"
+        colour = "black" if base in BASELINES else colours[depth]
         panel.plot(steps, mean, style, color=colour, label=f"{base}, {depth} steps")
         ends = ([end(curve[step] for curve in curves) for step in steps] for end in (min, max))
         panel.fill_between(steps, *ends, color=colour, alpha=0.15, linewidth=0)

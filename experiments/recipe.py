@@ -67,9 +67,9 @@ class Step:
 
 
 def time_ratio(form: str) -> dict:
-    """The time of a form's step, divided by its baseline's: the median of 20 alternating pairs after a warm-up."""
+    """The time of a form's step, divided by its baseline's: the median of 60 alternating pairs after a warm-up."""
     steps = Step(form), Step(FORM[form].baseline)
-    pairs = [[step.seconds() for step in steps] for _ in range(25)][5:]
+    pairs = [[step.seconds() for step in steps] for _ in range(65)][5:]
     return {"ratio": round(statistics.median(own / other for own, other in pairs), 3)}
 
 

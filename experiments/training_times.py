@@ -1,11 +1,10 @@
 """Ways to train a DiffEqFormer, and what each is between its trained times, on two CPU cores.
 
-    python experiments/training_times.py --depths=one     # three ways at 4 steps of depth (docs/ode.md)
-    python experiments/training_times.py --depths=many    # seven ways at 2, 3, 4, 6 and 8 steps (docs/elastic.md)
+    python experiments/training_times.py
 
-The models are those of configs/tiny.py. Each is trained by diffeqformer.main with three seeds, all with the learning
-rate of the config, and examined by diffeqformer.ode. Models that --results holds aren't trained again, and interrupted
-runs go on where they were.
+The models are those of configs/tiny.py:diffeqformer, with 4 steps of depth (docs/ode.md). Each is trained by
+diffeqformer.main with three seeds, all with the learning rate of the config, and examined by diffeqformer.ode. Models
+that --results holds aren't trained again, and interrupted runs go on where they were.
 """
 
 import itertools
@@ -15,29 +14,10 @@ from common import define_flags, folder_of, read_curves, report, run_rows, table
 
 from diffeqformer.console.results import spread
 
-DEPTHS = flags.DEFINE_enum("depths", "one", ["one", "many"], "Models of one number of steps, or of several.")
 define_flags("training_times", at_once=2)
 
-LOW, PUBLISHED = (f"--config.model.time_frequency={frequency}" for frequency in (10, 1000))
-FIXED, SHIFTED = (f"--config.model.training_times={times}" for times in ("fixed", "shifted"))
-EULER = "--config.model.solver=euler"
-ONE, MANY = "--config=configs/tiny.py:diffeqformer", "--config=configs/tiny.py:elastic"
-KINDS = {
-    "one": {
-        "published": (ONE,),
-        "frequency 10": (ONE, LOW),
-        "frequency 10, shifted": (ONE, LOW, SHIFTED),
-    },
-    "many": {
-        "drawn, published frequency": (MANY, EULER, FIXED, PUBLISHED),
-        "drawn, frequency 10": (MANY, EULER, FIXED),
-        "drawn and shifted, published frequency": (MANY, EULER, SHIFTED, PUBLISHED),
-        "drawn and shifted, frequency 10": (MANY, EULER, SHIFTED),
-        "Lie-Trotter, fixed": (MANY, FIXED),
-        "Lie-Trotter, shifted": (MANY, SHIFTED),
-        "Lie-Trotter, mixed": (MANY,),
-    },
-}
+LOW, SHIFTED = "--config.model.time_frequency=10", "--config.model.training_times=shifted"
+KINDS = {"published": (), "frequency 10": (LOW,), "frequency 10, shifted": (LOW, SHIFTED)}
 
 
 def name_of(row: tuple[int, str]) -> str:
@@ -50,7 +30,12 @@ def examine(row: tuple[int, str], cores: list[int] | None) -> dict:
     """Train one model and examine it. Returns its bits/byte on its own grid and what the report says."""
     seed, kind = row
     workdir = folder_of(name_of(row))
-    options = [*KINDS[DEPTHS.value][kind], f"--config.seed={seed}", "--config.checkpoints_kept=1"]
+    options = [
+        "--config=configs/tiny.py:diffeqformer",
+        *KINDS[kind],
+        f"--config.seed={seed}",
+        "--config.checkpoints_kept=1",
+    ]
     train(workdir, options, cores)
     found = report("ode", workdir, "between", cores=cores)
     curves = read_curves(workdir)
@@ -72,7 +57,7 @@ def examine(row: tuple[int, str], cores: list[int] | None) -> dict:
 
 def cells(results: dict[str, dict]) -> list[dict[str, str]]:
     """The table, a column for each kind: means over seeds and their standard deviations."""
-    by_kind = {kind: [row for row in results.values() if row["kind"] == kind] for kind in KINDS[DEPTHS.value]}
+    by_kind = {kind: [row for row in results.values() if row["kind"] == kind] for kind in KINDS}
     by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
     first = next(iter(by_kind.values()))[0]
     lines = []
@@ -94,7 +79,7 @@ def cells(results: dict[str, dict]) -> list[dict[str, str]]:
 
 
 def main(_) -> None:
-    rows = itertools.product(range(1, 1 + flags.FLAGS.seeds), KINDS[DEPTHS.value])
+    rows = itertools.product(range(1, 1 + flags.FLAGS.seeds), KINDS)
     print(table(cells(run_rows(rows, name_of, examine))))
 
 

@@ -72,7 +72,6 @@ ROWS = [
     Row(r"--tasks arc_easy", r"\g<0>,lambada_openai,logiqa,piqa"),  # those that docs/downstream.md has files for
     # what is not trained; other studies of a clone have all their rows
     Row(r"experiments/paper\.py", add="--list"),
-    Row(r"(experiments/elastic\.py) --stage=times", r"\1 --stage=final"),  # tests/test_experiments.py measures times
     Row(r"experiments/recipe\.py", add="--forms='llama, muon'"),
     Row(r"experiments/full_scale\.py$", add="--stage=show"),
     # what is small
@@ -109,8 +108,8 @@ ROWS = [
     Row(r"benchmarks/spectra\.py", add=joined([*SMALL_MODEL, "--dense=2"])),
     Row(r"draws=400", "draws=4"),
     Row(r"experiments/ablations\.py "),
-    Row(r"experiments/elastic\.py "),
-    Row(r"experiments/training_times\.py "),
+    Row(r"experiments/elastic\.py"),
+    Row(r"experiments/training_times\.py"),
     Row(r"experiments/finetune_depths\.py "),
 ]
 

@@ -3,9 +3,7 @@
 import itertools
 import json
 import math
-import re
 import runpy
-import shutil
 import sys
 import types
 from base64 import b64encode
@@ -155,54 +153,34 @@ def test_the_short_text_is_the_first_articles(tmp_path, script):
     assert files == [str(tmp_path / "short-train.txt")] * 3 * (3 + 1)
 
 
-def test_the_elastic_study_chooses_rates_and_runs_no_row_twice(tmp_path, script, capsys):
+def test_the_elastic_study_runs_no_row_twice(tmp_path, script, capsys):
     results, trainings = tmp_path / "elastic.json", Trainings(None)
-    best = {"specialist": 1.5e-3, "gpt": 3e-3, "drawn": 3e-3, "elastic": 3e-3, "fixed_grids": 6e-3}
 
     def score(module, workdir, name, options, cores):
-        """Better with depth. Away from the trained depths another rate is the best by far."""
-        model, rows = re.split("_at_|-", workdir.name)[0], []
-        for depth in map(int, options[0].removeprefix("--num_steps=").split(",")):
-            untrained = depth not in (2, 3, 4, 6, 8) and model not in ("specialist", "gpt")
-            away = abs(trainings.configs[workdir.name].optimizer.learning_rate - (1.5e-3 if untrained else best[model]))
-            rows.append({"num_steps": depth, "bits_per_byte": 2 + 1 / depth + 10 * away * (1 + 9 * untrained)})
-        return {"rows": rows}
+        """Better with depth, worse by the seed."""
+        seed, depths = trainings.configs[workdir.name].seed, options[0].removeprefix("--num_steps=").split(",")
+        return {"rows": [{"num_steps": int(depth), "bits_per_byte": 1 + 1 / int(depth) + seed} for depth in depths]}
 
-    def trained(stage):
-        options = f"--stage={stage}", f"--folder={tmp_path}", f"--results={results}", "--seeds=2"
+    def trained(seeds):
+        options = f"--folder={tmp_path}", f"--results={results}", f"--seeds={seeds}"
         script("elastic", *options, **trainings.stand_ins(report=score)).main(None)
         return trainings.new()
 
-    with pytest.raises(SystemExit, match="--stage=rates, which lacks the row 'specialist at 4, 5000 steps, rate"):
-        trained("final")
-    assert len(trained("rates")) == 3 * 5 and not trained("rates")
-    times = tmp_path / "elastic_times.json"
-    times.write_text('{"gpt": {}}')
-    with pytest.raises(SystemExit, match="elastic_times.json: must have times of specialist, gpt, "):
-        trained("final")
-    shutil.copy("experiments/elastic_times.json", times)
-    runs = trained("final")
-    assert len(runs) == 2 * (3 + 2 * 4 + 3 + 2)
+    assert len(trained(1)) == 1 + 3 + 1
+    runs, printed = trained(2), capsys.readouterr().out
+    assert len(runs) == 5 and all(config.seed == 2 for config in runs.values())
     for name, config in runs.items():
-        assert config.seed and config.optimizer.learning_rate == best[re.split("_at_|-", name)[0]]
-        assert (config.model.training_depths == "") == name.startswith(("specialist", "gpt"))
-    longer = [config.steps for config in runs.values() if config.steps != 5000]
-    assert sorted(longer) == [10833] * 4 + [24074] * 2 + [28261] * 4
-    printed = capsys.readouterr().out
-    assert "| gpt | 12 | 10,833 | 0.003 | 2 |" in printed and "2.083 ± 0.000" in printed
+        assert (config.model.training_depths == "") == name.startswith("specialist")
+        assert config.model.num_steps == config.model.time_embed_dim == config.model.span
+    assert sorted(config.model.num_steps for config in runs.values()) == [2, 4, 8, 8, 8]
+    assert [config.steps for config in runs.values() if config.steps != 1500] == [4565]
+    assert "| elastic, 1,500 training steps | 3.000 ± 0.707 | " in printed
+    assert "| a specialist for each, 1,500 training steps | 3.000 ± 0.707 |  | 2.750 ± 0.707 |  | " in printed
     assert results.with_suffix(".png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_the_time_of_a_token_is_measured_for_each_kind_and_depth(script):
-    elastic = script("elastic", "--stage=times")
-    elastic.SCORED, elastic.ROUNDS = (2,), 2
-    found = elastic.time_tokens()
-    assert found.keys() == elastic.KINDS.keys() and all(0 < times["2"] < 1 for times in found.values())
-
-
 def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(tmp_path, script, capsys):
-    curves = {"validation/bits_per_byte": {1000: 3.0, 5000: 2.0}, "validation/bits_per_byte_at_2": {5000: 2.5}}
+    curves = {"validation/bits_per_byte": {1000: 3.0, 5000: 2.0}}
     trainings = Trainings(lambda config: curves | {"train/loss": {100: 9}})
 
     def examine(module, workdir, name, cores):
@@ -212,24 +190,21 @@ def test_ways_of_training_are_compared_over_seeds_and_no_model_is_trained_twice(
         smoothness = {"qkv": {"ratio": 0.5 * seed}, "mlp_up": {"ratio": 0.25}}
         return {"smoothness": smoothness, "perplexities": {"8 steps": 20.0 * seed}, "convergence": convergence}
 
-    def trained(depths, seeds):
-        options = f"--folder={tmp_path}", f"--results={tmp_path / f'{depths}.json'}", f"--depths={depths}"
-        script("training_times", *options, f"--seeds={seeds}", **trainings.stand_ins(report=examine)).main(None)
-        return list(trainings.new().values()), capsys.readouterr().out.splitlines()
+    def trained(seeds):
+        options = f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", f"--seeds={seeds}"
+        script("training_times", *options, **trainings.stand_ins(report=examine)).main(None)
+        found = [
+            (config.seed, config.model.time_frequency, config.model.training_times)
+            for config in trainings.new().values()
+        ]
+        return sorted(found), capsys.readouterr().out.splitlines()
 
-    assert len(trained("one", 1)[0]) == 3
-    configs, lines = trained("one", 2)
-    assert [config.seed for config in configs] == [2] * 3
+    assert trained(1)[0] == [(1, 10, "fixed"), (1, 10, "shifted"), (1, 1000, "fixed")]
+    models, lines = trained(2)
+    assert models == [(2, 10, "fixed"), (2, 10, "shifted"), (2, 1000, "fixed")]
     assert "| greatest | " + " | ".join(["0.75 ± 0.35"] * 3) + " |" in lines
     assert "| perplexity, 8 steps | " + " | ".join(["30.00 ± 14.14"] * 3) + " |" in lines
     assert "| observed order of euler | " + " | ".join(["1.00"] * 3) + " |" in lines  # of the seed that has one
-    (tmp_path / "one.json").rename(tmp_path / "many.json")
-    configs, lines = trained("many", 1)
-    assert len(configs) == 7 and all(config.model.training_depths for config in configs)
-    grids = [config.model.training_times for config in configs]
-    assert [grids.count(name) for name in ("fixed", "shifted", "mixed")] == [3, 3, 1]
-    assert sum(config.model.solver == "euler" for config in configs) == 4
-    assert "| validation bits_per_byte_at_2 | " + " | ".join(["2.500"] * 7) + " |" in lines  # without those of "one"
 
 
 @pytest.mark.slow

@@ -70,9 +70,9 @@ def test_what_transformers_saves_is_imported(name, tmp_path):
 
 
 TRAINED = {
-    "gpt": ["--config=tiny:elastic"],
-    "llama": ["--config=tiny"],
-    "neox": ["--config=tiny:elastic", "--config.model.field=neox", "--config.model.solver=euler"],
+    "gpt": ["--config=tiny:diffeqformer", "--config.model.solver=lie_trotter", "--config.model.time_frequency=10"],
+    "llama": ["--config=tiny:elastic"],
+    "neox": ["--config=tiny:diffeqformer", "--config.model.field=neox", "--config.model.time_frequency=10"],
 }
 
 

@@ -33,7 +33,7 @@ def trained_depths(config) -> dict[int, float]:
 
 def longest_grid(config, num_steps: int) -> int:
     """The steps that training takes at a number of steps, from the `model` part of a config: shifted grids add one."""
-    return num_steps + (config.training_times == "shifted" or (config.training_times == "mixed" and num_steps > 2))
+    return num_steps + (config.training_times == "shifted")
 
 
 def chunk_length(steps: int, most: int) -> int:

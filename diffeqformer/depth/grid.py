@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-TRAINING_TIMES = ("fixed", "shifted", "mixed")
+TRAINING_TIMES = ("fixed", "shifted")
 """The times at which the weights of a hypernetwork are trained (`model.training_times`).
 
 fixed: the times of the grid, as published.
 shifted: all times are moved back at random by the same part of a step. The first step gets shorter, and another step is
     added at the end.
-mixed: shifted if there are more than two steps, fixed otherwise. A shifted grid has one more step, so shifted grids of
-    two steps differ most from the grid itself.
 """
 
 

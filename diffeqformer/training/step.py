@@ -44,7 +44,7 @@ def dropout_keys(seed: int, step: Int[Array, ""], batch_size: int) -> Key[Array,
 def training_grid(model: Transformer, how: str, seed: int, step: Int[Array, ""], num_steps: int | None = None) -> Grid:
     """The grid of one training step, at fixed or random times (`diffeqformer.depth.grid.TRAINING_TIMES`)."""
     grid = model.grid(num_steps)
-    if how == "fixed" or (how == "mixed" and len(grid.ends) <= 2):
+    if how == "fixed":
         return grid
     return shifted_grid(grid, model.solver.nodes, jax.random.fold_in(random_key(seed, "times"), step))
 

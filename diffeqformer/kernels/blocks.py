@@ -30,10 +30,16 @@ MOST_TIMES, MOST_ROWS = 256, 16  # both are unrolled, so that programs of more t
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What blocks depend on: the bytes of VMEM that a kernel gets, and how many cores of a device share a grid."""
+    """What blocks depend on.
+
+    limit: the bytes of VMEM that a kernel gets.
+    cores: how many of a device share a grid.
+    tile: rows of a tile of bfloat16, where an array's rows are a multiple of them.
+    """
 
     limit: int
     cores: int
+    tile: int = EIGHT
 
     @property
     def budget(self) -> int:
@@ -47,7 +53,8 @@ class Chip:
 
 def chip_of(device: jax.Device) -> Chip:
     """What a device gives to a kernel. One that isn't in `LIMITS` has the smallest limit."""
-    return Chip(LIMITS.get(device.device_kind, min(LIMITS.values())), getattr(device, "num_cores", 1))
+    tile = 2 * EIGHT if device.device_kind.startswith("TPU7") else EIGHT
+    return Chip(LIMITS.get(device.device_kind, min(LIMITS.values())), getattr(device, "num_cores", 1), tile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +151,7 @@ def choose(times: int, width: int, inputs: int, outputs: int, bytes_per_weight: 
 
     found = [
         (inputs * outputs // (rows * columns) % chip.cores == 0, rows * columns, columns)
-        for rows in range(EIGHT, min(inputs, MOST_ROWS) + 1, EIGHT)
+        for rows in range(EIGHT if inputs % chip.tile else chip.tile, min(inputs, MOST_ROWS) + 1, EIGHT)
         for columns in range(STRIP, outputs + 1, STRIP)
         if inputs % rows == outputs % columns == 0 and fits(rows, columns)
     ]

@@ -4,8 +4,7 @@
 
 The shape, the text and the learning rate are those of configs/tiny.py. A specialist is its recipe at one depth, with a
 knot for each step. The elastic model is `tiny.py:elastic`, which draws one of the depths `TRAINED` in each training
-step. Its first budget is the number of training steps of one specialist, its second one the steps of depth of all
-specialists together.
+step, in as many training steps as one specialist.
 
 A row of the results is one run of diffeqformer.main in its own folder, scored by diffeqformer.evaluate at the depths
 that it can take. Rows that --results holds aren't run again, so the study can be run in pieces, and interrupted runs go
@@ -52,11 +51,9 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """All rows, seed by seed, those of the first budget first."""
+    """All rows, seed by seed."""
     seeds = range(1, 1 + flags.FLAGS.seeds)
-    longer = round(STEPS.value * sum(DEPTHS) / statistics.mean(TRAINED))
-    first = [Row(depth, STEPS.value, seed) for seed in seeds for depth in (0, *DEPTHS)]
-    return first + [Row(0, longer, seed) for seed in seeds]
+    return [Row(depth, STEPS.value, seed) for seed in seeds for depth in (0, *DEPTHS)]
 
 
 def run(row: Row, cores: list[int] | None) -> dict:
@@ -73,7 +70,7 @@ def lines(results: dict[str, dict]) -> dict[str, dict[int, list[float]]]:
     """The bits/byte of every seed by depth, for each line of the table and the picture."""
     found = {}
     for row in (row for row in rows() if row.name() in results):
-        label = f"{'a specialist for each' if row.depth else 'elastic'}, {row.steps:,} training steps"
+        label = "a specialist for each" if row.depth else "elastic, trained in " + ", ".join(map(str, TRAINED))
         for depth, value in results[row.name()]["bits_per_byte"].items():
             found.setdefault(label, {}).setdefault(int(depth), []).append(value)
     return found

@@ -1,4 +1,4 @@
-"""The paper's tables and figures: what each needs, the commands that make it, and what was published.
+"""The paper's tables, figures and appendices: what each needs, the commands that make it, and what was published.
 
     python experiments/paper.py --list
     python experiments/paper.py --figure=7                       # at the size of two CPU cores
@@ -31,7 +31,8 @@ TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4", "5", "6"], "A tabl
 FIGURE = flags.DEFINE_enum(
     "figure", None, [str(n) for n in (*range(2, 6), *range(7, 17), 18)], "A figure of the paper."
 )
-LIST = flags.DEFINE_bool("list", False, "Show all tables and figures, with their commands.")
+APPENDIX = flags.DEFINE_enum("appendix", None, ["E", "F"], "An appendix of the paper whose pictures have no number.")
+LIST = flags.DEFINE_bool("list", False, "Show all tables, figures and appendices, with their commands.")
 SCALE = flags.DEFINE_enum("scale", "tiny", ["tiny", "published"], "Two CPU cores, or the published configs.")
 FOLDER = flags.DEFINE_string("folder", "runs/paper", "Folder of all runs and results.")
 WIKITEXT = flags.DEFINE_string(
@@ -199,12 +200,32 @@ SIMULATION = (
     Command("-m diffeqformer.main --config=configs/tiny.py:diffeqformer --config.steps=1 --workdir={folder}/one_step"),
     analyze("one_step", "simulation", "simulation"),
 )  # the same for every checkpoint
-SPECTRA_OF_MEDIUM = tuple(
-    command
-    for model in ("medium:gpt", "medium")
-    for run in [model.replace(":", "-")]
-    for command in (train(model), analyze(run, "spectra,induction", f"figure-2-{run}"))
+
+
+def analyze_runs(exhibit: str, parts: str, *configs: str) -> tuple[Command, ...]:
+    """Runs of configs, and parts of the report on each."""
+    runs = [(train(config), config.replace(":", "-")) for config in configs]
+    return tuple(command for run, name in runs for command in (run, analyze(name, parts, f"{exhibit}-{name}")))
+
+
+def sensitivities(run: str) -> tuple[Command, ...]:
+    """The sensitivity of a run's predictions after each of `EXAMPLES`."""
+    return tuple(
+        Command(
+            f"-m diffeqformer.analyze --workdir={{folder}}/{run} --parts=sensitivity --text={shlex.quote(text)} "
+            f"--output={{folder}}/appendix-f-{number}",
+            f"appendix-f-{number}",
+        )
+        for number, text in enumerate(EXAMPLES, 1)
+    )
+
+
+EXAMPLES = (
+    "The company said on Monday that it would sell",
+    "When Mary and John went to the shop, John gave a drink to",
+    "The capital of France is Paris, and the capital of Italy is",
 )
+"""Texts whose next word depends on one or two of their words. Those of the paper are in pictures only."""
 LLAMA_AT_SCALE = scored("figure-8", "llama_1b", "llama_1b:llama", options=LLAMA_FILE)
 
 EXHIBITS = {
@@ -234,7 +255,7 @@ EXHIBITS = {
         "weights",
         "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
         analyze_seeds("figure-2", "spectra,induction", "gpt", "diffeqformer") + SIMULATION,
-        SPECTRA_OF_MEDIUM + SIMULATION,
+        analyze_runs("figure-2", "spectra,induction", "medium:gpt", "medium") + SIMULATION,
     ),
     "figure 3": Exhibit(
         "Lyapunov sensitivity of a prediction to each token",
@@ -292,8 +313,22 @@ EXHIBITS = {
         (study("design"),),
         (study("design", f"--config=configs/medium.py {AT_SCALE}"),),
     ),
+    "appendix E": Exhibit(
+        "spectra of QK and OV: models of OpenWebText and of WikiText-103, and vanilla transformers",
+        "those of DiffEqFormers change smoothly, those of vanilla transformers without a clear pattern",
+        analyze_seeds("appendix-e", "spectra", "gpt", "diffeqformer"),
+        analyze_runs(
+            "appendix-e", "spectra", "small", "medium", "large", "wikitext103_small", "wikitext103_medium", "medium:gpt"
+        ),
+    ),
+    "appendix F": Exhibit(
+        "Lyapunov sensitivities of more texts, beside attention and gradients",
+        "pictures whose texts aren't at hand",
+        (study("perplexity"), *sensitivities(seeds("diffeqformer", which="1"))),
+        (train("medium"), *sensitivities("medium")),
+    ),
 }
-"""The paper's tables and figures, but for those of the architecture. Curves of single runs are in TensorBoard."""
+"""What the paper shows, but for pictures of the architecture. Curves of single runs are in TensorBoard."""
 
 
 def commands_of(exhibit: Exhibit) -> list[Command]:
@@ -333,9 +368,14 @@ def needs(exhibit: Exhibit) -> str:
     return ", ".join([hardware, *(name for part, name in others.items() if part in lines)])
 
 
+def title(name: str) -> str:
+    """The name of an exhibit at the start of a line."""
+    return name[0].upper() + name[1:]
+
+
 def show(name: str, exhibit: Exhibit) -> None:
     """Print what an exhibit is and how it is made."""
-    print(f"{name.capitalize()}: {exhibit.shows}\n  published: {exhibit.published}")
+    print(f"{title(name)}: {exhibit.shows}\n  published: {exhibit.published}")
     if commands_of(exhibit):
         print(f"  needs: {needs(exhibit)}")
     for command in commands_of(exhibit):
@@ -361,7 +401,7 @@ def make(name: str, exhibit: Exhibit) -> None:
     if found := perplexities(exhibit):
         show_beside_published(name, found, pathlib.Path(FOLDER.value) / f"{name.replace(' ', '-')}.md")
     if commands_of(exhibit):
-        print(f"\n{name.capitalize()}: all results are in {FOLDER.value}; published: {exhibit.published}")
+        print(f"\n{title(name)}: all results are in {FOLDER.value}; published: {exhibit.published}")
 
 
 def perplexities(exhibit: Exhibit) -> dict[str, float]:
@@ -375,13 +415,14 @@ def perplexities(exhibit: Exhibit) -> dict[str, float]:
 
 
 def main(_) -> None:
-    chosen = [f"table {TABLE.value}"] * bool(TABLE.value) + [f"figure {FIGURE.value}"] * bool(FIGURE.value)
+    flags_of = {"table": TABLE.value, "figure": FIGURE.value, "appendix": APPENDIX.value}
+    chosen = [f"{kind} {which}" for kind, which in flags_of.items() if which]
     if LIST.value:
         for name in chosen or EXHIBITS:
             show(name, EXHIBITS[name])
         return
     if not chosen:
-        sys.exit("--table, --figure: must name what to make; --list shows all")
+        sys.exit("--table, --figure, --appendix: must name what to make; --list shows all")
     for name in chosen:
         make(name, EXHIBITS[name])
 

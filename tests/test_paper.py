@@ -45,9 +45,10 @@ def made(script, monkeypatch, tmp_path):
 def test_every_exhibit_of_the_paper_is_made_by_commands_that_exist(scale, script, capsys):
     script("paper", "--list", f"--scale={scale}").main(None)
     lines = capsys.readouterr().out.splitlines()
-    exhibits = [line.partition(":")[0] for line in lines if line.startswith(("Table", "Figure"))]
+    exhibits = [line.partition(":")[0] for line in lines if line.startswith(("Table", "Figure", "Appendix"))]
     figures = [number for number in range(2, 19) if number not in (6, 17)]  # these and 1 show the architecture
-    assert exhibits == [f"Table {n}" for n in range(1, 7)] + [f"Figure {n}" for n in figures]
+    numbered = [f"Table {n}" for n in range(1, 7)] + [f"Figure {n}" for n in figures]
+    assert exhibits == [*numbered, "Appendix E", "Appendix F"]
     needs = [line for line in lines if line.startswith("  needs: ")]
     assert len(needs) == len(exhibits) - 1  # Table 3 is counted
     counted = {name: sum(name in line for line in needs) for name in ("--wikitext", "--tokenizer", "lm-eval")}

@@ -5,10 +5,11 @@
         --forms="llama, muon;llama's block, interpolated, muon"
 
 tuning.py says how they are run. Rates are found on the text of python_packages.py, and the runs shown have the config's
-own text, which the choice hasn't seen. Step times are measured once, in alternating rounds with the baseline's, on the
-CPU.
+own text, which the choice hasn't seen. The times of a train step and of a written token are measured once, in
+alternating rounds with the baseline's, on the CPU.
 """
 
+import collections
 import pathlib
 import statistics
 import sys
@@ -66,11 +67,37 @@ class Step:
         return time.perf_counter() - start
 
 
-def time_ratio(form: str) -> dict:
-    """The time of a form's step, divided by its baseline's: the median of 60 alternating pairs after a warm-up."""
-    steps = Step(form), Step(FORM[form].baseline)
-    pairs = [[step.seconds() for step in steps] for _ in range(65)][5:]
-    return {"ratio": round(statistics.median(own / other for own, other in pairs), 3)}
+class Writing:
+    """A model of a form that writes, for timing."""
+
+    def __init__(self, form: str):
+        from diffeqformer.transformer import new_model
+
+        self.model = new_model(FORM[form].config())
+
+    def seconds(self) -> float:
+        """The time of 100 tokens after the first, which comes with the weights."""
+        from diffeqformer.inference.choice import Choice
+        from diffeqformer.inference.sampling import write_tokens
+
+        size, key = self.model.vocab_size, jax.random.key(0)
+        tokens = write_tokens(self.model, [0] * 8, count=101, key=key, vocab_size=size, choice=Choice())
+        next(tokens)
+        start = time.perf_counter()
+        collections.deque(tokens, maxlen=0)
+        return time.perf_counter() - start
+
+
+def ratio(kind: type[Step] | type[Writing], form: str) -> float:
+    """The time of a form, divided by its baseline's: the median of 60 alternating pairs after a warm-up."""
+    both = kind(form), kind(FORM[form].baseline)
+    pairs = [[each.seconds() for each in both] for _ in range(65)][5:]
+    return round(statistics.median(own / other for own, other in pairs), 3)
+
+
+def times_of(form: str) -> dict[str, float]:
+    """What a train step and a written token take, as parts of the baseline's."""
+    return {"step": ratio(Step, form), "token": ratio(Writing, form)}
 
 
 def plot(found: list[Comparison], path: pathlib.Path) -> None:
@@ -99,7 +126,7 @@ def main(_) -> None:
     texts = {"packages": write_corpus(pathlib.Path(flags.FLAGS.folder))} | OWN_TEXT
     for form in wanted:
         if FORM[form].baseline and time_key(form) not in read_results(results_file()):
-            add_results(results_file(), {time_key(form): time_ratio(form)})
+            add_results(results_file(), {time_key(form): times_of(form)})
     Study("recipe", FORM, "bits_per_byte", plot, texts).run(wanted)
 
 

@@ -99,7 +99,7 @@ def config_name() -> str:
 
 
 def time_key(form: str) -> str:
-    """The key in the results of the time of a form's step in that of its baseline's."""
+    """The key in the results of the times of a form's step and token, as parts of its baseline's."""
     return f"{config_name()}-{form}-time"
 
 
@@ -156,9 +156,14 @@ class Study(NamedTuple):
 
     def table(self, results: dict[str, dict]) -> str:
         """The comparisons as Markdown, with times of steps if there are any."""
-        times = {form: results.get(time_key(form), {}).get("ratio", "") for form in self.forms}
         rows = {each.name: each.row(self.metric) for each in self.comparisons(results)}
-        return table([row | ({"time": str(times[name])} if any(times.values()) else {}) for name, row in rows.items()])
+        times = {form: results.get(time_key(form), {}) for form in self.forms}
+        if any(times.values()):
+            rows = {
+                name: row | {f"time of a {what}": str(times[name].get(what, "")) for what in ("step", "token")}
+                for name, row in rows.items()
+            }
+        return table(list(rows.values()))
 
     def show(self, results: dict[str, dict]) -> None:
         """Write the table and the picture."""

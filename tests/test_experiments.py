@@ -98,7 +98,7 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path, s
         options = f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", "--seeds=2", f"--forms={forms}"
         recipe = script("recipe", *options, **trainings.stand_ins())
         recipe.write_corpus = lambda folder: ["--config.data.task=wikitext103"]
-        recipe.time_ratio = lambda form: {"ratio": 2.0}
+        recipe.times_of = lambda form: {"step": 2.0, "token": 1.5}
         recipe.main(None)
         return list(trainings.new().values())
 
@@ -109,8 +109,8 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path, s
     assert rates(tuned) == sorted([2e-3, 4e-3, 8e-3, 1.6e-2] * 2) and {config.seed for config in tuned} == {0}
     assert rates(shown) == [8e-3] * 4 and [config.seed for config in shown] == [1, 1, 2, 2]
     shown = capsys.readouterr().out
-    assert "| llama, muon | 1,234 | 8e-3 | 2.150 ± 0.071 | 2, 2 | 2.150 ± 0.071 |  |  |\n" in shown
-    assert "| 2.050 ± 0.071 | 2, 2 | 2.050 ± 0.071 | -0.100 ± 0.000 | 2.0 |\n" in shown
+    assert "| llama, muon | 1,234 | 8e-3 | 2.150 ± 0.071 | 2, 2 | 2.150 ± 0.071 |  |  |  |\n" in shown
+    assert "| 2.050 ± 0.071 | 2, 2 | 2.050 ± 0.071 | -0.100 ± 0.000 | 2.0 | 1.5 |\n" in shown
     assert (tmp_path / "tiny-recipe.png").stat().st_size > 5_000 and trained(forms) == []
     with pytest.raises(SystemExit, match="^--forms: must be of gpt; gpt's block, published;.* 'bert'$"):
         trained("bert")

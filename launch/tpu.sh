@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A training run on one or more Cloud TPU slices, spot or not, with any number of hosts. docs/cloud.md is a walk-through.
+# A training run on one or more Cloud TPU slices, spot or not, with any number of hosts: docs/cloud.md shows how.
 #
 #   launch/tpu.sh create                      request the slice, unless that is done already, and wait until ssh works
 #   launch/tpu.sh setup                       copy the last commit to all hosts and install it

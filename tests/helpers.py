@@ -27,7 +27,7 @@ from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import ONE_STEP
 from diffeqformer.training.loss import ShardedLoss
 from diffeqformer.training.step import Program
-from diffeqformer.transformer import MODELS, Transformer, split_model
+from diffeqformer.transformer import MODELS, Transformer, split_model, weights_at
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = ("tiny", "small", "medium", "large", "llama_1b", "wikitext103_small", "wikitext103_medium")
@@ -100,6 +100,11 @@ def loss_and_gradient(graph, params, tokens, keys, microbatches=1):
 def logits_of(graph, params, weights, tokens):
     """The logits [B, S, V] of a forward pass. A closure over parameters takes XLA longer: it folds constants."""
     return nnx.merge(graph, params)(tokens, weights)
+
+
+def forward(model: Transformer, tokens, num_steps: int | None = None) -> jax.Array:
+    """The same of a model at a number of steps. Operation by operation, JAX would compile a hundred programs."""
+    return logits_of(*split_model(model), weights_at(model, num_steps), tokens)
 
 
 TEXTS = [f"document {i}: " + "x" * (i % 17) for i in range(100)]

@@ -4,8 +4,8 @@
 #   launch/tpu.sh create                      request the slice, unless that is done already, and wait until ssh works
 #   launch/tpu.sh setup                       copy the last commit to all hosts and install it
 #   launch/tpu.sh run OPTIONS                 start training on all hosts, with these options of diffeqformer.main
-#   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3, until the run ends, and resume it
-#                                             after each preemption; Ctrl-C stops watching only
+#   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3, until the run ends, and
+#                                             resume it after each preemption; Ctrl-C stops watching only
 #   launch/tpu.sh do evaluate --workdir=gs://my-bucket/runs/large      run another command on all hosts, and show it
 #   launch/tpu.sh stop                        let the run save itself and end, and wait for that
 #   launch/tpu.sh resume                      after a preemption: a new slice with the settings of create and the commit
@@ -330,7 +330,9 @@ stop() {
   on_all "cd diffeqformer 2>/dev/null
 $alive
 alive || { echo \"\$HOSTNAME: no run is in progress\"; exit 0; }
-echo stopped >run.status; kill -TERM \$(cat run.pid) || exit 1; echo \"\$HOSTNAME: the run was told to stop and is saving a checkpoint\"
+echo stopped >run.status
+kill -TERM \$(cat run.pid) || exit 1
+echo \"\$HOSTNAME: the run was told to stop and is saving a checkpoint\"
 for look in \$(seq 120); do alive || { echo \"\$HOSTNAME: the run has ended\"; exit 0; }; sleep 5; done
 echo \"\$HOSTNAME: the run has not ended in 10 minutes; 'watch' shows its output\" >&2; exit 1"
 }

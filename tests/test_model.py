@@ -228,7 +228,7 @@ def test_every_depth_step_and_both_branches_have_masks_of_their_own():
 def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
     model = build_model(kind, field, dtype="bfloat16")
     tokens = jnp.ones((2, 16), jnp.int32)
-    weights = weights_at(model)
+    weights = model.weights()
     assert weights.layers["mlp_up"]["kernel"].dtype == jnp.bfloat16 and weights.step_sizes.dtype == jnp.float32
     assert weights.layers["norm_mlp"]["scale"].dtype == jnp.float32
     for compute in (model.trajectory, model):
@@ -238,7 +238,7 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
     branches = [np.float32(f(block, x, NO_DROPOUT)) for f in (model.field.attention, model.field.feed_forward)]
     np.testing.assert_array_equal(model.field(block, x, NO_DROPOUT), branches[0] + branches[1])  # added up in float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    exact = weights_at(build_model(kind, field)).layers["mlp_up"]["kernel"]  # rounded once, from fp32 h(t)
+    exact = build_model(kind, field).weights().layers["mlp_up"]["kernel"]  # rounded once, from fp32 h(t)
     np.testing.assert_array_equal(weights.layers["mlp_up"]["kernel"], exact.astype(jnp.bfloat16))
 
 

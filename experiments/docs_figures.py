@@ -76,6 +76,9 @@ OF_STUDIES = {
     "finetune_depths": Study("experiments/finetune_depths.py --wikitext={wikitext}", "runs/finetune_depths/figure.png"),
     "full_scale": Study("experiments/full_scale.py --stage=show", "experiments/full_scale.png"),
     "recipe": Study("experiments/recipe.py", "runs/recipe/tiny-recipe.png"),
+    "coordinates": Study(
+        "experiments/coordinates.py --output=docs/pictures/coordinates.png", "docs/pictures/coordinates.png"
+    ),
     "elastic": Study("experiments/elastic.py", "experiments/elastic.png"),
     "depth_memory": Study("benchmarks/depth_memory.py --draw", "docs/pictures/depth_memory.png"),
 }

@@ -309,10 +309,10 @@ def test_every_picture_of_the_docs_is_drawn(tmp_path, script, monkeypatch, capsy
         return capsys.readouterr().out, {path.stem: path.read_text() for path in pictures.iterdir()}
 
     said, drawn = draw()
-    assert said.count("left as it is") == 3 and len(drawn) == 11
+    assert said.count("left as it is") == 3 and len(drawn) == 12
     _, drawn = draw(f"--wikitext={wikitext}")
     assert drawn.keys() == {path.stem for path in (ROOT / "docs" / "pictures").glob("*.png")}
-    assert list(drawn.values()).count("study") == 9 and drawn["depth"] == "perplexity"
+    assert list(drawn.values()).count("study") == 10 and drawn["depth"] == "perplexity"
     assert (drawn["spectrum_qk"], drawn["clustering_equal_total"]) == ("spectrum of QK 0", "simulated particles 2")
     (pictures / "ode_published.png").unlink()
     assert draw("--only=ode_published")[1]["ode_published"] == "ode"

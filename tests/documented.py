@@ -77,7 +77,10 @@ ROWS = [
     # what is small
     Row(r"\bmain (--config=\S+)(?!.*smollm2)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     # what a GPT and tiny.py's own model don't have
-    Row(r"((gpt|shared|tiny(\.py(:discretized|:elastic)?)?) .*?)( --config\.model\.(time_embed|sinusoidal)_dim=4){2}", r"\1"),
+    Row(
+        r"((gpt|shared|tiny(\.py(:(discretized|elastic))?)?) .*?)( --config\.model\.(time_embed|sinusoidal)_dim=4){2}",
+        r"\1",
+    ),
     Row(r"(microbatches=0 .*) --config\.microbatches=1", r"\1"),
     Row(r"\bmain .*smollm2", add=SAMPLED),
     Row(r"\bimport "),

@@ -21,6 +21,7 @@ import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+pytest_plugins = ["fake_cloud"]  # whose fixtures two modules share
 lower_in_one_context()
 sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard then reads without TensorFlow
 if PLATFORMS == "cpu":

@@ -117,13 +117,16 @@ def test_an_argument(name, arguments, sentence, run):
         (">/dev/full 2>/dev/full", 1, ""),
     ],
 )
-def test_an_output(output, status, sentence):
-    """While it is written, or as the process ends."""
-    writes = "[print(9, flush=True) for _ in range(9999)]" if "|" in output else "print(9)"
-    command_line = FAILS.replace("{}['missing']", writes)
-    line = f'set -o pipefail; {sys.executable} -c "{command_line}" {output}'
-    how = {"cwd": ROOT, "env": os.environ | {"PYTHONUNBUFFERED": ""}, "timeout": 100}
-    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, **how)
+def test_an_output(output, status, sentence, run, tmp_path):
+    writes = "[print(9, flush=True) for _ in range(9999)]"
+    many = FAILS.replace("{}['missing']", writes)
+    line = (
+        f'{sys.executable} -c "{many}"'
+        if "|" in output
+        else f"{sys.executable} -m diffeqformer.inspect --workdir={run}"
+    )
+    line = f"set -o pipefail; {line} {output}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == status and done.stderr.startswith(sentence) and done.stderr.count("\n") <= 1, done.stderr
 
 

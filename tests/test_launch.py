@@ -1,98 +1,14 @@
-"""The launch scripts, with fake clients of the cloud and the scheduler that record their calls."""
+"""The launch scripts, with the fake clients of fake_cloud.py."""
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from fake_cloud import NEW, TPU, until, verbs_of
 from helpers import ROOT
-
-TPU = "launch/tpu.sh"
-FAKE = """#!/usr/bin/env bash
-printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
-if [[ "$*" == *" describe "* ]]; then
-  line=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; echo "WARNING: there is a newer gcloud" >&2
-  case $line in
-    LOGIN) printf 'ERROR: (gcloud)\\nyour login has expired\\n' >&2; exit 1 ;;
-    NONE | "") echo "ERROR: (gcloud) NOT_FOUND: Resource 'slice' was not found" >&2; exit 1 ;;
-    *) echo "$line" ;;
-  esac
-  exit
-elif [[ "$*" == *" ssh "*--command=true* ]]; then
-  line=$(head -n 1 "$DOORS"); sed -i 1d "$DOORS"; exit "${line:-0}"
-elif [[ "$*" == *" ssh "* && "$*" != *"/uv venv"* && -n ${HOST_FOLDER-} ]]; then # be the host
-  for word; do [[ $word != --command=* ]] || { cd "$HOST_FOLDER" && exec bash -c "${word#--command=}"; }; done
-fi
-[[ "$*" != *" ${BROKEN:-nothing} "* ]] || exit 1
-exit "${STATUS:-0}"
-"""
-RUN = """#!/usr/bin/env bash
-trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
-{ cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
-while [[ ! -e end ]]; do /bin/sleep 0.05; done
-"""
-METADATA = '#!/usr/bin/env bash\n[[ "$*" != */instance/attributes/tpu-env ]] || cat "${0%/*}/tpu-env"\n'
-KEYGEN = """#!/usr/bin/env bash
-[[ -e $HOME/.ssh/google_compute_engine ]] || exit 255
-if [[ $1 == -lf ]]; then echo "3072 SHA256:gcloud me (RSA)"; else [[ -z ${PASSPHRASE-} ]]; fi
-"""
-AGENT = '#!/usr/bin/env bash\n[[ -n ${AGENT-} ]] || exit 2; echo "$AGENT"\n'
-SLEEP = '#!/usr/bin/env bash\nexec /bin/sleep "${SLEEP:-0.05}"\n'
-VERBS = {"create", "describe", "delete", "ssh", "scp"}
-NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
-
-
-def verbs_of(calls):
-    return [next(word for word in call.split() if word in VERBS) for call in calls if call.startswith("gcloud")]
-
-
-@pytest.fixture
-def cloud(tmp_path):
-    """Runs a script with the fake clients, and returns the finished process and the recorded calls."""
-    programs = {name: FAKE for name in ("gcloud", "srun", "scontrol")}
-    programs |= {"sleep": SLEEP, "curl": METADATA, "ssh-keygen": KEYGEN, "ssh-add": AGENT}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "google_compute_engine").touch()
-    files = {name: tmp_path / name for name in ("CALLS", "STATES", "DOORS")}
-
-    def run(script, *arguments, states=(), doors=(), **settings):
-        for name, lines in (("CALLS", ()), ("STATES", states), ("DOORS", doors)):
-            files[name].write_text("".join(f"{line}\n" for line in lines))
-        environment = {**os.environ, "HOME": str(tmp_path), **{name: str(path) for name, path in files.items()}}
-        environment |= settings
-        environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NAME": f"test-{os.getpid()}", "PAUSE": "0"}
-        done = subprocess.run(
-            [ROOT / script, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60
-        )
-        return done, files["CALLS"].read_text().replace(environment["NAME"], "slice").splitlines()
-
-    yield run
-    subprocess.run(["rm", "-rf", ROOT / ".launch" / f"test-{os.getpid()}"], check=True)
-
-
-@pytest.fixture
-def host(tmp_path):
-    """The folder of a prepared host. Remote commands run there, with a fake training program."""
-    folder = tmp_path / "host" / "diffeqformer"
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    (folder / ".venv" / "bin" / "python").write_text(RUN)
-    (folder / ".venv" / "bin" / "python").chmod(0o755)
-    yield folder
-    (folder / "end").touch()
-
-
-def until(ready):
-    deadline = time.monotonic() + 30
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_scripts_pass_shellcheck():
@@ -387,65 +303,6 @@ def test_slices_that_do_not_know_of_each_other_do_not_train(cloud, host, tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def interrupted(cloud, host):
-    """The folder of a host whose run a signal has ended. The next run ends at once."""
-    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
-    until((host / "said").exists)
-    os.kill(int((host / "run.pid").read_text()), signal.SIGTERM)
-    until((host / "run.status").exists)
-    (host / "end").touch()
-    return host
-
-
-def test_a_watched_run_goes_on_after_a_preemption(cloud, interrupted):
-    cloud(TPU, "setup", ZONE="z")
-    states = ["SUSPENDING", "SUSPENDING", "SUSPENDED", "NONE", "ACTIVE"]
-    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
-    assert done.returncode == 0, done.stderr
-    assert verbs_of(calls) == ["ssh", *["describe"] * 3, "delete", "describe", *NEW, "ssh"]
-    assert (interrupted / "said").read_text().count("--config=configs/large.py") == 2
-    assert "the run was interrupted" in done.stdout and done.stdout.endswith(": the run is complete\n")
-
-
-def test_a_watched_run_starts_again_on_a_slice_that_is_still_there(cloud, interrupted):
-    cloud(TPU, "setup", ZONE="z")
-    done, calls = cloud(
-        TPU, "watch", ZONE="z", states=["LOGIN"] * 2 + ["ACTIVE"] * 2, HOST_FOLDER=str(interrupted.parent)
-    )
-    assert done.returncode == 0 and verbs_of(calls) == ["ssh", *["describe"] * 3, "ssh", "ssh"], done.stderr
-
-
-@pytest.mark.parametrize(
-    "status, states, said",
-    [
-        ("1", ["ACTIVE"] * 11, "the run has failed, and the slice is still there"),
-        ("134", ["ACTIVE", "NONE"], "the slice is NONE, so the run isn't resumed"),
-        ("", ["DELETING"], "the slice is DELETING, so the run isn't resumed"),
-        (None, [], "watch: use 'run' first"),
-    ],
-)
-def test_a_watched_run_that_failed_or_was_given_back_is_not_resumed(cloud, interrupted, status, states, said):
-    (interrupted / ("run.pid" if status is None else "run.status")).write_text(status or "")
-    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
-    assert done.returncode == 1 and said in done.stderr and verbs_of(calls) == ["ssh", *["describe"] * len(states)]
-
-
-def test_a_run_that_lost_a_host_is_resumed_once_its_slice_is_known_to_be_lost(cloud, interrupted):
-    (interrupted / "run.status").write_text("1")
-    states = [*["ACTIVE"] * 5, *["SUSPENDED"] * 3, "NONE", "ACTIVE"]
-    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
-    assert done.returncode == 0 and verbs_of(calls).count("create") == 1, done.stderr
-
-
-def test_a_run_that_was_stopped_is_watched_no_longer(cloud, host):
-    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
-    until((host / "said").exists)
-    cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
-    done, calls = cloud(TPU, "watch", ZONE="z", HOST_FOLDER=str(host.parent))
-    assert done.returncode == 0 and verbs_of(calls) == ["ssh"] and done.stdout.endswith(": the run was stopped\n")
-
-
 def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
     done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
     assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
@@ -456,9 +313,3 @@ def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
     until((host / "said").exists)
     done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
     assert done.returncode == 1 and "has not ended in 10 minutes" in done.stderr
-
-
-def test_any_host_can_be_watched(cloud):
-    for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
-        _, calls = cloud(TPU, "watch", ZONE="z", **settings)
-        assert verbs_of(calls) == ["ssh"] and f" --worker={worker} " in calls[0] and "run.log" in "".join(calls)

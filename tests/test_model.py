@@ -14,17 +14,14 @@ from diffeqformer.parallel.sharding import LOGICAL_AXES
 from diffeqformer.solvers import SOLVERS, walk
 from diffeqformer.solvers.solver import REMAT
 from diffeqformer.training.step import dropout_keys
-from diffeqformer.transformer import abstract_model, split_model, weights_at
+from diffeqformer.transformer import abstract_model, new_model, split_model
 from helpers import (
     FAMILY,
     NO_DROPOUT,
     ONE_DEVICE,
     build_model,
-    first_state,
-    forward,
     lively_model,
     load_config,
-    logits_of,
     normal,
     run_steps,
     tokens_of,
@@ -106,7 +103,7 @@ def test_every_parameter_starts_at_its_published_scale_and_names_its_axes(kind, 
         assert len(variable.axes) == value.ndim and {*variable.axes} <= {None, *LOGICAL_AXES}, path
         assert abs(value.std() - stddev) <= 0.1 * stddev, path  # exactly 0 where it starts at zero
         assert abs(value.mean() - (path[-1] == "scale")) <= 0.1 * stddev, path
-    np.testing.assert_array_equal(weights_at(model).layers["norm_mlp"]["scale"], 1.0)
+    np.testing.assert_array_equal(model.weights().layers["norm_mlp"]["scale"], 1.0)
 
 
 @pytest.mark.parametrize("field", ["gpt", "llama"])
@@ -120,7 +117,7 @@ def test_the_unit_start_and_a_base_width_only_scale_what_parameters_make(field):
         plain, nnx.from_flat_state({path: leaf.replace(leaf[...] * factors.get(path[-1], 1)) for path, leaf in params})
     )
     tokens = jnp.arange(24).reshape(2, 12)
-    ours, theirs = forward(scaled, tokens), forward(plain, tokens)
+    ours, theirs = scaled(tokens, scaled.weights()), plain(tokens, plain.weights())
     theirs *= 0.5 if field == "gpt" else 1  # its head is the embedding, which isn't scaled
     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
 
@@ -131,12 +128,14 @@ def test_with_a_base_width_a_rate_moves_models_of_any_width_alike():
         config = toy_config(steps=1000, model__width=width, model__mlp=4 * width, model__heads=width // 8)
         config.model.update(base_width=base_width, generator_start="unit", solver="lie_trotter", time_embed_dim=8)
         config.optimizer.update(learning_rate=8e-3, warmup_fraction=0.0, epsilon=1e-12)
-        program, state, _ = run_steps(config, ONE_DEVICE, 6)
+        tokens = tokens_of(0, config)
 
-        def logits(params):
-            return logits_of(program.graph, params, program.weights(params, None), tokens_of(0, config))
+        def logits(steps):
+            program, state, _ = run_steps(config, ONE_DEVICE, steps)
+            model = nnx.merge(program.graph, state["params"])
+            return model(jnp.asarray(tokens), model.weights())
 
-        return float(jnp.std(logits(state["params"]) - logits(first_state(program)["params"])))
+        return float(jnp.std(logits(6) - logits(0)))
 
     base = moved(16, 16)
     assert 0.7 * base < moved(64, 16) < 1.1 * base and moved(64, 0) > 2 * base
@@ -162,10 +161,22 @@ def test_no_logit_depends_on_a_later_token(kind, field):
         model = nnx.merge(graph, params)
         return model.head(walk(model.solver, model.field, weights, x, NO_DROPOUT))[0] @ factors
 
-    influence = influence(model.embed(tokens, NO_DROPOUT), params, weights_at(model))
+    influence = influence(model.embed(tokens, NO_DROPOUT), params, model.weights())
     influence = np.abs(influence).sum((1, 3))  # [output position, input position]
     later = np.triu(np.ones((16, 16), bool), 1)
     assert np.all(influence[later] == 0) and np.all(influence[~later] > 0)
+
+
+@pytest.mark.long
+def test_dropout_follows_the_example_and_keeps_the_mean():
+    model = build_model("diffeqformer", dropout=0.3)
+    weights, tokens = model.weights(), jnp.ones((8, 16), jnp.int32)
+    keys = dropout_keys(0, jnp.int32(3), 8)
+    logits = model(tokens, weights, keys)
+    np.testing.assert_allclose(model(tokens[2:5], weights, keys[2:5]), logits[2:5], atol=1e-6)  # whatever the batch
+    assert not np.allclose(logits[0], logits[1])  # same tokens, other example
+    assert not np.allclose(logits, model(tokens, weights, dropout_keys(0, jnp.int32(4), 8)))  # other step
+    np.testing.assert_array_equal(model(tokens, weights)[0], model(tokens, weights)[1])  # none without keys
 
 
 def test_masks_are_as_independent_as_drawn_ones():
@@ -209,13 +220,13 @@ class MaskField(VectorField):
 
 def test_every_depth_step_and_both_branches_have_masks_of_their_own():
     context = Context(dropout_keys(0, jnp.int32(0), 2), 0.5)
-    weights = weights_at(build_model("diffeqformer"))
+    weights = build_model("diffeqformer").weights()
     states = walk(SOLVERS["euler"], MaskField(), weights, jnp.zeros((2, 8, 32)), context, trajectory=True)
     steps = np.diff(np.asarray(states), axis=0, prepend=0.0)
     assert len({(step > 0).tobytes() for step in steps}) == 6
 
     model, ones = build_model("gpt", num_steps=1, dropout=0.5), jnp.ones((2, 8, 32))
-    layers = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), jax.eval_shape(model.weights).layers)
+    layers = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), model.weights().layers)
     for name in ("attention_out", "mlp_down"):
         layers[name]["bias"] = jnp.ones(32)
     masks = [branch(layers, ones, context) == 0 for branch in (model.field.attention, model.field.feed_forward)]
@@ -244,14 +255,15 @@ def test_bfloat16_keeps_times_norms_state_and_logits_in_float32(kind, field):
 
 def test_impossible_depths_and_lengths_are_refused():
     model = build_model("gpt")
-    sentence = "^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(
+        UserError, match="^num_steps: this model has weights for 6 steps and for no other number, but it is 9"
+    ):
         model.weights(model.grid(9))
     with pytest.raises(UserError, match="^num_steps: must be at least 1, but it is 0"):
         model.grid(0)
     for use in (model, model.trajectory):
         with pytest.raises(UserError, match="^tokens: 17 positions, but this model has 16"):
-            use(jnp.zeros((1, 17), jnp.int32), weights_at(model))
+            use(jnp.zeros((1, 17), jnp.int32), model.weights())
 
 
 def lowered_gradient(num_steps: int, remat: str):
@@ -271,9 +283,13 @@ def test_the_program_does_not_grow_with_depth_and_remat_saves_memory():
     programs = {(steps, remat): lowered_gradient(steps, remat) for steps in (12, 36) for remat in REMAT}
     for remat in REMAT:
         assert len(programs[36, remat].as_text()) < 1.05 * len(programs[12, remat].as_text())
-    memory = {remat: programs[36, remat].compile().memory_analysis().temp_size_in_bytes for remat in REMAT}
-    assert memory["reversible"] < memory["binomial"] < memory["step"] < 0.7 * memory["none"]
-    assert memory["step"] < 0.9 * memory["products"] < 0.9 * 0.9 * memory["none"]
+    compiled = {remat: programs[36, remat].compile() for remat in REMAT}
+    assert len(compiled["step"].as_text()) < 1.05 * len(programs[12, "step"].compile().as_text())
+    memory = {remat: compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT}
+    assert (
+        memory["step"] < 0.9 * memory["products"] < 0.9 * 0.9 * memory["none"] and memory["step"] < 0.7 * memory["none"]
+    )
+    assert memory["reversible"] < memory["binomial"] < memory["step"]
 
 
 def test_layer_norm_is_accurate_and_finite():
@@ -297,9 +313,15 @@ def test_a_shared_model_can_take_a_vanilla_ones_steps():
     params = split_model(shared)[1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * shared.num_steps), params["depth"])
     gpt = nnx.merge(split_model(build_model("gpt"))[0], {**params, "depth": stacked})
-    logits = forward(gpt, tokens)
-    np.testing.assert_allclose(forward(shared, tokens), logits, atol=1e-6 * float(jnp.abs(logits).max()))
-    assert not np.allclose(forward(lively_model("shared"), tokens), logits, atol=1e-2)
+    logits = gpt(tokens, gpt.weights())
+    np.testing.assert_allclose(shared(tokens, shared.weights()), logits, atol=1e-6 * float(jnp.abs(logits).max()))
+    usual = lively_model("shared")
+    assert not np.allclose(usual(tokens, usual.weights()), logits, atol=1e-2)
+
+
+def test_a_seed_decides_the_parameters():
+    one, other = (new_model(toy_config(seed=seed)).token_embedding[...] for seed in (0, 1))
+    assert (one != other).mean() > 0.9
 
 
 def test_depth_costs_no_parameters():

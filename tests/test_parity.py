@@ -14,8 +14,7 @@ import authors
 from diffeqformer import reference
 from diffeqformer.depth.grid import Grid
 from diffeqformer.fields.layers import Context, rms_norm
-from diffeqformer.transformer import split_model, weights_at
-from helpers import FAMILY, forward, loss_and_gradient
+from helpers import FAMILY, loss_and_gradient
 
 MODELS = list(authors.MODELS)
 KNOTS = 2  # of interpolated weights
@@ -35,9 +34,10 @@ def weights_given_features(model, arrays):
 
 
 @pytest.mark.parametrize("kind, field", MODELS)
-def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field):
+@pytest.mark.parametrize("remat", ["none", "step"])
+def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind, field, remat):
     arrays, params, gradients = authors.load(kind, field)
-    config = authors.model_config(kind, field, remat="step")
+    config = authors.model_config(kind, field, remat=remat)
     tokens = jnp.asarray(arrays["input_ids"])
     graph = nnx.graphdef(authors.build(config, params))
 
@@ -62,18 +62,20 @@ def test_logits_states_and_gradients_equal_the_authors_given_time_features(kind,
         assert error < 1e-5, (path, error)
 
 
-@pytest.mark.parametrize("num_steps", [6, 9, 24])
+@pytest.mark.parametrize("num_steps", [6, 9, 12, 18, 24])
 def test_logits_from_t_equal_the_authors_at_any_depth(num_steps):
     arrays, params, _ = authors.load("diffeqformer", "gpt")
     model = authors.build(authors.model_config("diffeqformer"), params)
-    logits = forward(model, arrays["input_ids"], num_steps)
+    logits = model(jnp.asarray(arrays["input_ids"]), model.weights(model.grid(num_steps)))
     np.testing.assert_allclose(logits, arrays[f"evaluate_at_{num_steps}.logits"], atol=5e-4)
 
 
 def test_llama_logits_from_t_equal_the_authors():
     arrays, params, _ = authors.load("diffeqformer", "llama")
     model = authors.build(authors.model_config("diffeqformer", "llama"), params)
-    np.testing.assert_allclose(forward(model, arrays["input_ids"]), arrays["out.logits"], atol=5e-4)
+    np.testing.assert_allclose(
+        model(jnp.asarray(arrays["input_ids"]), model.weights()), arrays["out.logits"], atol=5e-4
+    )
 
 
 def test_norm_of_norm_is_a_switch():
@@ -84,13 +86,16 @@ def test_norm_of_norm_is_a_switch():
         authors.build(authors.model_config("diffeqformer", "llama", norm_of_norm=switch), params)
         for switch in (True, False)
     )
-    layers = jax.tree.map(lambda leaf: leaf[0], weights_at(published).layers)
+    layers = jax.tree.map(lambda leaf: leaf[0], published.weights().layers)
     x, context = published.embed(tokens, Context()), Context()
     normed = rms_norm(layers["norm_attention"], x, 1e-6)
-    one, other = published.field, plain.field
-    np.testing.assert_array_equal(one.feed_forward(layers, x, context), other.feed_forward(layers, normed, context))
-    np.testing.assert_array_equal(one.attention(layers, x, context), other.attention(layers, x, context))
-    assert difference(forward(plain, tokens), arrays["out.logits"]) > 0.05
+    np.testing.assert_array_equal(
+        published.field.feed_forward(layers, x, context), plain.field.feed_forward(layers, normed, context)
+    )
+    np.testing.assert_array_equal(
+        published.field.attention(layers, x, context), plain.field.attention(layers, x, context)
+    )
+    assert difference(plain(tokens, plain.weights()), arrays["out.logits"]) > 0.05
 
 
 def reference_blocks(kind, params, num_steps):
@@ -160,13 +165,13 @@ def test_models_agree_with_the_float64_reference(kind, field, norm_of_norm):
             logits = jax.vmap(lambda row: reference.forward(params, blocks, solver, row, heads=4)[0])(tokens)
             return reference.loss(logits, tokens), logits
 
-        (_, logits), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(exact)
+        (_, logits), gradients = jax.value_and_grad(loss_of, has_aux=True)(exact)
         assert logits.dtype == jnp.float64
     changes = {"solver": "euler", "time_embed_dim": KNOTS} if kind == "interpolated" else {}
     config = authors.model_config(kind, field, norm_of_norm=norm_of_norm, num_steps=num_steps, **changes)
     model = authors.build(config, params)
-    assert difference(forward(model, tokens), logits) < 2e-6
-    _, ours = loss_and_gradient(*split_model(model), jnp.asarray(tokens), None)
+    assert difference(model(jnp.asarray(tokens), model.weights()), logits) < 2e-6
+    _, ours = loss_and_gradient(nnx.graphdef(model), jax.device_put(params), jnp.asarray(tokens), None)
     for exact, mine in zip(jax.tree.leaves(gradients), jax.tree.leaves(ours), strict=True):
         assert np.linalg.norm(np.asarray(mine) - np.asarray(exact)) < 1e-5 * np.linalg.norm(exact)
 
@@ -177,8 +182,8 @@ def test_the_reference_itself_agrees_with_the_authors(kind, field):
     with jax.enable_x64(True):
         params = jax.device_put(jax.tree.map(np.float64, params))
         blocks, solver = reference_blocks(kind, params, 6)
-        forward = jax.jit(lambda params, blocks, row: reference.forward(params, blocks, solver, row, heads=4)[0])
-        logits = np.stack([forward(params, blocks, row) for row in arrays["input_ids"]])
+        rows = [reference.forward(params, blocks, solver, row, heads=4) for row in arrays["input_ids"]]
+        logits = np.stack([logits for logits, _ in rows])
         assert abs(float(reference.loss(jnp.asarray(logits), arrays["input_ids"])) - arrays["loss"]) < 5e-5
     tolerance = 5e-5 if kind == "diffeqformer" else 2e-6  # their angles are fp32
     assert difference(logits, arrays["out.logits"]) < tolerance

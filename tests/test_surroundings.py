@@ -11,8 +11,19 @@ from diffeqformer import harness
 from diffeqformer.console.results import write_json
 from diffeqformer.console.surroundings import at_home, set_up
 from diffeqformer.errors import UserError
-from helpers import ONE_DEVICE, forward, lively_model, run_steps, toy_config
-from runs import command
+from diffeqformer.transformer import split_model
+from helpers import ONE_DEVICE, lively_model, logits_of, run_steps, toy_config
+from runs import TINY, command
+
+
+@pytest.mark.parametrize("name", ["generate", "main"])
+def test_a_command_computes_with_the_types_of_its_config(name, run, short_stores, tmp_path):
+    arguments = {
+        "generate": [f"--workdir={run}", "--prompt=def ", "--tokens=4"],
+        "main": [*TINY, "--config.steps=2", f"--config.data.dir={short_stores}", f"--workdir={tmp_path / 'out'}"],
+    }
+    done = command(name, *arguments[name], environment={"JAX_ENABLE_X64": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_variable_of_jax_changes_what_commands_compute():
@@ -32,7 +43,7 @@ def test_models_keep_their_types_where_a_program_has_enabled_others():
     results = []
     for x64 in (False, True):
         with jax.enable_x64(x64):
-            logits = forward(model, jnp.asarray(tokens, jnp.int32))
+            logits = logits_of(*split_model(model), model.weights(), jnp.asarray(tokens, jnp.int32))
             _, state, scalars = run_steps(config, ONE_DEVICE, 1)
             types = {str(leaf.dtype) for leaf in jax.tree.leaves((state, logits))}
             results.append((np.asarray(logits), scalars, types))
@@ -77,11 +88,10 @@ def test_options_and_fields_know_the_home_folder_and_texts_do_not(run, tmp_path)
 
 
 def test_what_the_outputs_encoding_lacks_is_escaped(run, tmp_path):
-    """And a command computes in float32, whatever JAX's variables are."""
     (tmp_path / "prompts").write_text("é 🙂\n", encoding="utf-8")
     for encoding, shown in (("ascii", "\\u00e9 \\ud83d\\ude42"), ("utf-8", "é 🙂")):
         options = [f"--workdir={run}", f"--prompts_file={tmp_path / 'prompts'}", "--tokens=4"]
-        done = command("generate", *options, environment={"PYTHONIOENCODING": encoding, "JAX_ENABLE_X64": "1"})
+        done = command("generate", *options, environment={"PYTHONIOENCODING": encoding})
         assert done.returncode == 0 and shown in done.stdout, done.stderr
         assert json.loads(done.stdout)["prompt"] == "é 🙂"
 

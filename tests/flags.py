@@ -31,13 +31,14 @@ def context_of_thread(new_context: Callable):
 
 
 def lower_in_one_context() -> None:
-    """Let JAX lower the programs of a thread in one MLIR context, as from 0.12 on it does with ten programs.
+    """Let JAX 0.10 lower the programs of a thread in one MLIR context.
 
-    Before, it makes one for each, which takes longer than to lower a small program.
+    It makes one for each, which takes longer than to lower a small program. JAX 0.12 does so for each ten.
     """
-    from jax._src.interpreters import mlir
+    if importlib.metadata.version("jax").startswith("0.10."):
+        from jax._src.interpreters import mlir
 
-    mlir.make_ir_context = functools.partial(context_of_thread, mlir.make_ir_context)
+        mlir.make_ir_context = functools.partial(context_of_thread, mlir.make_ir_context)
 
 
 def for_a_process(devices: int) -> str:

@@ -92,6 +92,8 @@ def open_text(
             f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
             "--module=NAME"
         )
+    if options.module:
+        quiet.check_installed(f"--module: {options.module}")
     texts = open_corpus(task, {options.split: files} if files else None, layout, options.module or "", "--module")
     texts.fetch()
     if options.split not in texts.splits:

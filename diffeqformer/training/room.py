@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from diffeqformer.depth.depths import chunk_length, chunk_lengths
 from diffeqformer.errors import UserError, counted, out_of_memory, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import bytes_of_program, bytes_on_device, free_bytes, gigabytes
+from diffeqformer.parallel.memory import bytes_of_program, free_bytes, gigabytes, size_of
 from diffeqformer.training.step import Program
 from diffeqformer.training.validation import programs_of
 
@@ -30,7 +30,7 @@ def check_memory(program: Program, will_train: bool) -> None:
         return
     free = hosts.min_over_processes(free)  # on all hosts or on none: the others would wait for one that has given up
     config, state = program.config, program.state_shapes
-    needed = sum(map(bytes_on_device, jax.tree.leaves(state)))
+    needed = size_of(state)
     if needed > free:
         raise UserError(
             f"config.model: its parameters and the optimizer's state need {gigabytes(needed)} on each device, but "
@@ -42,7 +42,7 @@ def check_memory(program: Program, will_train: bool) -> None:
     for depth in largest_depths(chunk_lengths(config.model)):
         lowered = program.train_step.lower(state, tokens, depth)
         check_program(program, "train step", "config.batch_size: a train step needs {}", lowered, free)
-    free -= sum(map(bytes_on_device, jax.tree.leaves(state["optimizer"])))  # which no program of a validation takes
+    free -= size_of(state["optimizer"])  # which no program of a validation takes
     own, chunk = config.model.num_steps, config.model.generate_chunk  # a validation's grids aren't shifted
     validated = {depth: chunk_length(depth, chunk) for depth in (own, *program.depths)}
     for depth in (None, *(depth for depth in largest_depths(validated) if depth != own)):

@@ -156,7 +156,7 @@ def test_weights_are_made_in_the_compute_type(kind, kernels, shape, microbatches
 
     def gradient():
         loss = ShardedLoss(graph, params, mesh, kernels=kernels)
-        differentiate = jax.jit(lambda params: loss.mean_and_gradient(params, random_tokens(16), None, microbatches))
+        differentiate = jax.jit(lambda params: loss.value_and_grad(params, random_tokens(16), None, microbatches))
         return differentiate.lower(params).as_text(), differentiate(params)
 
     text, found = gradient()

@@ -18,8 +18,8 @@ from helpers import ONE_DEVICE, first_state, run_steps, tokens_of, toy_config
 def test_chunks_divide_the_steps():
     assert [chunk_length(12, most) for most in (1, 3, 5, 7, 12, 100)] == [1, 3, 4, 6, 12, 12]
     assert chunk_length(13, 6) == 1
-    model = toy_config(model__training_depths="2,3,8", model__training_times="mixed", model__generate_chunk=4).model
-    assert chunk_lengths(model) == {2: 2, 3: 4, 8: 3}
+    model = toy_config(model__training_depths="2,3,8", model__training_times="shifted", model__generate_chunk=4).model
+    assert chunk_lengths(model) == {2: 3, 3: 4, 8: 3}
 
 
 @pytest.mark.long

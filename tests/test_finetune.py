@@ -107,7 +107,7 @@ def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
     with pytest.raises(UserError, match="^config.base: .*base is still being trained, and .* at step 3 has"):
         finetune.initial_params(config, 3, ONE_DEVICE)
     with pytest.raises(UserError, match="^config.base: .* at step 3 has been replaced"):
-        finetune.solver_of_base(config, 3)
+        finetune.check_base_fits(config, 3, ONE_DEVICE)
 
 
 def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
@@ -177,7 +177,10 @@ ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted"}
 def test_a_model_with_a_hypernetwork_goes_on_as_itself(kind, changes, shape, tmp_path):
     """Bit for bit, with a new optimizer; the config may name the kind. Other depths and times are its own wish."""
     base = save_base(tmp_path / "base", toy_config(kind, **changes))
-    for name, own in ((kind, {}), ("diffeqformer", {"model__training_times": "mixed"})):
+    for name, own in (
+        (kind, {}),
+        ("diffeqformer", {"model__training_times": "shifted", "model__training_depths": "3,6"}),
+    ):
         config = finetune.inherit(new_config(tmp_path / "base", name, **own), tmp_path / "new", frozenset())
         check_config(config, 8)
         expected = {"kind": kind, "num_steps": 6, **{field[7:]: value for field, value in {**changes, **own}.items()}}

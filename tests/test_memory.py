@@ -40,16 +40,16 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     assert needed > 3 * 4 * parameters  # with Adam's two moments
     for free, will_train in ((needed, False), (10**9, True)):
         monkeypatch.setattr(room, "free_bytes", lambda _, free=free: free)
-        room.check_memory(config, program, state, will_train)
+        room.check_memory(program, will_train)
     for free, sentence in ((needed, "config.batch_size: a train step needs"), (needed - 1, "config.model: its para")):
         monkeypatch.setattr(room, "free_bytes", lambda _, free=free: free)
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
-            room.check_memory(config, program, state, True)
+            room.check_memory(program, True)
 
     monkeypatch.setattr(room.hosts, "min_over_processes", lambda free: free - 1)  # another host has less
     monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     with pytest.raises(UserError, match="^config.model: its para"):
-        room.check_memory(config, program, state, True)
+        room.check_memory(program, True)
     monkeypatch.undo()
     monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     beside_moments = needed - sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["optimizer"]))
@@ -58,7 +58,7 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         sizes = iter((0, beside_moments, beside_moments + more))  # of a train step, the weights and the evaluation
         monkeypatch.setattr(room, "bytes_of_program", lambda _, sizes=sizes: next(sizes))
         with said:
-            room.check_memory(config, program, state, True)
+            room.check_memory(program, True)
 
     def refuse(compiled):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
@@ -66,22 +66,22 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     monkeypatch.setattr(room, "bytes_of_program", refuse)
     with pytest.raises(UserError, match="^config.batch_size: a train step needs more memory on each device, but"):
-        room.check_memory(config, program, state, True)
+        room.check_memory(program, True)
 
 
 def test_devices_that_share_examples_are_one_part_of_the_batch(monkeypatch):
     program, asked = Program(toy_config("gpt", model__vocab_multiple=8), make_mesh((2, 2, 2))), []
     state = program.state_shapes
-    monkeypatch.setattr(room, "free_bytes", lambda _: sum(map(room.bytes_on_device, jax.tree.leaves(state))))
+    monkeypatch.setattr(room, "free_bytes", lambda _: room.size_of(state))
     monkeypatch.setattr(room, "remedies", lambda _, parts, *others: asked.append(parts))
     with pytest.raises(UserError, match="^config.batch_size: a train step needs"):
-        room.check_memory(program.config, program, state, True)
+        room.check_memory(program, True)
     assert asked == [4]
 
 
 def test_a_run_is_checked_for_what_it_will_do(tmp_path, short_stores, one_device_loop, monkeypatch):
     asked = []
-    monkeypatch.setattr(run, "check_memory", lambda config, program, state, will_train: asked.append(will_train))
+    monkeypatch.setattr(run, "check_memory", lambda program, will_train: asked.append(will_train))
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     for _ in range(2):  # the second has finished
         loop.train(toy_config("gpt", steps=2, data__dir=str(short_stores)), tmp_path / "run")
@@ -104,7 +104,7 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
     ids = np.arange(16 * 16, dtype=np.uint16)
     split = Split((ids,), text_bytes=len(ids), sha256="")
     with jax.log_compiles():
-        room.check_memory(config, program, program.state_shapes, True)
+        room.check_memory(program, True)
         state = first_state(program)
         for depth in (None, 8):
             validation.validate(program, state["params"], split, config, depth)
@@ -129,7 +129,7 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     lowered.compile.side_effect = jax.errors.JaxRuntimeError(said)
     remedy = "take config.kernels=xla if it is the hypernetwork's, or other config.model.heads if it is attention's"
     with pytest.raises(UserError, match=f"^A kernel's .* memory space vmem .* {remedy}$"):
-        room.check_program("config.batch_size: a train step needs {}", lowered, 1, lambda excess: "a smaller batch")
+        room.check_program(mock.Mock(Program), "train step", "config.batch_size: a train step needs {}", lowered, 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
     ],
 )
 def test_what_would_save_memory(remat, devices, excess, said):
-    assert room.remedies(toy_config(model__remat=remat), devices, excess).startswith(said)
+    assert room.remedies(toy_config(model__remat=remat), devices, excess, "train step").startswith(said)
 
 
 def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
@@ -154,9 +154,9 @@ def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
-    assert ", XLA_CLIENT_MEM_FRACTION=.92" in room.remedies(toy_config(), 1, 1.5)
+    assert ", XLA_CLIENT_MEM_FRACTION=.92" in room.remedies(toy_config(), 1, 1.5, "train step")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")  # the older name
-    assert "MEM_FRACTION" not in room.remedies(toy_config(), 1, 1.5)
+    assert "MEM_FRACTION" not in room.remedies(toy_config(), 1, 1.5, "train step")
 
 
 def free_with(root, groups: str, files: dict[str, str]) -> int:
@@ -173,6 +173,7 @@ def test_free_memory_is_that_of_the_device_or_of_the_host(monkeypatch, tmp_path)
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 30}, platform="gpu")
     silent = types.SimpleNamespace(memory_stats=lambda: None, platform="metal")
     assert device_memory.free_bytes([gpu, gpu]) == 70 and device_memory.free_bytes([silent]) is None
+    assert device_memory.bytes_of_device([gpu, gpu]) == 100 and device_memory.bytes_of_device([silent]) is None
     cpus = jax.local_devices(backend="cpu")
     assert device_memory.free_on_host() > 0
     assert free_with(tmp_path / "none", "", {}) == 900 * 1024

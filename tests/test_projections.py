@@ -36,7 +36,7 @@ def steps_of_optax(config, mesh, steps: int) -> tuple[dict, list[float]]:
     def train_step(params, moments, tokens, step, depth):
         keys = dropout_keys(config.seed, step, len(tokens)) if config.model.dropout else None
         grid = training_grid(nnx.merge(program.graph, params), config.model.training_times, config.seed, step, depth)
-        _, gradient = loss.mean_and_gradient(params, tokens, keys, config.microbatches, grid)
+        _, gradient = loss.value_and_grad(params, tokens, keys, config.microbatches, grid)
         updates, moments = optimizer.update(gradient, moments, program.trained(params))
         params = merge_trees(params, optax.apply_updates(program.trained(params), updates))
         return params, moments, optax.tree.norm(gradient)

@@ -25,7 +25,7 @@ WSD = {"optimizer__schedule": "wsd", "optimizer__warmup_steps": 2, "optimizer__d
 
 def short(stores, **changes):
     """A run of 8 steps that decays after 4."""
-    config = toy_config("gpt", steps=8, batch_size=8, eval_every=4, checkpoint_every=2, checkpoints_kept=2, log_every=1)
+    config = toy_config(steps=8, batch_size=8, eval_every=4, checkpoint_every=2, checkpoints_kept=2, log_every=1)
     return change(config, **WSD, data__dir=str(stores), **changes)
 
 

@@ -8,7 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-LINES = {"diffeqformer/**/*.py": 20_840, "tests/**/*.py": 16_400}
+LINES = {"diffeqformer/**/*.py": 20_840, "tests/**/*.py": 16_560}
 WORDS = {"docs/**/*.md": 19_400, "README.md": 1_200, "benchmarks/README.md": 1_000, "CHANGELOG.md": 400}
 FIELDS = 78
 

@@ -125,7 +125,6 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
     def only_these(include_path, **_):
         return TaskManager(include_path=include_path, include_defaults=False)
 
-    inside = f"{tmp_path}/broken.yaml/out"
     monkeypatch.setattr("lm_eval.tasks.TaskManager", only_these)  # reading lm-eval's own task files takes 8 s
     for changes, sentence in (
         ({"workdir": ["nowhere"]}, "nowhere: there is no checkpoint here"),
@@ -133,7 +132,10 @@ def test_the_command_refuses_before_any_work(runs, tmp_path, local_tasks, monkey
         ({"num_steps": ["0"]}, "--num_steps: must be comma-separated whole numbers of at least 1"),
         ({"workdir": [str(runs[1])], "num_steps": ["7"]}, ".*gpt: num_steps: this model has weights for 2 steps"),
         ({"window": 65}, "--window: must be from 2 to the 64 positions of .*, but it is 65"),
-        ({"tasks": ["sums"], "output": inside}, "--output: .*: Not a directory; choose a folder"),
+        (
+            {"tasks": ["sums"], "output": f"{tmp_path}/broken.yaml/out"},
+            "--output: .*: Not a directory; choose a folder",
+        ),
         ({"include": "nowhere"}, "--include: nowhere isn't a folder"),
         ({"include": str(tmp_path / "empty")}, "--include: .*empty has no lm-eval task file"),
         ({"include": str(tmp_path)}, "--tasks: broken can't be loaded, FileNotFoundError: .*nowhere.jsonl.*--include"),
@@ -249,7 +251,10 @@ def test_lm_eval_makes_the_model_from_its_arguments(runs):
         ({"workdir": runs[0], "depth": 3}, "depth: there is no such argument"),
         ({"workdir": runs[0], "batch_size": "auto"}, "batch_size: must be a whole number, but it is 'auto'"),
         ({"workdir": runs[0], "num_steps": 7.9}, "num_steps: must be a whole number, but it is 7.9"),
-        ({"workdir": runs[0], "step": "last"}, "--step: must be best or the step of a checkpoint in .*, but it is la"),
+        (
+            {"workdir": runs[0], "step": "last"},
+            "--step: must be best or the step of a checkpoint in .*, but it is last",
+        ),
     ):
         with pytest.raises(UserError, match=f"^{sentence}"):
             HarnessModel.create_from_arg_obj(arguments)

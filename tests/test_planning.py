@@ -238,7 +238,11 @@ def test_a_price_is_that_of_all_devices():
     "topology, sentence",
     [
         ("v5e:16x32", "a slice of v5e has at most 256 chips, but v5e:16x32 has 512"),  # would end libtpu's process
-        ("v9:2x2", "must be a slice of v5e, v5p, v6e, tpu7x, such as v5e:8x8, or a number of rtx4090, a100"),
+        (
+            "v9:2x2",
+            "must be a slice of v5e, v5p, v6e, tpu7x, such as v5e:8x8, or a number of rtx4090, a100, h100, h200, such "
+            "as h100",
+        ),
         ("h100:0", "must be a slice of v5e, v5p, v6e, tpu7x, .* but it is 'h100:0'"),
     ],
 )

@@ -3,32 +3,34 @@
     python -m diffeqformer.import_model --from=smollm2 --workdir=runs/smollm2
 
 It becomes a run that every command opens, as a GPT, a Llama or a GPT-NeoX. With --kind=interpolated or
---kind=diffeqformer, its layers are values of functions of t (docs/huggingface.md).
+--kind=diffeqformer, its layers are values of functions of t (docs/huggingface.md). It is divided over all devices, and
+a process reads only what belongs to its own.
 """
 
 import math
 import pathlib
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 from etils import epath
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import work_folder
-from diffeqformer.checkpoints.one_by_one import new_checkpoints, save_one_by_one, size_on_disk
+from diffeqformer.checkpoints.one_by_one import new_checkpoints, size_on_disk
 from diffeqformer.console import command_line
-from diffeqformer.huggingface.knots import KINDS, knots_arrays, knots_config
+from diffeqformer.huggingface.knots import KINDS, knots_config, knots_parts
 from diffeqformer.huggingface.pretrained import (
     SENTENCE,
     Pretrained,
-    baseline_model,
     difference,
     logits_of,
     open_pretrained,
+    placed_model,
 )
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import Transformer
+from diffeqformer.transformer import Transformer, split_model, weights_at
 
 
 class Check(NamedTuple):
@@ -56,14 +58,20 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
     Raises:
         UserError: if it can't be imported exactly, or the folder can't be written.
     """
-    found, workdir = open_pretrained(folder), work_folder(workdir)
+    with hosts.all_succeed("the pretrained model"):
+        found, workdir = open_pretrained(folder), work_folder(workdir)
     config = knots_config(found.config, kind) if kind else found.config
     config.name = workdir.name or config.name
     origin, tokenizer = {"workdir": str(folder), "step": 0}, found.tokenizer
     about = checkpoint.About(config.to_dict(), tokenizer.name, tokenizer.save(), materialized_from=origin)
     with new_checkpoints(workdir, "--workdir"):
-        save_one_by_one(workdir, 0, knots_arrays(config, found.arrays()) if kind else found.arrays(), about)
-    return found, check(checkpoint.load(workdir).model, found, kind)
+        hosts.check_shared(workdir)
+        with hosts.all_succeed("the weights"):
+            model = placed_model(config, knots_parts(config, found.parts()) if kind else found.parts())
+        with checkpoint.open_to_write(workdir, 1) as checkpoints:
+            checkpoint.save(checkpoints, 0, {"params": split_model(model)[1]}, about)
+            said = check(model, found, kind)
+    return found, said
 
 
 def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
@@ -76,14 +84,12 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
     said = Check(float(loss), [(found.tokenizer.decode([i]), math.exp(log_probs[-1, i])) for i in best.tolist()])
     if kind is None:
         return said
-    made, params, of_weights = model.depth(model.grid()), {}, 0.0
-    for path, array in found.arrays():
-        params[path] = array
-        if path[0] == "depth":
-            error = np.abs(np.asarray(made[path[-2]][path[-1]]) - array).max()
-            of_weights = max(of_weights, float(error / (np.abs(array).max() or 1)))
-    of_logits = difference(logits, logits_of(baseline_model(found.config, params), ids))
-    return said._replace(of_weights=of_weights, of_logits=of_logits)
+    baseline, made, of_weights = found.model(), weights_at(model).layers, 0.0
+    for layer, arrays in weights_at(baseline).layers.items():
+        for name, array in arrays.items():
+            error = jnp.abs(made[layer][name] - array).max()
+            of_weights = max(of_weights, float(error) / (float(jnp.abs(array).max()) or 1))
+    return said._replace(of_weights=of_weights, of_logits=difference(logits, logits_of(baseline, ids)))
 
 
 def describe(found: Pretrained, check: Check) -> str:
@@ -103,11 +109,13 @@ def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run to write.", required=True)
     kind = flags.DEFINE_enum("kind", None, KINDS, "Weights as functions of t; by default one set per layer.")
 
+    hosts.define_flags()
+
     def command() -> None:
-        hosts.check_one("import: this command")
-        found, check = import_model(pathlib.Path(folder.value), workdir.value, kind.value)
-        size = size_on_disk(work_folder(workdir.value)) / 1e6
-        print(f"{describe(found, check)}\n{workdir.value}: {size:,.1f} MB; use it with --workdir={workdir.value}")
+        with hosts.joined(flags.FLAGS):
+            found, check = import_model(pathlib.Path(folder.value), workdir.value, kind.value)
+            size = size_on_disk(work_folder(workdir.value)) / 1e6
+            print(f"{describe(found, check)}\n{workdir.value}: {size:,.1f} MB; use it with --workdir={workdir.value}")
 
     command_line.run(command, verbosity=logging.FATAL)
 

@@ -125,7 +125,7 @@ def test_weights_are_rounded_and_cut_into_files(dtype, name, tmp_path, monkeypat
             assert all(index["weight_map"][key] == file for key in opened.keys())
             size += sum(opened.get_tensor(key).nbytes for key in opened.keys())
     assert size == index["metadata"]["total_size"]
-    embedding = dict(open_pretrained(tmp_path / "folder").arrays())["token_embedding",]
+    embedding = open_pretrained(tmp_path / "folder").model().token_embedding[...]
     rounded = params["token_embedding"].astype(getattr(ml_dtypes, dtype, dtype))
     np.testing.assert_array_equal(embedding, np.float32(rounded))
 

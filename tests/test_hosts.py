@@ -11,7 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from huggingface import CONFIGS, arrays_of, write_folder
 
+from diffeqformer.checkpoints import checkpoint
 from diffeqformer.data.seals import sealed, unsealed
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
@@ -135,6 +137,26 @@ def compare(one, two, close: float = 1e-5) -> None:
             compare(first, second, close)
     else:
         assert one == (pytest.approx(two, rel=close) if isinstance(two, float) else two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [[], ["--kind=diffeqformer"]])
+def test_two_processes_import_as_one_and_each_reads_its_own_rows(kind, tmp_path):
+    """A number that isn't finite is found by the process that reads it alone."""
+    arrays, *_ = arrays_of("llama3")
+    folder, one, two = (tmp_path / name for name in ("folder", "one", "two"))
+    write_folder(folder, arrays, CONFIGS["llama3"])
+    options = [f"--from={folder}", *kind]
+    [(alone, _)] = finish(start_command("import_model", 1, 1, [[*options, f"--workdir={one}"]]))
+    (both, _), (second, errors) = finish(start_command("import_model", 2, 2, [[*options, f"--workdir={two}"]] * 2))
+    assert second == errors == "" and both.splitlines()[:3] == alone.splitlines()[:3]
+    assert checkpoint.open_to_read(one).about.checksums == checkpoint.open_to_read(two).about.checksums
+    arrays["model.layers.1.mlp.up_proj.weight"][:, -1] = np.nan  # the last row of ours
+    write_folder(folder, arrays, CONFIGS["llama3"])
+    shutil.rmtree(two)
+    (_, first), (_, second) = finish(start_command("import_model", 2, 2, [[*options, f"--workdir={two}"]] * 2), 1)
+    assert "model.layers.1.mlp.up_proj.weight has numbers that are NaN" in second and not two.exists()
+    assert first == "diffeqformer: the weights: process 1 failed; see its message\n"
 
 
 @pytest.mark.slow

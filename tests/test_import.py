@@ -1,5 +1,6 @@
 """Pretrained models in Hugging Face's format: read exactly, or refused in one sentence."""
 
+import collections
 import itertools
 import json
 import pathlib
@@ -7,21 +8,28 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import traverse_util
 from huggingface import CONFIGS, LLAMA3, arrays_of, write_folder
+from jaxtyping import Array
 from safetensors.numpy import save_file
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.errors import UserError
 from diffeqformer.huggingface.architectures import read_model
-from diffeqformer.huggingface.folder import INDEX
-from diffeqformer.huggingface.pretrained import open_pretrained
+from diffeqformer.huggingface.folder import INDEX, Tensors
+from diffeqformer.huggingface.pretrained import Pretrained, open_pretrained
 from diffeqformer.import_model import SENTENCE, import_model
+from diffeqformer.transformer import Path, split_model
 from helpers import forward
 from runs import command
 
 
 def logits_of(workdir, tokens) -> np.ndarray:
     return np.asarray(forward(checkpoint.load(workdir).model, tokens))
+
+
+def parameters(found: Pretrained) -> dict[Path, Array]:
+    return traverse_util.flatten_dict(split_model(found.model())[1])
 
 
 @pytest.mark.parametrize(
@@ -44,12 +52,29 @@ def test_logits_are_those_of_transformers(name, kind, tmp_path):
         steps = model.num_steps
         times = np.array([0.0, 1.5, steps - 0.25, steps]) / steps
         at = model.depth.from_features(model.depth.features(times))
-        weights = dict(found.arrays())
+        weights = parameters(found)
         for layer, each in at.items():
             for leaf, value in each.items():
                 knots = weights.get(("depth", "layers", layer, leaf), np.zeros((steps, 1)))
                 between = [knots[0], (knots[0] + knots[1]) / 2, 0.25 * knots[-2] + 0.75 * knots[-1], knots[-1]]
                 assert np.abs(np.asarray(value) - between).max() < 1e-3 * np.abs(knots).max() + 1e-9, (layer, leaf)
+
+
+def test_each_device_reads_its_own_rows(tmp_path, monkeypatch):
+    arrays, *_ = arrays_of("llama3")
+    write_folder(tmp_path, arrays, CONFIGS["llama3"])
+    read, sizes = Tensors.read, collections.defaultdict(list)
+
+    def counting(self, name, part=...):
+        array = read(self, name, part)
+        sizes[name].append(array.size)
+        return array
+
+    monkeypatch.setattr(Tensors, "read", counting)
+    open_pretrained(tmp_path).model()
+    for name, array in arrays.items():
+        assert array.ndim == 1 or sizes[name] == [array.size // 8] * 8, name
+        assert array.ndim == 2 or {*sizes[name]} == {array.size}
 
 
 def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
@@ -70,7 +95,7 @@ def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
         save_file({**rest, **{name: short[name] for name in places if places[name] == file}}, tmp_path / file)
     places["h.0.attn.bias"] = "0.safetensors"  # a mask, not a parameter
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    found = dict(open_pretrained(tmp_path).arrays())
+    found = parameters(open_pretrained(tmp_path))
     np.testing.assert_array_equal(found["token_embedding",], np.float32(short["wte.weight"]))
     np.testing.assert_array_equal(
         found["depth", "layers", "mlp_up", "kernel"][3], np.float32(short["h.3.mlp.c_fc.weight"])

@@ -13,7 +13,8 @@ from diffeqformer.checkpoints import checksums
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.checkpoint import open_to_write, written
 from diffeqformer.checkpoints.folder import begin_save
-from diffeqformer.errors import UserError, reachable, reason_of
+from diffeqformer.errors import UserError, UserErrorEverywhere, reachable, reason_of
+from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Path
 
 
@@ -57,20 +58,23 @@ def mapped(path: str, array: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def new_checkpoints(output: epath.Path, option: str) -> Iterator[None]:
-    """The folder of new checkpoints, which the option gave. After an error, what was made is removed."""
+    """The folder of new checkpoints, which the option gave. After an error, process 0 removes what was made."""
     folder = output / "checkpoints"
-    with reachable(option, output):
-        made = folder if output.exists() else output
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(folder.iterdir())
-    if occupied:
-        raise UserError(
+    made, occupied = None, False
+    with hosts.all_succeed(option), reachable(option, output):
+        if hosts.is_first():
+            made = folder if output.exists() else output
+            folder.mkdir(parents=True, exist_ok=True)
+            occupied = any(folder.iterdir())
+    if hosts.any_process(occupied):
+        raise UserErrorEverywhere(
             f"{option}: {output} already holds a checkpoint, or the remains of one; give another folder, or delete it"
         )
     try:
         yield
     except BaseException:
-        made.rmtree(missing_ok=True)
+        if made:
+            made.rmtree(missing_ok=True)
         raise
 
 

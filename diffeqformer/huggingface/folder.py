@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from diffeqformer.errors import UserError, reason_of
 INDEX = "model.safetensors.index.json"
 LARGEST = 5 * 10**9
 """Bytes of a file of weights, unless a single tensor has more."""
+
+Index = tuple[slice, ...] | EllipsisType
+"""A part of an array: of each axis, from where to where."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -86,14 +90,14 @@ class Tensors:
         part = self._open(path).get_slice(name)
         return path, part.get_dtype(), tuple(part.get_shape())
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in fp32, which holds every number of the shorter types.
+    def read(self, name: str, part: Index = ...) -> np.ndarray:
+        """A part of a tensor in fp32, which holds every number of the shorter types. Nothing else of it is read.
 
         Raises:
             UserError: if one of its numbers isn't finite.
         """
         path = self._places[name]
-        array = self._open(path).get_tensor(name).astype(np.float32)
+        array = self._open(path).get_slice(name)[part].astype(np.float32)
         if not np.isfinite(array).all():
             raise UserError(f"{path}: {name} has numbers that are NaN or infinite; download it again")
         return array

@@ -1,12 +1,12 @@
 """A stack of layers as weights that are functions of t: equal to the layers at their times, and linear between them."""
 
-from collections.abc import Iterable, Iterator
+import functools
 
 import numpy as np
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from diffeqformer.huggingface.pretrained import shapes_of
+from diffeqformer.huggingface.pretrained import ReadPart, shapes_of
 from diffeqformer.transformer import Path
 
 KINDS = ("interpolated", "diffeqformer")
@@ -16,13 +16,13 @@ SHARPNESS = 32.0
 """How steep the hat functions' SiLUs are: at whole numbers, like ReLUs. Products with a power of two are exact."""
 
 PROJECTIONS = {
-    "kernel": ("projection", lambda layers: layers.swapaxes(0, 1)),
-    "bias": ("bias_projection", lambda layers: layers),
-    "scale": ("scale_projection", lambda layers: layers - 1),
-    "shift": ("shift_projection", lambda layers: layers),
+    "kernel": ("projection", lambda read, part: read((part[1], part[0], part[2])).swapaxes(0, 1)),
+    "bias": ("bias_projection", lambda read, part: read(part)),
+    "scale": ("scale_projection", lambda read, part: read(part) - 1),
+    "shift": ("shift_projection", lambda read, part: read(part)),
 }
-"""The parameter of a hypernetwork that gives each kind of weight if h(t) is a hat function, and that parameter itself,
-from the weights of all layers (`diffeqformer.depth.generated`)."""
+"""The parameter of a hypernetwork that gives each kind of weight if h(t) is a hat function, and what reads a part of it
+by what reads a part of all layers' weights (`diffeqformer.depth.generated`)."""
 
 
 def knots_config(config: ConfigDict, kind: str) -> ConfigDict:
@@ -55,24 +55,22 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
     }
 
 
-def knots_arrays(
-    config: ConfigDict, arrays: Iterable[tuple[Path, np.ndarray]]
-) -> Iterator[tuple[Path, Float[np.ndarray, "..."]]]:
-    """The parameters of the model of `knots_config`, with their paths.
+def knots_parts(config: ConfigDict, parts: dict[Path, ReadPart]) -> dict[Path, ReadPart]:
+    """What reads a part of each parameter of the model of `knots_config`, by path.
 
     Args:
         config: from `knots_config`.
-        arrays: the parameters of the baseline, with their paths.
+        parts: the same of the baseline.
     """
-    rest, generated = shapes_of(config), config.model.kind == "diffeqformer"
-    for path, array in arrays:
-        if generated and path[0] == "depth":
-            name, of_layers = PROJECTIONS[path[-1]]
-            path, array = (*path[:-1], name), of_layers(array)
-        del rest[path]
-        yield path, array
-    for path, shape in rest.items():  # shifts and constant terms, which no layer has, and the MLPs of time
+    made = {}
+    for path, shape in shapes_of(config).items():  # shifts and constant terms, which no layer has, stay 0
+        array = np.broadcast_to(np.float32(0), shape)
         if "mlp" in path:
-            yield path, hat_functions(2 * config.model.sinusoidal_dim + 1, config.model.time_embed_dim)[path[-1]]
-        else:
-            yield path, np.zeros(shape, np.float32)
+            array = hat_functions(2 * config.model.sinusoidal_dim + 1, config.model.time_embed_dim)[path[-1]]
+        made[path] = array.__getitem__
+    for path, read in parts.items():
+        if config.model.kind == "diffeqformer" and path[0] == "depth":
+            name, of_layers = PROJECTIONS[path[-1]]
+            path, read = (*path[:-1], name), functools.partial(of_layers, read)
+        made[path] = read
+    return made

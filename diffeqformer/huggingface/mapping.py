@@ -12,11 +12,14 @@ from diffeqformer.transformer import Path
 class Transform(NamedTuple):
     """How an array of theirs becomes ours, and ours theirs, each without rounding. Both are given the number of heads.
 
-    They work on the arrays of one layer.
+    They work on the arrays of one layer, and `to_ours` on some rows of them, too.
+
+    transposed: the rows of ours are their columns.
     """
 
     to_ours: Callable[[np.ndarray, int], np.ndarray]
     to_theirs: Callable[[np.ndarray, int], np.ndarray]
+    transposed: bool = False
 
 
 def _heads_first(array: Float[np.ndarray, "*D outputs"], heads: int) -> Float[np.ndarray, "*D outputs"]:
@@ -30,7 +33,8 @@ def _parts_first(array: Float[np.ndarray, "*D outputs"], heads: int) -> Float[np
 
 
 SAME = Transform(lambda array, _: array, lambda array, _: array)
-TRANSPOSED = Transform(lambda array, _: array.T, lambda array, _: array.T)  # torch's Linear keeps [outputs, inputs]
+# torch's Linear keeps [outputs, inputs]
+TRANSPOSED = Transform(lambda array, _: array.T, lambda array, _: array.T, transposed=True)
 HEADS_FIRST = Transform(_heads_first, _parts_first)
 
 

@@ -1,16 +1,18 @@
 """A pretrained model in a folder: what it is in our terms, checked before anything is made of it; and the reverse."""
 
+import collections
 import functools
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
@@ -18,9 +20,21 @@ from diffeqformer.config import base_config, check_config
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError, counted
 from diffeqformer.huggingface.architectures import ARCHITECTURES, read_model, write_model
-from diffeqformer.huggingface.folder import Tensors, read_json, write_json, write_tensors
+from diffeqformer.huggingface.folder import Index, Tensors, read_json, write_json, write_tensors
 from diffeqformer.huggingface.mapping import Row, tensors_of
-from diffeqformer.transformer import Path, Transformer, abstract_model, split_model, vector_field, weights_at
+from diffeqformer.parallel import hosts
+from diffeqformer.parallel.memory import check_free
+from diffeqformer.parallel.mesh import AXES
+from diffeqformer.parallel.sharding import EVERYWHERE, on_every_device
+from diffeqformer.transformer import (
+    Path,
+    Transformer,
+    abstract_model,
+    partition_specs,
+    split_model,
+    vector_field,
+    weights_at,
+)
 
 SENTENCE = "The capital of France is Paris, and the capital of Italy is"
 """What every model that is imported or exported is tried with."""
@@ -28,6 +42,10 @@ SENTENCE = "The capital of France is Paris, and the capital of Italy is"
 TYPES = ("F32", "BF16", "F16")
 BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Tensors of some files that are no parameters: masks and the angles of rotations."""
+
+
+ReadPart = Callable[[Index], Float[np.ndarray, "..."]]
+"""Reads a part of one parameter."""
 
 
 class Pretrained(NamedTuple):
@@ -48,20 +66,26 @@ class Pretrained(NamedTuple):
         leaves, rows = shapes_of(self.config), ARCHITECTURES[self.architecture].rows
         return tensors_of(rows, leaves, self.config.model.heads, self.tensors.names())
 
-    def arrays(self) -> Iterator[tuple[Path, np.ndarray]]:
-        """The parameters of our baseline in fp32, with their paths, one made after the other."""
-        leaves, heads, made = shapes_of(self.config), self.config.model.heads, None
-        for row, layer, name, _ in self.places():
-            if layer == 0:
-                made = np.empty(leaves[row.ours], np.float32)
-            stacked = row.ours[0] == "depth"
-            made[layer if stacked else ...] = row.transform.to_ours(self.tensors.read(name), heads)
-            if not stacked or layer == len(made) - 1:
-                yield row.ours, made
+    def parts(self) -> dict[Path, ReadPart]:
+        """What reads a part of each parameter of our baseline, in fp32, by path."""
+        names = collections.defaultdict(list)
+        for row, _, name, _ in self.places():
+            names[row].append(name)
+        return {row.ours: functools.partial(self._read, row, names[row]) for row in names}
+
+    def _read(self, row: Row, names: list[str], part: Index) -> np.ndarray:
+        """A part of a parameter, whose last axis must be whole, as each row of a GPT-2's heads is put in order."""
+
+        def read(name: str, part: Index) -> np.ndarray:
+            theirs = self.tensors.read(name, part[::-1] if row.transform.transposed else part)
+            return row.transform.to_ours(theirs, self.config.model.heads)
+
+        stacked = row.ours[0] == "depth"
+        return np.stack([read(name, part[1:]) for name in names[part[0]]]) if stacked else read(names[0], part)
 
     def model(self) -> Transformer:
-        """Our baseline."""
-        return baseline_model(self.config, dict(self.arrays()))
+        """Our baseline, over all devices."""
+        return placed_model(self.config, self.parts())
 
     def describe(self) -> str:
         """What there is."""
@@ -130,7 +154,8 @@ def _check_tensors(found: Pretrained) -> None:
     if vector_field(found.config.model).tied_head:
         rows = {row.ours[0]: row for row in ARCHITECTURES[found.architecture].rows if len(row.ours) == 1}
         head, embedding = (rows[ours].name(0, tensors.names()) for ours in ("lm_head", "token_embedding"))
-        if head in rest and not np.array_equal(tensors.read(head), tensors.read(embedding)):
+        # one process reads them as a whole
+        if hosts.is_first() and head in rest and not np.array_equal(tensors.read(head), tensors.read(embedding)):
             raise UserError(
                 f"{folder}: {head} differs from {embedding}, to which config.json ties it; correct tie_word_embeddings"
             )
@@ -173,10 +198,31 @@ def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "...
     return nnx.merge(split_model(abstract_model(config))[0], jax.device_put(traverse_util.unflatten_dict(arrays)))
 
 
+def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer:
+    """The model of a config, its rows divided over all devices. A process reads only the parts of its own devices.
+
+    Rows that can't be divided evenly are on all devices.
+
+    Args:
+        parts: what reads a part of each parameter, by path.
+    """
+    model = abstract_model(config)
+    graph, params = split_model(model)
+    check_free("--from: its weights", params, 1 / jax.device_count(), "use a machine with more memory")
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 1, -1, 1), AXES)
+
+    def place(path, leaf, spec):
+        even = all(size % mesh.size == 0 for size, axes in zip(leaf.shape, spec) if axes)
+        where = NamedSharding(mesh, spec if even else EVERYWHERE)
+        return jax.make_array_from_callback(leaf.shape, where, parts[tuple(key.key for key in path)])
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, params, partition_specs(model)))
+
+
 def logits_of(model: Transformer, ids: list[int], num_steps: int | None = None) -> Float[np.ndarray, "S V"]:
     """What a model says of some tokens, without the rows that pad its vocabulary."""
-    logits = _logits(*split_model(model), weights_at(model, num_steps), jnp.array([ids]))
-    return np.asarray(logits, np.float64)[:, : model.vocab_size]
+    logits = _logits(*split_model(model), weights_at(model, num_steps), np.array([ids]))
+    return np.asarray(on_every_device(logits), np.float64)[:, : model.vocab_size]
 
 
 @functools.partial(jax.jit, static_argnames="graph")

@@ -212,11 +212,11 @@ EXHIBITS = {
         SIZES_OF_MEDIUM,
     ),
     "figure 2": Exhibit(
-        "spectra of QK and OV over time, and induction scores; clusters of the simulation with constant and growing "
-        "weights",
+        "spectra of QK and OV over time, induction scores, and how sharp attention is; clusters of the simulation with "
+        "constant and growing weights",
         "magnitudes grow and peak near the last layers; growing weights don't cluster (docs/analysis.md on that)",
-        analyze_seeds("figure-2", "spectra,induction", "gpt", "diffeqformer") + SIMULATION,
-        analyze_runs("figure-2", "spectra,induction", "medium:gpt", "medium") + SIMULATION,
+        analyze_seeds("figure-2", "spectra,induction,sharpness", "gpt", "diffeqformer") + SIMULATION,
+        analyze_runs("figure-2", "spectra,induction,sharpness", "medium:gpt", "medium") + SIMULATION,
     ),
     "figure 3": Exhibit(
         "Lyapunov sensitivity of a prediction to each token",

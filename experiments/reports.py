@@ -1,4 +1,4 @@
-"""Means over seeds of what diffeqformer.analyze reported: spectra, induction heads, sensitivity (Figures 2 and 3).
+"""Means over seeds of what diffeqformer.analyze reported: spectra, induction, sharpness, sensitivity (Figures 2 and 3).
 
     python experiments/reports.py --report='runs/paper/figure-2-gpt-seed-?' --results=runs/paper/figure-2.json
 
@@ -58,6 +58,9 @@ def of_report(found: dict) -> dict[str, float | str]:
     if "induction" in found:
         values["largest induction score"] = np.max(found["induction"]["scores"])
         values["that of uniform attention"] = found["induction"]["even"]
+    if "sharpness" in found:
+        for name, value in found["sharpness"]["correlation"].items():
+            values[f"entropy of attention: rank correlation with the {name} of QK"] = value
     if "sensitivity" in found:
         values |= of_sensitivity(found["sensitivity"])
     return {name: value if isinstance(value, str) else float(value) for name, value in values.items()}

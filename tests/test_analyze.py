@@ -47,7 +47,7 @@ def test_the_command_writes_a_report_that_stands_alone(run, tmp_path):
     done = command("analyze", "--workdir", run, "--output", tmp_path / "out", "--text=a <b> & b a", "--flow=4")
     assert done.returncode == 0, done.stderr
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert len(page.sources) == 7 and all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert len(page.sources) == 8 and all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert "a <b> & b a" in page.text and "b" not in page.tags
     assert "url(" not in page.text and "@import" not in page.text  # in its style sheet
     numbers = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -103,7 +103,7 @@ WRONG = [
     (
         "diffeqformer",
         {"text": "a text", "parts": ["spectra", "induction"]},
-        "^--text: has a meaning for sensitivity or flow or clustering alone, which --parts leaves out",
+        "^--text: has a meaning for sharpness or sensitivity or flow or clustering alone, which --parts leaves out",
     ),
     ("gpt", {"published_pairing": True}, "needs generated weights and Euler"),
 ]
@@ -164,7 +164,7 @@ def test_sections_are_of_the_depth_that_is_asked_for():
     """Those of a model that was made for it."""
     opened = opened_model("diffeqformer")
     made_for_it = dataclasses.replace(opened, model=opened.model.replace(num_steps=3))
-    for part in ("sensitivity", "flow", "clustering", "spectra", "induction"):
+    for part in ("sensitivity", "flow", "clustering", "spectra", "induction", "sharpness"):
         section, text = ANALYSES[part].section, [list(b"text")] * ANALYSES[part].reads_text
         options = {"flow": {"flow": 2}, "spectra": {"feed_forward": False}}.get(part, {})
         found = section(opened, *text, num_steps=3, **options)

@@ -102,6 +102,7 @@ def test_reports_are_summed_up_over_seeds(tmp_path, script, capsys):
         sensitivity = {"prediction": "|", "pieces": ["a", "b", "c"], "measures": {"gradient": [None, size, 9.0]}}
         found = {"spectra": {"times": [0.5, 1.0], "QK": qk}, "sensitivity": sensitivity}
         found["induction"] = {"scores": [[0.1, size / 10]], "even": 0.01}
+        found["sharpness"] = {"correlation": {"eigenvalues": -size / 10}}
         (tmp_path / f"gpt-seed-{seed}").mkdir()
         (tmp_path / f"gpt-seed-{seed}" / "results.json").write_text(json.dumps(found))
 
@@ -117,6 +118,7 @@ def test_reports_are_summed_up_over_seeds(tmp_path, script, capsys):
     assert rows["QK: share of positive real parts, last time"] == ["0.750 ± 0.000"]
     change = "QK: mean change of the radius between times, share of the mean radius"
     assert rows[change] == ["0.756 ± 0.503"]  # 0.5 of 1.25 and 2.5 of 2.25
+    assert rows["entropy of attention: rank correlation with the eigenvalues of QK"] == ["-0.400 ± 0.283"]
     assert rows["largest induction score"] == ["0.400 ± 0.283"] and rows["prediction"] == [r"'\|'; '\|'"]
     assert rows["gradient"] == ["'b' at 1, 'a' at 0; 'b' at 1, 'a' at 0"]
     with pytest.raises(SystemExit, match="none has a results.json"):

@@ -8,7 +8,7 @@ returns a `report.Section`. To add an analysis, write such a file and add a row 
 import dataclasses
 from collections.abc import Callable
 
-from diffeqformer.analysis import clustering, flow, induction, sensitivity, simulation, spectra
+from diffeqformer.analysis import clustering, flow, induction, sensitivity, sharpness, simulation, spectra
 from diffeqformer.analysis.report import Section
 
 
@@ -31,6 +31,7 @@ class Analysis:
 ANALYSES = {
     "spectra": Analysis(spectra.section, options=("times", "heads", "feed_forward")),
     "induction": Analysis(induction.section),
+    "sharpness": Analysis(sharpness.section, reads_text=True),
     "sensitivity": Analysis(sensitivity.section, reads_text=True, options=("published_pairing",)),
     "flow": Analysis(flow.section, reads_text=True, options=("flow",)),
     "clustering": Analysis(clustering.section, reads_text=True),

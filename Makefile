@@ -8,9 +8,11 @@
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make test-huggingface  imports and exports against Transformers itself, in an environment of its own
 # make lint       style, formatting, the order of imports, and the sizes of code and pages
+# make models     train small models, and write them for the Hugging Face hub (an hour on two cores)
 # make docs-figures  draw the pictures of docs/ (an hour on two cores)
 # make format     format Python and Markdown
-# make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook
+# make address    REPOSITORY=owner/name: the address on GitHub, for setup.py, the README and the notebook; with
+#                 HUB=owner, the notebook opens owner's diffeqformer-tiny of the Hugging Face hub
 # make help       this list
 #
 # The first call of each target creates .venv and installs what it needs. PYTHON chooses the interpreter (3.11 to 3.13),
@@ -25,7 +27,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu test-huggingface lint format docs-figures address help
+.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu test-huggingface lint format models docs-figures address help
 
 train: $(VENV)/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -67,6 +69,9 @@ format: $(VENV)/installed-test
 	$(BIN)/ruff format
 	$(MDFORMAT) $(MARKDOWN)
 
+models: $(VENV)/installed
+	$(BIN)/python experiments/models.py
+
 docs-figures: $(VENV)/installed
 	$(BIN)/python experiments/docs_figures.py $(FIGURES)
 
@@ -74,6 +79,7 @@ address:
 	@[ -n "$(REPOSITORY)" ] || { echo "name it: make address REPOSITORY=owner/name"; exit 1; }
 	sed -i -E '/^<!-- \[!\[Open in Colab/,/-->$$/ { s/^<!-- //; s/ -->$$// }' README.md
 	sed -i -E 's#(github(\.com)?)/[^/" ]+/[^/")\\ ]+#\1/$(REPOSITORY)#g' setup.py README.md colab/inspect_checkpoint.ipynb
+	[ -z "$(HUB)" ] || sed -i 's#OWNER/diffeqformer-tiny#$(HUB)/diffeqformer-tiny#' colab/inspect_checkpoint.ipynb
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))

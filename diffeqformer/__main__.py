@@ -21,6 +21,7 @@ COMMANDS = (
     "materialize",
     "import",
     "export",
+    "push",
     "analyze",
     "ode",
     "inspect",

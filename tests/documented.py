@@ -74,6 +74,8 @@ ROWS = [
     Row(r"experiments/paper\.py", add="--list"),
     Row(r"experiments/recipe\.py", add="--forms='llama, muon'"),
     Row(r"experiments/full_scale\.py$", add="--stage=show"),
+    Row(r"^make models$", "python experiments/models.py --only=tiny --steps=2"),
+    Row(r"^diffeqformer push ", r"HF_TOKEN=writes \g<0>"),
     # what is small
     Row(r"\bmain (--config=\S+)(?!.*smollm2)", rf"main \1 {joined(SMALL_MODEL)}", add=SAMPLED),
     # what a GPT and tiny.py's own model don't have

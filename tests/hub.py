@@ -1,5 +1,6 @@
-"""A Hugging Face hub of our own: it answers what `huggingface_hub` asks of data sets, with files of the hub's names."""
+"""A Hugging Face hub of our own: it answers what `huggingface_hub` asks of data sets and models, and takes models."""
 
+import base64
 import hashlib
 import http.server
 import json
@@ -24,23 +25,23 @@ class Hub(http.server.ThreadingHTTPServer):
 
     Who asks it sets HF_ENDPOINT to its address before `huggingface_hub` is imported.
 
-    datasets: name of a data set -> branch -> path of a file -> its content.
+    repositories: name of a data set or model -> branch -> path of a file -> its content.
     stated: path of a file -> the SHA-256 that the hub states in place of the file's own; None for no statement.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.datasets, self.stated = {}, {}
+        self.repositories, self.stated = {}, {}
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def commit(self, dataset: str, branch: str) -> str:
         """The commit that a branch is at, which follows from its files."""
-        return hashlib.sha1(repr(sorted(self.datasets[dataset][branch].items())).encode()).hexdigest()
+        return hashlib.sha1(repr(sorted(self.repositories[dataset][branch].items())).encode()).hexdigest()
 
     def revision(self, dataset: str, name: str) -> tuple[str, dict[str, bytes]] | None:
         """Commit and files of a branch, or of a commit that a branch is at; None if there is none."""
-        for branch, files in self.datasets.get(dataset, {}).items():
+        for branch, files in self.repositories.get(dataset, {}).items():
             if name in (branch, commit := self.commit(dataset, branch)):
                 return commit, files
         return None
@@ -58,14 +59,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         parts = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/").split("/")
-        if "datasets" not in parts[:2]:
-            return self.send_error(404)
         api = parts[0] == "api"
-        dataset, what, rest = "/".join(parts[1 + api : 3 + api]), parts[3 + api], "/".join(parts[4 + api :])
+        parts = parts[api + (parts[api] in ("datasets", "models")) :]
+        if len(parts) < 3:
+            return self.send_error(404)
+        dataset, what, rest = "/".join(parts[:2]), parts[2], "/".join(parts[3:])
         found = self.server.revision(dataset, rest if api else rest.split("/")[0])
         headers, content = {}, None
         if not found:
-            headers["X-Error-Code"] = "RevisionNotFound" if dataset in self.server.datasets else "RepoNotFound"
+            headers["X-Error-Code"] = "RevisionNotFound" if dataset in self.server.repositories else "RepoNotFound"
         else:
             commit, files = found
             headers |= {"X-Repo-Commit": commit, "X-Error-Code": "EntryNotFound"}
@@ -87,6 +89,36 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     do_HEAD = do_GET
+
+    def do_POST(self):
+        """A new model, whether its card is valid, how its files are to be sent, and a commit of them."""
+        if self.headers["Authorization"] != "Bearer writes":
+            return self.send_error(403)
+        lines = [json.loads(line) for line in self.rfile.read(int(self.headers["Content-Length"])).splitlines()]
+        [_, *name, what] = self.path.removesuffix("/main").strip("/").split("/")
+        name = "/".join(name[1:])
+        if what == "create":
+            name = f"{lines[0].get('organization') or 'me'}/{lines[0]['name']}"
+            exists = name in self.server.repositories
+            self.server.repositories.setdefault(name, {"main": {}})
+            return self.answer({"url": f"{self.server.address}/{name}"}, 409 if exists else 200)
+        if what == "validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if what == "preupload":
+            files = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in lines[0]["files"]
+            ]
+            return self.answer({"files": files})
+        sent = [line["value"] for line in lines if line["key"] == "file"]
+        self.server.repositories[name]["main"] |= {each["path"]: base64.b64decode(each["content"]) for each in sent}
+        self.answer({"commitUrl": f"{self.server.address}/{name}/commit/{40 * '0'}", "commitOid": 40 * "0"})
+
+    def answer(self, found: dict, status: int = 200) -> None:
+        content = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *arguments):
         pass

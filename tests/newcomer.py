@@ -49,7 +49,7 @@ def fill(hub: Hub) -> None:
     def files(folder, texts):
         return {f"{folder}/{split}-00000-of-00001.parquet": parquet(rows) for split, rows in texts.items()}
 
-    hub.datasets = {
+    hub.repositories = {
         "dlwh/wikitext_103_detokenized": {"main": files("data", DETOKENIZED)},
         "Salesforce/wikitext": {"main": {**files("wikitext-103-raw-v1", RAW), "README.md": b""}},
         "Skylion007/openwebtext": {

@@ -45,6 +45,7 @@ HELP = {
     "materialize": ["workdir", "step", "dtype"],
     "import": ["from", "workdir", "kind"],
     "export": ["workdir", "step", "num_steps", "to", "dtype"],
+    "push": ["from", "to", "[no]private"],
     "analyze": ["workdir", "step", "parts"],
     "ode": ["workdir", "step", "split", "refinements", "process_id"],
     "inspect": ["workdir", "step", "[no]statistics"],

@@ -77,13 +77,14 @@ def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
         return [set(ADDRESS.findall((root / name).read_text(encoding="utf-8"))) for name in ADDRESSED]
 
     assert len(addresses(ROOT)[0]) == 1 and addresses(ROOT) == addresses(ROOT)[:1] * len(ADDRESSED)
-    subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name"], cwd=tmp_path, check=True)
+    subprocess.run(["make", "--silent", "address", "REPOSITORY=me/its.name", "HUB=us"], cwd=tmp_path, check=True)
     assert addresses(tmp_path) == [{"me/its.name"}] * len(ADDRESSED)
     for root, shown in ((ROOT, "<!-- [![Open in Colab]("), (tmp_path, "[![Open in Colab](")):
         lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
         assert lines[2].startswith(shown) and (lines[4].endswith(" -->") == (root == ROOT))
     [notebook] = (tmp_path / "colab").glob("*.ipynb")
-    json.loads(notebook.read_text(encoding="utf-8"))
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert any('MODEL = "us/diffeqformer-tiny"' in "".join(cell["source"]) for cell in cells)
 
 
 @pytest.mark.fast

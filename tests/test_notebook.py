@@ -17,8 +17,9 @@ from packaging.requirements import Requirement
 from environments import LIGHT, build_wheel, make_environment
 from flags import FAST_COMPILATION
 from helpers import ROOT
+from hub import Hub
 
-TRAIN, FOLDER = 'FROM = "train one for a minute"', 'CHECKPOINT = "runs/tiny"'
+HUB, FOLDER = 'FROM = "hub"', 'CHECKPOINT = "runs/tiny"'
 
 
 def opened_notebook(**changes: str) -> nbformat.NotebookNode:
@@ -85,6 +86,7 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
     for name, content in COLAB.items():
         (colab / name).write_text(content)
     gcsfs.touch()
+    hub = Hub()
     python = make_environment(tmp_path / "runtime", [*LIGHT, "ipykernel", "pip"], None)
     kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "fresh"}
     kernel["env"] = {
@@ -92,6 +94,9 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
         "PIP_NO_INDEX": "1",
         "XLA_FLAGS": FAST_COMPILATION,
         "JAX_PLATFORMS": "cpu",
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(tmp_path / "hub"),
+        "NO_PROXY": "127.0.0.1",
     }
     (kernels / "kernel.json").write_text(json.dumps(kernel))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
@@ -106,18 +111,24 @@ def test_the_notebook_starts_in_a_fresh_runtime(tmp_path, monkeypatch):
         return "".join(str(cell.get("outputs")) for cell in notebook.cells)
 
     files = "--config.data.train_files=text.txt --config.data.validation_files=other.txt"
-    said = printed(**{"--config.steps=1000": f"--config.steps=2 {files}"})
+    said = printed(**{"--config.steps=1000": f"--config.steps=2 {files}"})  # as the hub has no model yet
     assert "Upload a wheel" in said and not list(computer.iterdir())
     assert "tiny: interpolated" in said and "step 2 of 2" in said and "Lyapunov sensitivity" in said
     assert said.count("data:image/png;base64,") == 1 + 4 + 1 + 1  # history, spectra, sensitivity, perplexity
     find = "import importlib.util; print(importlib.util.find_spec('tensorflow'))"
     assert subprocess.run([python, "-c", find], capture_output=True, text=True).stdout == "None\n"
 
+    saved = [path for path in (folder / "runs" / "tiny" / "checkpoints").rglob("*") if path.is_file()]
+    files = {f"run/{path.relative_to(folder / 'runs' / 'tiny')}": path.read_bytes() for path in saved}
+    hub.repositories["us/diffeqformer-tiny"] = {"main": files}
+    said = printed("inspect_run", **{"OWNER/diffeqformer-tiny": "us/diffeqformer-tiny"})
+    assert "The checkpoint is in /" in said and "step 2 of 2" in said
+
     shutil.make_archive(computer / "mine", "zip", folder / "runs")
     (folder / "uploaded" / "earlier" / "checkpoints").mkdir(parents=True)  # of another upload
-    said = printed("inspect_run", **{TRAIN: 'FROM = "upload a zip"'})
+    said = printed("inspect_run", **{HUB: 'FROM = "upload a zip"'})
     assert "The checkpoint is in uploaded/tiny" in said and "step 2 of 2" in said
-    said = printed("inspect_run", **{TRAIN: 'FROM = "Google Drive"'})
+    said = printed("inspect_run", **{HUB: 'FROM = "Google Drive"'})
     assert "mounted /content/drive" in said and "step 2 of 2" in said
-    said = printed("FROM =", **{TRAIN: 'FROM = "folder"', FOLDER: 'CHECKPOINT = "gs://bucket/runs/large"'})
+    said = printed("FROM =", **{HUB: 'FROM = "folder"', FOLDER: 'CHECKPOINT = "gs://bucket/runs/large"'})
     assert "signed in" in said and "The checkpoint is in gs://bucket/runs/large" in said

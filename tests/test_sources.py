@@ -138,14 +138,14 @@ def test_the_folder_is_that_of_tfds(tmp_path, variable, monkeypatch, nowhere):
 
 
 def test_wikitext_from_the_repository(hub, tmp_path):
-    hub.datasets[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
+    hub.repositories[WIKITEXT]["main"]["wikitext-2-raw-v1/train-0.parquet"] = b""
     texts = fetched("wikitext103_raw", tmp_path)
     assert list(texts.documents("test")) == list(articles("".join(row or "\n" for row in RAW["test"])))
     assert list(fetched("wikitext103", tmp_path).documents("test")) == DETOKENIZED["test"]
     hub.stated["wikitext-103-raw-v1/test-00000-of-00001.parquet"] = "0" * 64
     with pytest.raises(UserError, match="test-.*parquet: has the SHA-256 .* but the hub states 0000"):
         fetched("wikitext103_raw", tmp_path / "again")
-    del hub.datasets[WIKITEXT]["main"]["wikitext-103-raw-v1/test-00000-of-00001.parquet"]
+    del hub.repositories[WIKITEXT]["main"]["wikitext-103-raw-v1/test-00000-of-00001.parquet"]
     sentence = f"^{WIKITEXT}: the hub has no Parquet files of split 'test'; put them into manual_"
     with pytest.raises(UserError, match=sentence):
         fetched("wikitext103_raw", tmp_path / "third")
@@ -155,7 +155,7 @@ def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
     hub.stated[LAST] = None
     texts = fetched("openwebtext", tmp_path)
     assert list(texts.documents("validation")) == [PAGES[row] for row in sources.validation_rows(len(PAGES))]
-    sha256 = {path: hashlib.sha256(data).hexdigest() for path, data in hub.datasets[OPENWEBTEXT][CONVERTED].items()}
+    sha256 = {path: hashlib.sha256(data).hexdigest() for path, data in hub.repositories[OPENWEBTEXT][CONVERTED].items()}
     assert record(tmp_path) == {"commit": hub.commit(OPENWEBTEXT, CONVERTED), "files": {"train": sha256}}
     said = capsys.readouterr().out
     assert f"SHA-256 {sha256[LAST]}, none stated by the hub" in said and said.count("as the hub states") == 1
@@ -164,7 +164,7 @@ def test_openwebtext_from_the_conversion(hub, tmp_path, capsys):
 
 def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, tmp_path, monkeypatch):
     """What an earlier one had in addition is left out. A file of other content isn't whole."""
-    files = hub.datasets[OPENWEBTEXT][CONVERTED]
+    files = hub.repositories[OPENWEBTEXT][CONVERTED]
     place = tmp_path / "downloads" / OPENWEBTEXT
     fetched("openwebtext", tmp_path)
     (place / LAST).unlink()
@@ -176,19 +176,19 @@ def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, 
         without = fetched("openwebtext", tmp_path)
     assert without.found == again.found and len(again.found["files"]["train"]) == 2
     (place / "plain_text/train/0000.parquet").write_bytes(parquet(["other"]))
-    hub.datasets.clear()
+    hub.repositories.clear()
     with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: the hub answered 404; try again later"):
         fetched("openwebtext", tmp_path)
 
 
 def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
-    files = hub.datasets[OPENWEBTEXT][CONVERTED]
-    hub.datasets[OPENWEBTEXT][CONVERTED] = {**files, LAST: None}  # the hub lists it, and can't give it
+    files = hub.repositories[OPENWEBTEXT][CONVERTED]
+    hub.repositories[OPENWEBTEXT][CONVERTED] = {**files, LAST: None}  # the hub lists it, and can't give it
     with pytest.raises(UserError, match="^Skylion007/openwebtext: the hub answered 404; try again later"):
         fetched("openwebtext", tmp_path)
     [kept] = (tmp_path / "downloads").rglob("0000.parquet")
     written = kept.stat().st_mtime_ns
-    hub.datasets[OPENWEBTEXT][CONVERTED] = files
+    hub.repositories[OPENWEBTEXT][CONVERTED] = files
     assert fetched("openwebtext", tmp_path).number("validation") == 2 and kept.stat().st_mtime_ns == written
 
 
@@ -202,7 +202,7 @@ def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
     ],
 )
 def test_what_the_hub_cannot_give_is_refused(hub, tmp_path, branch, names, sentence):
-    hub.datasets[OPENWEBTEXT][branch] = {f"{name}.parquet": b"" for name in names}
+    hub.repositories[OPENWEBTEXT][branch] = {f"{name}.parquet": b"" for name in names}
     with pytest.raises(UserError, match=f"^{OPENWEBTEXT}: .*{sentence}.* manual_dir") as error:
         fetched("openwebtext", tmp_path)
     assert "\n" not in str(error.value)

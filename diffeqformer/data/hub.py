@@ -22,7 +22,9 @@ CONVERTED = "refs/convert/parquet"  # branch of a data set's repository with the
 
 
 @contextlib.contextmanager
-def _asking_hub(dataset: str) -> Iterator[None]:
+def asking_hub(
+    what: str, remedy: str = "try again later, or put the files into manual_dir as docs/data.md says"
+) -> Iterator[None]:
     """Say what errors of `huggingface_hub` mean for the user, but for those of the disk, which have a number."""
     try:
         yield
@@ -35,9 +37,7 @@ def _asking_hub(dataset: str) -> Iterator[None]:
         found = (
             f"the hub answered {status}" if status else f"the hub can't be reached, {type(asked).__name__}: {reason}"
         )
-        raise UserError(
-            f"{dataset}: {found}; try again later, or put the files into manual_dir as docs/data.md says"
-        ) from None
+        raise UserError(f"{what}: {found}; {remedy}") from None
 
 
 def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[str, dict[str, list[RepoFile]]]:
@@ -48,7 +48,7 @@ def hub_files(dataset: str, config: str | None, splits: Sequence[str]) -> tuple[
     """
     for branch in ("main", CONVERTED):
         try:
-            with _asking_hub(dataset):
+            with asking_hub(dataset):
                 commit = HfApi().dataset_info(dataset, revision=branch).sha
                 tree = list(HfApi().list_repo_tree(dataset, repo_type="dataset", revision=commit, recursive=True))
         except RevisionNotFoundError:
@@ -106,7 +106,7 @@ def download(
     record = where / "downloads.json"
     if not (files := _downloaded(record, splits)):
         commit, found = hub_files(dataset, config, splits)
-        with _asking_hub(dataset):
+        with asking_hub(dataset):
             wanted = [glob.escape(file.path) for entries in found.values() for file in entries]
             snapshot_download(dataset, repo_type="dataset", revision=commit, local_dir=where, allow_patterns=wanted)
         files = {split: {file.path: _checked(where, file) for file in found[split]} for split in splits}

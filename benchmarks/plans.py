@@ -20,6 +20,9 @@ ROWS = [  # the config, the topology, and further options
     ("wikitext103_small", "v5e:1x1", "microbatches=0"),
     ("wikitext103_small:gpt", "v5e:1x1", "microbatches=0"),
     ("wikitext103_small:shared", "v5e:1x1", "microbatches=0"),
+    ("wikitext103_small", "v5e:1x1", "microbatches=64"),
+    ("wikitext103_small:gpt", "v5e:1x1", "microbatches=64"),
+    ("wikitext103_small:shared", "v5e:1x1", "microbatches=64"),
     ("small", "v5e:1x1", "microbatches=0"),
     ("wikitext103_small", "v5e:2x4"),
     ("wikitext103_medium", "v5e:2x4"),
@@ -42,7 +45,7 @@ HEAD = "| config | chips | mesh | GiB per chip | ms per step | of peak | hours |
 
 def row_of(config: str, topology: str, *options: str) -> str:
     """A row of the table. It is planned if its file is missing."""
-    file = pathlib.Path(FOLDER.value, f"{config}-{topology}.json".replace(":", "-"))
+    file = pathlib.Path(FOLDER.value, f"{'-'.join([config, topology, *options])}.json".replace(":", "-"))
     if not file.exists():
         name, colon, model = config.partition(":")
         command = [sys.executable, "-m", "diffeqformer.plan", f"--config=configs/{name}.py{colon}{model}"]
@@ -52,7 +55,7 @@ def row_of(config: str, topology: str, *options: str) -> str:
     plan = json.loads(file.read_text())
     memory, mesh = plan["memory"], plan["mesh"]
     sizes = f"{mesh['data'] * mesh['generator']}x{mesh['fsdp']}x{mesh['tensor']}"
-    cells = [config, topology, sizes, f"{(memory['capacity'] - memory['to_spare']) / 2**30:.1f}"]
+    cells = [", ".join([config, *options]), topology, sizes, f"{(memory['capacity'] - memory['to_spare']) / 2**30:.1f}"]
     if "training" in plan:
         [times] = plan["milliseconds"].values()
         least, most = plan["training"]["cycles_alone"], plan["training"]["with_account"]

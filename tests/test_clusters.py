@@ -134,9 +134,9 @@ def start_pods(asked, workdir):
 
 @pytest.mark.slow
 def test_pods_go_on_together_after_a_preemption_and_after_a_lost_host(tmp_path, short_stores):
-    options = [*TINY, "--config.steps=40", f"--config.data.dir={short_stores}", "--workdir=gs://bucket/run"]
+    options = [*TINY, "--config.steps=60", f"--config.data.dir={short_stores}", "--workdir=gs://bucket/run"]
     asked = printed("--gpu=h100:1", "--nodes=2", "--image=image", "--", *options)
-    for step, event, status in ((1, signal.SIGTERM, 143), (25, signal.SIGKILL, 1)):
+    for step, event, status in ((1, signal.SIGTERM, 143), (22, signal.SIGKILL, 1)):
         running = start_pods(asked, tmp_path)
         for line in running[0].stdout:
             if line.startswith(f"step {step}/"):
@@ -144,10 +144,10 @@ def test_pods_go_on_together_after_a_preemption_and_after_a_lost_host(tmp_path, 
                 break
         errors = running[0].communicate(timeout=300)[1]
         assert running[0].returncode == status, errors
-        assert ("saved at step" if status == 143 else "lost another one") in errors
+        assert ("saved at step" if status == 143 else "process 0 of 2 failed: ") in errors
         assert running[1].communicate(timeout=300) and running[1].returncode in (143, -signal.SIGKILL)
     [(output, _), _] = finish(start_pods(asked, tmp_path))
-    assert "from its checkpoint at step 20" in output and "Finished." in output
+    assert re.search("from its checkpoint at step (10|20)\n", output) and "Finished." in output  # 20 may not be whole
 
 
 @pytest.mark.slow

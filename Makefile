@@ -7,7 +7,7 @@
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
 # make test-huggingface  imports and exports against Transformers itself, in an environment of its own
-# make lint       style, formatting, the order of imports, and the sizes of code and pages
+# make lint       style, formatting, the order of imports, the Dockerfile, and the sizes of code and pages
 # make models     train small models, and write them for the Hugging Face hub (an hour on two cores)
 # make docs-figures  draw the pictures of docs/ (an hour on two cores)
 # make format     format Python and Markdown
@@ -62,6 +62,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/totals.py
+	$(BIN)/hadolint launch/Dockerfile
 	$(MDFORMAT) --check $(MARKDOWN)
 
 format: $(VENV)/installed-test

@@ -34,7 +34,7 @@ from diffeqformer.orbax import awaited, ocp
 
 def define_flags() -> None:
     """The options of a command that runs on several hosts."""
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; not needed on Cloud TPU, GKE and Slurm.")
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; not needed on Cloud TPU, GKE's TPUs and Slurm.")
     flags.DEFINE_integer(
         "num_processes", None, "Processes of the run: one per TPU host, or one per GPU.", lower_bound=1
     )

@@ -110,14 +110,14 @@ def failed(what: str, found: Sequence[dict], remedy: str) -> list[Row]:
     return [Row(what, said, "", "wrong", remedy)] if errors else []
 
 
-def judged(rate: float, needed: float | None) -> str:
+def judged(rate: float, needed: int | float | None) -> str:
     """The verdict on a rate."""
     return "unknown" if needed is None else "ok" if rate >= needed else "slow"
 
 
-def amount(count: float) -> str:
+def amount(count: int | float) -> str:
     """A number of bytes as text, also a small one."""
-    return gigabytes(count) if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 2}f} MB"
+    return gigabytes(round(count)) if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 2}f} MB"
 
 
 def packages() -> list[Row]:
@@ -197,12 +197,10 @@ def products(found: Sequence[dict], peak: float | None) -> list[Row]:
     return [Row("slowest matmul", said, needed, judged(rate, peak and MATMUL * peak), remedy)]
 
 
-def link_of(mesh: Mesh, axis: str) -> float | None:
-    """Bytes in a second over the slowest link along an axis; None if the chip's aren't known."""
-    chip = next((chip for chip in TPUS.values() if chip.name == mesh.devices.flat[0].device_kind), None)
-    along = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    crosses = number_of_slices(list(along.reshape(len(along), -1)[:, 0])) > 1
-    return chip and (chip.network_rate if crosses else chip.link_rate)
+def link_of(devices: list) -> float | None:
+    """Bytes in a second over the slowest link among some devices; None if the chip's aren't known."""
+    chip = next((chip for chip in TPUS.values() if chip.name == devices[0].device_kind), None)
+    return chip and (chip.network_rate if number_of_slices(devices) > 1 else chip.link_rate)
 
 
 def reduction(axis: str, number: int, size: int, seconds: float, link: float | None) -> Row:
@@ -219,15 +217,16 @@ def reduction(axis: str, number: int, size: int, seconds: float, link: float | N
 
 def reductions(mesh: Mesh) -> Iterator[Row]:
     """A row for each axis with several devices. All processes call this together."""
-    size = 4 * 2**20 if jax.default_backend() == "cpu" else 32 * 2**20
-    for axis, number in mesh.shape.items():
+    size = 2**20 if jax.default_backend() == "cpu" else 2**25
+    for place, (axis, number) in enumerate(mesh.shape.items()):
         if number > 1:
+            line = np.moveaxis(mesh.devices, place, 0).reshape(number, -1)[:, 0]
             seconds = measure.seconds_of_all_reduce(mesh, axis, size)
             slowest = max(each["seconds"] for each in everywhere(lambda: {"seconds": seconds}))
-            yield reduction(axis, number, size, slowest, link_of(mesh, axis))
+            yield reduction(axis, number, size, slowest, link_of(list(line)))
 
 
-def disk(what: str, found: Sequence[dict], way: str, needed: float | None) -> list[Row]:
+def disk(what: str, found: Sequence[dict], way: str, needed: int | float | None) -> list[Row]:
     """Whether a folder is written or read fast enough by all processes at once (`measure.disk_rates`).
 
     Args:

@@ -99,7 +99,7 @@ def seconds_of(call: Callable[[], jax.Array], rounds: int = 5) -> float:
 def product_rates() -> dict:
     """FLOP/s of large products in bfloat16 on each of this process's devices; on CPUs in float32, on one of them."""
     on_cpu = jax.default_backend() == "cpu"
-    size, dtype = (1024, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+    size, dtype = (512, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
     draw = jax.jit(lambda key: (jax.random.normal(key, (size, size)) / math.sqrt(size)).astype(dtype))
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, LOOPS, lambda _, y: x @ y, x))
     seconds = []
@@ -132,9 +132,9 @@ def existing(folder: os.PathLike | str) -> epath.Path:
 
 def disk_rates(folder: os.PathLike | str) -> dict:
     """Bytes in a second that this process writes to a folder and reads back. The file is gone afterwards."""
-    folder, data, times = existing(folder), os.urandom(FILE), [time.perf_counter()]
+    there, data, times = existing(folder), os.urandom(FILE), [time.perf_counter()]
     if "://" in str(folder):
-        file = folder / f".doctor-{uuid.uuid4().hex}"
+        file = there / f".doctor-{uuid.uuid4().hex}"
         try:
             file.write_bytes(data)
             times.append(time.perf_counter())
@@ -142,7 +142,7 @@ def disk_rates(folder: os.PathLike | str) -> dict:
         finally:
             file.unlink(missing_ok=True)
     else:
-        with tempfile.TemporaryFile(dir=folder) as file:  # has no name, so it goes even if this process is killed
+        with tempfile.TemporaryFile(dir=there) as file:  # has no name, so it goes even if this process is killed
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

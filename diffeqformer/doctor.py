@@ -178,7 +178,7 @@ def devices(found: Sequence[dict]) -> list[Row]:
 def memory(found: Sequence[dict], needed: int | None) -> Row:
     """Whether `needed` bytes of a state fit into the free memory of each device (`measure.own_devices`)."""
     free = min((each["free"] for each in found if each.get("free") is not None), default=None)
-    said = "not known" if free is None else f"{gigabytes(free)} free on each"
+    said = "not known" if free is None else f"{amount(free)} free on each"
     state = "" if needed is None else f"{amount(needed)} for the state alone"
     verdict = "unknown" if free is None or needed is None else "ok" if free >= needed else "wrong"
     remedy = "end what else takes memory there, or spread the state over more devices (config.mesh.fsdp)"
@@ -248,7 +248,7 @@ def room(free: int | None, there: int, needs: Needs | None) -> Row:
         free: bytes of the disk; None: it has no end, as on gs://.
         there: bytes of checkpoints that are there already.
     """
-    said = "no limit" if free is None else f"{gigabytes(free)} free"
+    said = "no limit" if free is None else f"{amount(free)} free"
     said += f", {amount(there)} of checkpoints" * bool(there)
     if needs is None:
         return Row("room for checkpoints", said, "", "unknown")
@@ -270,21 +270,22 @@ def space(workdir: str) -> dict:
 def folders(workdir: str, config: ConfigDict | None, needs: Needs | None) -> Iterator[Row]:
     """Rows for the work folder, which all processes must share, and for the folder of token stores."""
     found = everywhere(lambda: measure.disk_rates(workdir))
-    rows = disk("work folder", found, "write", needs and needs.write_rate)
+    rows = disk("disk of --workdir", found, "write", needs and needs.write_rate)
     yield from rows
     if rows[0].verdict != "wrong":
         try:
             hosts.check_shared(measure.existing(workdir))
         except UserErrorEverywhere as error:
             said, _, remedy = str(error).partition("; ")
-            yield Row("work folder", said.removeprefix("--workdir: "), "one for all", "wrong", remedy)
+            yield Row("disk of --workdir", said.removeprefix("--workdir: "), "one for all", "wrong", remedy)
     found = everywhere(lambda: space(workdir))
     rows = failed("room for checkpoints", found, "choose a folder that can be read")
     free = min((each["free"] for each in found if each.get("free") is not None), default=None)
     yield from rows or [room(free, found[0]["there"], needs)]
     if config:
         found = everywhere(lambda: measure.disk_rates(config.data.dir))
-        yield from disk("token stores", found, "read", needs and needs.read_rate)
+        [row] = disk("disk of config.data.dir", found, "read", needs and needs.read_rate)
+        yield row._replace(verdict="unknown") if row.verdict == "wrong" else row  # what is there needn't be written
 
 
 def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterator[Row]:

@@ -35,8 +35,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${NAME:-diffeqformer}
 key=$HOME/.ssh/google_compute_engine # gcloud's
-# options: those of the last run, quoted; examined: those of a run that can start; settings: of the slice, where none are given; commit: which its hosts have;
-# ready: exists once they are set up
+# options: those of the last run, quoted; examined: those of a run that can start; settings: of the slice, where none
+# are given; commit: which its hosts have; ready: exists once they are set up
 here=.launch/$name
 pause=${PAUSE:-30}
 uv=0.13.9 # installs the package on the hosts

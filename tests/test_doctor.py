@@ -83,8 +83,8 @@ def test_rates_are_compared_with_what_is_known():
         ("read", 2e9, "ok"),
         ("read", 0, "ok"),
     ):
-        assert verdicts(doctor.disk("work folder", [half, whole], way, needed)) == [verdict]
-    assert verdicts(doctor.disk("work folder", [half], "read", None)) == ["unknown"]
+        assert verdicts(doctor.disk("disk", [half, whole], way, needed)) == [verdict]
+    assert verdicts(doctor.disk("disk", [half], "read", None)) == ["unknown"]
 
 
 def test_between_slices_devices_have_the_network():
@@ -118,13 +118,13 @@ def test_a_disk_that_is_full_is_wrong_and_nothing_stays_on_it(monkeypatch, tmp_p
     path = type(epath.Path(tmp_path))
     monkeypatch.setattr(path, "read_bytes", lambda self: b"other bytes")
     assert measure.everywhere(lambda: measure.disk_rates("gs://bucket/run")) == [
-        {"error": "what was read isn't what was written"}
+        {"error": "OSError: what was read isn't what was written"}
     ]
     assert not os.listdir(tmp_path)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(measure.os, "fsync", lambda file: (_ for _ in ()).throw(full))
-    rows = list(doctor.folders(str(tmp_path), None, None))
-    assert verdicts(rows) == ["wrong", "unknown"] and "No space left on device" in rows[0].found
+    rows = list(doctor.folders(str(tmp_path), toy_config(), None))
+    assert verdicts(rows) == ["wrong", "unknown", "unknown"] and "No space left on device" in rows[0].found
 
 
 def test_rows_are_printed_as_they_come_and_what_is_wrong_ends_with_a_sentence(capsys):
@@ -148,8 +148,8 @@ def test_the_command_examines_a_machine(options, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     checks = ["check", "Python", "packages", "devices", "memory of devices", "slowest matmul", "all-reduce over "]
-    checks += ["all-reduce over fsdp"] * bool(options) + ["work folder", "room for checkpoints"]
-    checks += ["token stores"] * bool(options)
+    checks += ["all-reduce over fsdp"] * bool(options) + ["disk of --workdir", "room for checkpoints"]
+    checks += ["disk of config.data.dir"] * bool(options)
     assert [line[9:].startswith(check) for line, check in zip(lines, checks, strict=False)] == [True] * len(checks)
     assert lines[len(checks)] == "Nothing is wrong" and not os.listdir(tmp_path)
 
@@ -171,7 +171,7 @@ def test_two_processes_are_compared(tmp_path):
     assert "4 x cpu, on 2 processes" in said and said.endswith("Nothing is wrong\n") and second == errors == ""
     apart = [[*options, f"--workdir={tmp_path / name}"] for name in "ab"]
     for _, errors in finish(start_command("doctor", 2, 2, apart), 1):
-        assert errors == "diffeqformer: work folder: wrong; do what the table above says\n"
+        assert errors == "diffeqformer: disk of --workdir: wrong; do what the table above says\n"
     assert sorted(os.listdir(tmp_path)) == ["a", "b"] and not os.listdir(tmp_path / "a")
 
 

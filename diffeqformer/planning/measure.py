@@ -38,7 +38,7 @@ def everywhere(measure: Callable[[], dict]) -> list[dict]:
     try:
         found = measure()
     except Exception as error:  # devices and cloud clients have many exceptions of their own
-        found = {"error": reason_of(error)}
+        found = {"error": f"{type(error).__name__}: {reason_of(error)}"}
     return [json.loads(text) for text in hosts.texts_of_all(json.dumps(found))]
 
 

@@ -13,6 +13,7 @@ from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printabl
 COMMANDS = (
     "main",
     "plan",
+    "doctor",
     "prepare",
     "generate",
     "evaluate",

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A training run on GPU nodes under Slurm, with one process per GPU. When it is told to stop or runs out of time, it
-# saves a checkpoint and queues itself again.
+# saves a checkpoint and queues itself again. First the nodes are examined, unless DOCTOR=0, and if something is wrong,
+# the job ends.
 #
 #   sbatch --nodes=2 launch/slurm.sh --config=configs/large.py --workdir=/shared/runs/large
 #
@@ -19,8 +20,10 @@ set -uo pipefail
   echo "launch/slurm.sh: give the options of diffeqformer.main, for example --config=configs/large.py" >&2
   exit 1
 }
-# srun does not inherit --cpus-per-task from the job
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer.main "$@"
+on_all() { # srun does not inherit --cpus-per-task from the job
+  srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 .venv/bin/python -m "$@"
+}
+{ [[ ${DOCTOR-1} == 0 ]] || on_all diffeqformer.doctor --undefok=verify "$@"; } && on_all diffeqformer.main "$@"
 status=$?
 if [[ $status =~ ^(138|140|143)$ ]]; then # by USR1, USR2 or TERM; no effect if Slurm has requeued a preempted job
   scontrol requeue "$SLURM_JOB_ID"

@@ -3,7 +3,8 @@
 #
 #   launch/tpu.sh create                      request the slice, unless that is done already, and wait until ssh works
 #   launch/tpu.sh setup                       copy the last commit to all hosts and install it
-#   launch/tpu.sh run OPTIONS                 start training on all hosts, with these options of diffeqformer.main
+#   launch/tpu.sh run OPTIONS                 examine all hosts, and start training on them if nothing is wrong, with
+#                                             these options of diffeqformer.main
 #   launch/tpu.sh watch                       follow the output of host 0, or of WORKER=3, until the run ends, and
 #                                             resume it after each preemption; Ctrl-C stops watching only
 #   launch/tpu.sh do evaluate --workdir=gs://my-bucket/runs/large      run another command on all hosts, and show it
@@ -27,14 +28,15 @@
 #   NFS      address:/share, such as a Filestore's, mounted at /mnt/runs. All hosts must share the work folder, so this
 #            is needed unless --workdir is on gs://
 #   EXTRAS   more extras of the package for setup to install, such as eval, which downstream needs
+#   DOCTOR   0 to start a run without examining the hosts (1)
 #   PAUSE    seconds between two checks of the slice's state (30)
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${NAME:-diffeqformer}
 key=$HOME/.ssh/google_compute_engine # gcloud's
-# options: those of the last run, quoted; settings: of the slice, where none are given; commit: which its hosts have;
-# ready: exists once they are set up
+# options: those of the last run, quoted; examined: those of a run that can start; settings: of the slice, where none
+# are given; commit: which its hosts have; ready: exists once they are set up
 here=.launch/$name
 pause=${PAUSE:-30}
 uv=0.13.9 # installs the package on the hosts
@@ -76,6 +78,7 @@ for ((slice = 0; slices > 1 && slice < slices; slice++)); do names[slice]=$name-
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
   fail "gcloud: not installed; see https://cloud.google.com/sdk/docs/install"
 [[ ${SPOT-} =~ ^[01]?$ ]] || fail "SPOT: must be 1 or 0, but it is $SPOT"
+[[ ${DOCTOR-1} =~ ^[01]$ ]] || fail "DOCTOR: must be 1 or 0, but it is $DOCTOR"
 spot=
 [[ ${SPOT-} != 1 ]] || spot=--spot
 where=(--zone="$ZONE" ${PROJECT:+--project="$PROJECT"})
@@ -187,7 +190,7 @@ create() {
   [[ $state != DELETING ]] || wait_for NONE "ACTIVE|$lost"
   if [[ $state == NONE ]]; then
     [[ -n $dry ]] || {
-      rm -f "$here/ready"
+      rm -f "$here/ready" "$here/examined"
       [[ $command == resume ]] || rm -f "$here/settings" "$here/commit"
       remember ZONE PROJECT TYPE SLICES RUNTIME SPOT NFS EXTRAS
     }
@@ -244,6 +247,11 @@ curl -fsS -H Metadata-Flavor:Google http://metadata.google.internal/computeMetad
 grep -Eq \"^MEGASCALE_NUM_SLICES: *'?$slices'?\$\" || {
 echo \"\$HOSTNAME: its metadata has no MEGASCALE_NUM_SLICES: '$slices'; delete and create the slices\" >&2; exit 1; }"
 
+examine() { # OPTIONS, quoted; does nothing on a host where a run is in progress
+  on_all "$enter
+alive || .venv/bin/python -m diffeqformer.doctor --undefok=verify$1"
+}
+
 start() { # OPTIONS, quoted; does nothing on a host where this run is in progress
   local asked
   asked=$(printf %q "$1")
@@ -262,8 +270,14 @@ run() {
   [[ $# -gt 0 ]] || fail "run: give the options of diffeqformer.main, for example --config=configs/large.py"
   local options
   options=$(printf ' %q' "$@")
+  if [[ ${DOCTOR-1} == 1 && $(cat "$here/examined" 2>/dev/null) != "$options" ]]; then
+    examine "$options"
+    [[ -n $dry ]] || echo "$options" >"$here/examined" # after a start that failed on some hosts, the others are busy
+  fi
   start "$options"
-  [[ -n $dry ]] || echo "$options" >"$here/options" # not earlier: the options of another run in progress must stay
+  [[ -z $dry ]] || return 0
+  rm -f "$here/examined"
+  echo "$options" >"$here/options" # not earlier: the options of another run in progress must stay
 }
 
 resume() {

@@ -107,6 +107,7 @@ ROWS = [
     Row(r"\bode ", add="--windows=1 --refinements=2"),
     Row(r"\binspect "),
     Row(r"\bcompare "),
+    Row(r"\bdoctor "),
     Row(r"\bplan .*--topology=h100", add=joined(SMALL_MODEL)),
     Row(r"\bplan .*--topology=v", add=joined([*SMALL_MODEL, "--config.sequence_length=128"])),
     Row(r"--topology=v(?!.*--programs)", add="--programs=train"),

@@ -28,6 +28,7 @@ fi
 exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
+[[ $2 != diffeqformer.doctor ]] || { printf '%s|' "$@" >>examined; exit "${ILL:-0}"; }
 trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done

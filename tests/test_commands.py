@@ -52,6 +52,7 @@ HELP = {
     "prepare": ["config", "[no]help_config"],
     "compare": ["output"],
     "plan": ["config", "topology", "slices"],
+    "doctor": ["config", "[no]help_config", "workdir", "coordinator"],
 }
 
 

@@ -140,6 +140,23 @@ def test_hosts_run_what_was_asked_once(cloud, host):
     until(lambda: (host / "said").read_text() == once * 2)  # not the options of the refused run
 
 
+def test_a_run_starts_on_hosts_of_which_nothing_is_wrong(cloud, host):
+    run = {"ZONE": "z", "HOST_FOLDER": str(host.parent)}
+    done, _ = cloud(TPU, "run", "--config=tiny", **run, ILL="1")
+    assert done.returncode == 1 and not (host / "run.options").exists()
+    assert (host / "examined").read_text() == "-m|diffeqformer.doctor|--undefok=verify|--config=tiny|"
+    (host / "examined").unlink()
+    done, _ = cloud(TPU, "run", "--config=tiny", **run, ILL="1", DOCTOR="0")
+    assert done.returncode == 0 and not (host / "examined").exists()
+    until((host / "said").exists)
+
+
+def test_a_start_that_fails_is_repeated_without_another_examination(cloud):
+    for start, times in (("run.pid", 2), ("nothing", 1), ("nothing", 2)):  # the last is another run
+        done, calls = cloud(TPU, "run", "--config=tiny", ZONE="z", BROKEN=start)
+        assert done.returncode == (start != "nothing") and verbs_of(calls) == ["ssh"] * times
+
+
 def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
     with subprocess.Popen(["/bin/sleep", "60"]) as other:
         (host / "run.pid").write_text(str(other.pid))
@@ -228,6 +245,7 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     [
         (["create"], {}, "ZONE: name the zone"),
         (["create"], {"ZONE": "z", "SPOT": "yes"}, "SPOT: must be 1 or 0, but it is yes"),
+        (["run"], {"ZONE": "z", "DOCTOR": "no"}, "DOCTOR: must be 1 or 0, but it is no"),
         (["create"], {"ZONE": "z", "SLICES": "0"}, "SLICES: must be a number of slices, but it is 0"),
         (
             ["create"],
@@ -251,9 +269,11 @@ def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):
 def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
     done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), **slurm)
-    program = ".venv/bin/python -m diffeqformer.main --config=configs/large.py"
-    assert calls[0] == f"srun --cpus-per-task=5 --kill-on-bad-exit=0 {program}"
-    assert calls[1:] == more and done.returncode == status
+    step, options = "srun --cpus-per-task=5 --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer", "configs/large.py"
+    doctor, program = f"{step}.doctor --undefok=verify --config={options}", f"{step}.main --config={options}"
+    assert calls == [doctor, *[program] * (status == 0), *more] and done.returncode == status
+    done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), DOCTOR="0", **slurm)
+    assert calls == [program, *more] and done.returncode == status
 
 
 def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host):

@@ -218,6 +218,16 @@ def min_over_processes(size: int) -> int:
     return 2**20 * int(multihost_utils.process_allgather(np.int32(size // 2**20)).min())
 
 
+def texts_of_all(text: str) -> list[str]:
+    """A text of every process, in their order. All must call this together."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    rows = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - len(data))))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes)]
+
+
 def check_same(what: str, digest: str, remedy: str) -> None:
     """Check that something is the same on every process.
 

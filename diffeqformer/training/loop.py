@@ -15,8 +15,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import work_folder
-from diffeqformer.config import check_config, check_fields, check_tokenizer, field_names, get_field, sample_length
-from diffeqformer.config_fields import OF_ONE_HOST
+from diffeqformer.config import check_tokenizer, sample_length
 from diffeqformer.console.results import title
 from diffeqformer.data.preparation import tokenizer_of
 from diffeqformer.data.store import verifying
@@ -26,10 +25,10 @@ from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.sampling import generate
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import NoRoom
-from diffeqformer.training import finetune, goodput
+from diffeqformer.training import goodput
 from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.profile import check_profiler
-from diffeqformer.training.run import Run, agree, make_program, open_run, saved_tokenizer, start_or_resume
+from diffeqformer.training.run import Run, agree, complete, make_program, open_run, saved_tokenizer, start_or_resume
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
@@ -59,11 +58,7 @@ def train(
         Stopped: after a notice to stop (`diffeqformer.parallel.hosts.Notice`), once the run has saved a checkpoint.
     """
     started = time.monotonic() if started is None else started
-    check_fields(config)
-    with hosts.all_succeed("the base"):
-        config = finetune.inherit(config, workdir, given)
-    check_config(config, jax.device_count(), jax.default_backend())
-    hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
+    config = complete(config, workdir, given)
     if config.profile_steps:
         check_profiler(jax.config.jax_platforms)
     with hosts.all_succeed("the tokenizer"):

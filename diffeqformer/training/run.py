@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import jax
 from etils import epath
@@ -27,7 +27,8 @@ from diffeqformer.checkpoints.folder import (
     set_aside,
     set_validations_aside,
 )
-from diffeqformer.config import saved_config
+from diffeqformer.config import check_config, check_fields, field_names, get_field, saved_config
+from diffeqformer.config_fields import OF_ONE_HOST
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.preparation import open_prepared, store_folder
@@ -100,6 +101,23 @@ class Run:
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""
         return tuple(depth for depth in self.program.depths if depth != self.config.model.num_steps)
+
+
+def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
+    """The config with the model of its base, if it has one, checked for all devices. All processes call this together.
+
+    Args:
+        given: see `diffeqformer.training.finetune.inherit`.
+
+    Raises:
+        UserError: if it has an error, or isn't the same on all processes.
+    """
+    check_fields(config)
+    with hosts.all_succeed("the base"):
+        config = finetune.inherit(config, workdir, given)
+    check_config(config, jax.device_count(), jax.default_backend())
+    hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
+    return config
 
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:

@@ -17,6 +17,11 @@ PEAKS = {  # dense bfloat16 FLOP/s of a device, from data sheets; the first name
 }  # fmt: skip
 
 
+def peak_of(kind: str) -> float | None:
+    """The dense bfloat16 FLOP/s of a device of this kind; None if they aren't known."""
+    return next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+
+
 def step_flops(config: ConfigDict, num_steps: int | None = None) -> float:
     """The FLOPs of a train step with `num_steps` steps of depth (None: the config's), over all devices.
 
@@ -45,8 +50,7 @@ def utilisation(config: ConfigDict, seconds: float, devices: list[jax.Device], n
 
     NaN for devices or a compute type whose peak isn't known.
     """
-    kind = devices[0].device_kind
-    peaks = [peak for name, peak in PEAKS.items() if kind.startswith(name)]
-    if not peaks or config.model.dtype != "bfloat16":
+    peak = peak_of(devices[0].device_kind)
+    if not peak or config.model.dtype != "bfloat16":
         return float("nan")
-    return step_flops(config, num_steps) / seconds / (peaks[0] * len(devices))
+    return step_flops(config, num_steps) / seconds / (peak * len(devices))

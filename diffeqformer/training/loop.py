@@ -31,6 +31,7 @@ from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.profile import check_profiler
 from diffeqformer.training.run import Run, agree, make_program, open_run, saved_tokenizer, start_or_resume
 from diffeqformer.training.step import Program
+from diffeqformer.training.trackers import check_installed
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
 
@@ -64,6 +65,9 @@ def train(
         config = finetune.inherit(config, workdir, given)
     check_config(config, jax.device_count(), jax.default_backend())
     hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
+    with hosts.all_succeed("the tracker"):
+        if hosts.is_first():
+            check_installed(config.tracker)
     if config.profile_steps:
         check_profiler(jax.config.jax_platforms)
     with hosts.all_succeed("the tokenizer"):
@@ -98,6 +102,9 @@ def report_end(run: Run, finished_before: bool) -> None:
         )
         return
     print(goodput.describe(run.clock.record()))
+    if "tensorboard" not in run.config.tracker:
+        print(f"Finished. Checkpoints are in {folder}, and curves in {run.config.tracker.replace(',', ' and ')}")
+        return
     beside = pathlib.Path(sys.executable).with_name("tensorboard")
     hidden = beside.exists() and not shutil.which("tensorboard")
     tensorboard = os.path.relpath(beside) if hidden else "tensorboard"

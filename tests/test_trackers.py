@@ -48,10 +48,13 @@ class Failing(Listed):
 
 
 class Hanging(Listed):
-    """A service that doesn't answer."""
+    """A service that doesn't answer, until it says so."""
+
+    ends = threading.Event()
 
     def log(self, step, values):
-        threading.Event().wait()
+        self.ends.wait()
+        raise OSError("no answer")
 
 
 @pytest.fixture
@@ -101,6 +104,8 @@ def test_a_service_that_does_not_answer_delays_nothing(service, tmp_path, monkey
     tracker = InThread("wandb", tmp_path, resumes=False)
     tracker.scalars(1, "train", {"loss": 1.0})
     tracker.finish()
+    Hanging.ends.set()
+    tracker.thread.join()
     assert capsys.readouterr().err == "wandb: it didn't finish within 0.1 s; the run continues without it\n"
 
 

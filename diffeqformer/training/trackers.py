@@ -102,7 +102,7 @@ class InThread:
     """
 
     def __init__(self, name: str, workdir: epath.PathLike, resumes: bool) -> None:
-        self.name, self.workdir, self.resumes = name, epath.Path(workdir), resumes
+        self.name, self.workdir, self.resumes, self.failed = name, epath.Path(workdir), resumes, False
         self.file, self.calls = self.workdir / "trackers" / f"{name}.json", queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -163,6 +163,9 @@ class InThread:
             write_whole(pathlib.Path(self.file), text)
 
     def _say(self, what: str) -> None:
+        said, self.failed = self.failed, True
+        if said:
+            return  # of a service that was given up
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the output is full, or closed
             print(f"{self.name}: {what}; the run continues without it", file=sys.stderr, flush=True)
 

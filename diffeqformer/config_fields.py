@@ -76,6 +76,7 @@ def readable(read: Callable[[str], Any], says: str) -> list[Values]:
 
 
 SCHEDULES = ("cosine", "wsd")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 NOT_NEGATIVE = matching(lambda v: 0 <= v < math.inf, "must not be negative")
 POSITIVE = matching(lambda v: 0 < v < math.inf, "must be a positive number")
 BELOW_ONE = matching(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
@@ -85,6 +86,10 @@ DEPTHS = matching(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, s
 TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
 SCALING = readable(
     read_scaling, "must be four positive numbers, the second below the third, such as 8,1,4,8192, or empty"
+)
+TRACKER = matching(
+    lambda v: len({*v.split(",")} & {*TRACKERS}) == len(v.split(",")),
+    f"must be one of {', '.join(TRACKERS)}, or several, such as tensorboard,wandb",
 )
 LOCAL = matching(
     lambda v: "://" not in v, "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores"
@@ -341,6 +346,8 @@ CONFIG_FIELDS = [
     ConfigField("log_every", 20, at_least(1), "steps between progress lines", change="resuming"),
     ConfigField("eval_every", 500, at_least(1), "steps between evaluations over the whole validation split",
         change="resuming"),
+    ConfigField("tracker", "tensorboard", TRACKER,
+        "where curves go: tensorboard, wandb, trackio, or several, such as tensorboard,wandb", change="resuming"),
     ConfigField("profile_steps", "", TRACE,
         "steps to trace for TensorBoard's profiler, such as 100-102; empty: none", change="resuming"),
     ConfigField("checkpoint_every", 500, at_least(1),

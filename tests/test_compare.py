@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from diffeqformer import compare
-from diffeqformer.console.progress import Progress
+from diffeqformer.console.progress import Progress, TensorBoard
 from diffeqformer.errors import UserError
 from helpers import save_params, toy_config
 from runs import command
@@ -19,7 +19,7 @@ def pretend(folder, validations: dict[int, float], kind="diffeqformer", data="ha
     """A run with the given validations, bits per byte by step."""
     config = toy_config(kind, steps=20, **changes)
     save_params(folder, config, {20: {"w": jnp.ones((4, 3))}}, data_sha256=data, validation_sha256=scored)
-    progress = Progress(folder, 0, 20, 64)
+    progress = Progress(0, 20, 64, [TensorBoard(folder, 0)])
     for step, value in validations.items():
         progress.validation(step, {"loss": value, "perplexity": value, "bits_per_byte": value})
     progress.close()

@@ -148,6 +148,7 @@ WRONG = {
     "log_every": 0,
     "eval_every": 0,
     "profile_steps": "7-3",
+    "tracker": "wandb,wandb",
     "checkpoint_every": 0,
     "checkpoints_kept": 0,
 }
@@ -269,7 +270,7 @@ def test_what_the_tokenizer_refuses(changes, sentence):
 
 FREE = {
     "name", "kernels", "microbatches", "mesh.data", "mesh.fsdp", "mesh.tensor", "model.remat",
-    "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "profile_steps",
+    "model.snapshots", "model.generate_chunk", "log_every", "eval_every", "tracker", "profile_steps",
     "checkpoint_every", "checkpoints_kept", "data.module", "data.train_files", "data.validation_files",
     "data.text_field", "data.separator",
     "data.tokenizer_file", "data.dir", "data.remote", "data.processes", "sample.prompt",

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diffeqformer import inspect
 from diffeqformer.checkpoints import checkpoint, stored_arrays
 from diffeqformer.config import field_names
-from diffeqformer.console.progress import Progress, read_curves
+from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from diffeqformer.errors import UserError
 from diffeqformer.transformer import Transformer, abstract_model, select
 from helpers import ROOT, save_params, toy_config
@@ -163,7 +163,7 @@ def test_large_arrays_are_taken_in_parts(tmp_path, monkeypatch):
 def test_the_history_is_that_of_the_run_as_it_went_on(tmp_path):
     result = {"loss": 2.0, "perplexity": 8.0, "bits_per_byte": 3.0}
     for first, values in ((0, {1: 5.0, 2: 4.0, 3: 3.0}), (1, {2: 4.5})):
-        progress = Progress(tmp_path, first, steps=3, tokens_per_step=8)
+        progress = Progress(first, 3, 8, [TensorBoard(tmp_path, first)])
         for step, loss in values.items():
             progress.train(step, {"loss": loss})
             progress.validation(step, {**result, "loss": loss / 2})

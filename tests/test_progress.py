@@ -3,13 +3,13 @@
 import types
 
 from diffeqformer.console import progress as progress_module
-from diffeqformer.console.progress import Progress, read_curves
+from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from runs import EventAccumulator, curves
 
 
 def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
     for first, value in ((0, 1.0), (2, 2.0)):  # the second process resumes at step 2
-        progress = Progress(tmp_path, first, steps=5, tokens_per_step=1)
+        progress = Progress(first, 5, 1, [TensorBoard(tmp_path, first)])
         for step in range(first + 1, 5 if first == 0 else 4):
             progress.train(step, {"loss": value})
         progress.close()
@@ -19,7 +19,7 @@ def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
 def test_a_start_without_a_checkpoint_drops_all_that_another_start_wrote(tmp_path):
     """Which may have had another base, whose validation at step 0 is not this one's."""
     for value in (1.0, 2.0):
-        progress = Progress(tmp_path, 0, steps=5, tokens_per_step=1, resumes=False)
+        progress = Progress(0, 5, 1, [TensorBoard(tmp_path, 0, resumes=False)])
         progress.validation(0, {"loss": value, "perplexity": value, "bits_per_byte": value})
         progress.close()
     assert read_curves(tmp_path)["validation/loss"] == curves(tmp_path)["validation/loss"] == {0: 2.0}
@@ -30,7 +30,7 @@ def test_curves_hold_each_step_once_whatever_the_clock_does(tmp_path, monkeypatc
     result = {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0}
     for hour, first in ((3, 0), (2, 2), (1, 2)):
         monkeypatch.setattr("time.time", lambda hour=hour: 1.8e9 + 3600 * hour)
-        progress = Progress(tmp_path, first, steps=4, tokens_per_step=1)
+        progress = Progress(first, 4, 1, [TensorBoard(tmp_path, first)])
         if first == 2:
             progress.validation(2, result)
         for step in range(first + 1, 4 if first == 0 else 5):
@@ -43,11 +43,11 @@ def test_curves_hold_each_step_once_whatever_the_clock_does(tmp_path, monkeypatc
     assert [event.step for event in events.Scalars("validation/loss")] == [2]
 
 
-def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, monkeypatch, capsys):
+def test_rates_and_the_time_left_leave_out_what_does_not_come_again(monkeypatch, capsys):
     now = types.SimpleNamespace(seconds=0.0)
     clock = types.SimpleNamespace(monotonic=lambda: now.seconds, time=lambda: now.seconds)
     monkeypatch.setattr(progress_module, "time", clock)
-    progress = Progress(tmp_path, 0, steps=103, tokens_per_step=10)
+    progress = Progress(0, steps=103, tokens_per_step=10)
     progress.first(1, 5.0, 7.0)
     now.seconds += 2 + 100 + 30
     progress.compiled(100.0)
@@ -58,7 +58,7 @@ def test_rates_and_the_time_left_leave_out_what_does_not_come_again(tmp_path, mo
 
 
 def test_the_config_is_a_text_of_tensorboard(tmp_path):
-    progress = Progress(tmp_path, 0, steps=1, tokens_per_step=1)
+    progress = Progress(0, 1, 1, [TensorBoard(tmp_path, 0)])
     progress.config({"model.kind": "gpt", "sample.prompt": "a | b"})
     progress.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

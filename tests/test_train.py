@@ -17,7 +17,7 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from diffeqformer.checkpoints import checkpoint
-from diffeqformer.console.progress import Progress
+from diffeqformer.console.progress import Progress, TensorBoard
 from diffeqformer.data import lock
 from diffeqformer.data.lock import only_run
 from diffeqformer.data.store import SPLITS, Split
@@ -153,9 +153,9 @@ def test_what_a_notice_left_unvalidated_is_validated_by_the_next_process(
 ):
     """The notice comes while the device computes the step."""
     config = toy_config("gpt", steps=9, eval_every=3, data__dir=str(short_stores), sequence_length=16)
-    ended, count, of_another_start = [], Progress.train, Progress(tmp_path, 0, 9, 1)  # which saved nothing
-    of_another_start.validation(0, {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
-    of_another_start.close()
+    ended, count, of_another_start = [], Progress.train, TensorBoard(tmp_path, 0)  # which saved nothing
+    of_another_start.scalars(0, "validation", {"loss": 9.0, "perplexity": 9.0, "bits_per_byte": 9.0})
+    of_another_start.finish()
     monkeypatch.setattr(loop, "sample", lambda *_: "")
     monkeypatch.setattr(hooks, "validate", lambda *_: {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": 3.0})
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 3"):

@@ -2,8 +2,9 @@
 
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 from etils import epath
 from google.protobuf.message import DecodeError
 from tensorboardX import record_writer, summary
@@ -70,49 +71,87 @@ BITS_AT = "bits_per_byte_at_"
 """The names of a validation's scalars for other steps of depth than `model.num_steps` begin with this."""
 
 
-class Progress:
-    """Prints and writes a run's scalars; curves go to `<workdir>/tensorboard`, without TensorFlow.
-
-    If curves can't be written, the run continues, and a message is printed once.
+class TensorBoard:
+    """Curves in `<workdir>/tensorboard`, without TensorFlow. If they can't be written, this is printed once.
 
     Args:
         first_step: the step from which this process trains; values that earlier processes wrote after it are dropped.
-        writes: whether this process writes the curves. Only one process of a run does.
-        depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
         resumes: whether there is a checkpoint; if not, what earlier processes wrote is of another start, and dropped.
+        depths: other steps of depth at which the run is validated. TensorBoard shows all of them in one chart.
     """
 
     def __init__(
-        self,
-        workdir: epath.PathLike,
-        first_step: int,
-        steps: int,
-        tokens_per_step: int,
-        writes: bool = True,
-        depths: tuple[int, ...] = (),
-        resumes: bool = True,
-    ):
-        self.writer, self.flushed, self.failed = None, time.monotonic(), False
+        self, workdir: epath.PathLike, first_step: int, resumes: bool = True, depths: tuple[int, ...] = ()
+    ) -> None:
+        self.first_step, self.flushed, self.failed = first_step, time.monotonic(), False
         self.written: set[str] = set()  # what earlier processes wrote at the first step
-        if writes:
-            if resumes:
-                self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
-            with reachable("--workdir", workdir):
-                self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step, resumes)
-        self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
-        self.start = self.last_time = time.monotonic()
-        self.last_step = self.timed_from = first_step
-        self.seconds_at_peak = 0.0  # of the steps since the last line
+        if resumes:
+            self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
+        with reachable("--workdir", workdir):
+            self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step, resumes)
         if depths:
             tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
             layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
-            self._put(lambda writer: writer.write_event(Event(wall_time=time.time(), summary=layout)))
+            self._put("write_event", Event(wall_time=time.time(), summary=layout))
 
     def config(self, fields: dict) -> None:
-        """Write the config's fields as a table, for TensorBoard's page of texts."""
+        """Write the fields as a table, for TensorBoard's page of texts."""
         rows = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in fields.items()]
-        table = summary.text("config", "\n".join(["| field | value |", "| - | - |", *rows]))
-        self._put(lambda writer: writer.write_event(Event(wall_time=time.time(), step=self.first_step, summary=table)))
+        self.text(self.first_step, "config", "\n".join(["| field | value |", "| - | - |", *rows]))
+
+    def scalars(self, step: int, group: str, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if step == self.first_step and f"{group}/{name}" in self.written:
+                continue  # a validation that was left over, and whose process ended before it was saved
+            self._write(step, summary.scalar(f"{group}/{name}", value))
+        if time.monotonic() - self.flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._write(step, summary.text(name, text))
+
+    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
+        self._write(step, summary.image(name, pixels, dataformats="HWC"))
+
+    def flush(self) -> None:
+        """Return when everything written so far is on disk."""
+        self.flushed = time.monotonic()
+        self._put("flush")
+
+    def finish(self) -> None:
+        self._put("close")
+
+    def _write(self, step: int, written: summary.Summary) -> None:
+        self._put("write_event", Event(wall_time=time.time(), step=step, summary=written))
+
+    def _put(self, method: str, *event: Event) -> None:
+        try:
+            getattr(self.writer, method)(*event)
+        except Exception as error:  # from the file system or a cloud client
+            if not self.failed:
+                print(f"the curves can't be written: {error}; the run continues without them", flush=True)
+            self.failed = True
+
+
+class Progress:
+    """Prints a run's scalars, and hands them to its trackers.
+
+    Args:
+        first_step: the step from which this process trains.
+        trackers: see `diffeqformer.training.trackers`. Only one process of a run has them.
+    """
+
+    def __init__(self, first_step: int, steps: int, tokens_per_step: int, trackers: Sequence = ()):
+        self.first_step, self.steps, self.tokens_per_step = first_step, steps, tokens_per_step
+        self.trackers = trackers
+        self.start = self.last_time = time.monotonic()
+        self.last_step = self.timed_from = first_step
+        self.seconds_at_peak = 0.0  # of the steps since the last line
+
+    def config(self, fields: dict) -> None:
+        """Hand over the config's fields, by name."""
+        for tracker in self.trackers:
+            tracker.config(fields)
 
     def first(self, step: int, loss: float, seconds: float) -> None:
         """Report the first step of this process, `seconds` after its start; most of that time is compilation.
@@ -155,11 +194,11 @@ class Progress:
                 pace += f"  {scalars['utilisation']:.1%} of peak"
             self.seconds_at_peak = 0.0
             print(f"step {step:,}/{self.steps:,}  loss {scalars['loss']:.4f}  {pace}  {left} left", flush=True)
-        self._write(step, "train", scalars)
+        self._track(step, "train", scalars)
 
     def validation(self, step: int, scalars: dict[str, float]) -> None:
-        """Print and write the results of an evaluation, with bits per byte at other depths, if any."""
-        self._write(step, "validation", scalars)
+        """Print and track the results of an evaluation, with bits per byte at other depths, if any."""
+        self._track(step, "validation", scalars)
         at = [f"at {name.removeprefix(BITS_AT)}: {x:.4f}" for name, x in scalars.items() if name.startswith(BITS_AT)]
         others = f" ({', '.join(at)})" if at else ""
         print(
@@ -169,28 +208,14 @@ class Progress:
         )
 
     def flush(self) -> None:
-        """Return when everything written so far is on disk."""
-        self.flushed = time.monotonic()
-        self._put(lambda writer: writer.flush())
+        """Return when the curves that are files of the run are on disk."""
+        for tracker in self.trackers:
+            tracker.flush()
 
     def close(self) -> None:
-        self._put(lambda writer: writer.close())
+        for tracker in self.trackers:
+            tracker.finish()
 
-    def _put(self, action: Callable[[EventsWriter], None]) -> None:
-        if self.writer:
-            try:
-                action(self.writer)
-            except Exception as error:  # from the file system or a cloud client
-                if not self.failed:
-                    print(f"the curves can't be written: {error}; the run continues without them", flush=True)
-                self.failed = True
-
-    def _write(self, step: int, group: str, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            if step == self.first_step and f"{group}/{name}" in self.written:
-                continue  # a validation that was left over, and whose process ended before it was saved
-            scalar = summary.scalar(f"{group}/{name}", value)
-            event = Event(wall_time=time.time(), step=step, summary=scalar)
-            self._put(lambda writer, event=event: writer.write_event(event))
-        if time.monotonic() - self.flushed > FLUSH_SECONDS:
-            self.flush()
+    def _track(self, step: int, group: str, scalars: dict[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.scalars(step, group, scalars)

@@ -17,6 +17,7 @@ from diffeqformer.parallel import hosts
 from diffeqformer.rules import decay_start
 from diffeqformer.training.profile import Trace
 from diffeqformer.training.run import Run
+from diffeqformer.training.trackers import open_trackers
 from diffeqformer.training.validation import validate
 
 
@@ -52,7 +53,10 @@ class Hooks:
         config = run.config
         tokens, resumes = config.batch_size * config.sequence_length, newest(run.checkpoints) is not None
         self.run, self.clock, self.notice = run, run.clock, notice
-        self.progress = Progress(run.folder, first, config.steps, tokens, hosts.is_first(), run.other_depths(), resumes)
+        trackers = []
+        if hosts.is_first():
+            trackers = open_trackers(config.tracker, run.folder, first, resumes, run.other_depths())
+        self.progress = Progress(first, config.steps, tokens, trackers)
         self.progress.config({name: get_field(config, name) for name in field_names(config)})
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
         self.compiled, self.pending = set(), collections.deque()

@@ -30,6 +30,7 @@ from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.profile import check_profiler
 from diffeqformer.training.run import Run, agree, complete, make_program, open_run, saved_tokenizer, start_or_resume
 from diffeqformer.training.step import Program
+from diffeqformer.training.trackers import check_installed
 from diffeqformer.transformer import MODELS, Transformer, check_weights, random_key
 
 
@@ -59,6 +60,9 @@ def train(
     """
     started = time.monotonic() if started is None else started
     config = complete(config, workdir, given)
+    with hosts.all_succeed("the tracker"):
+        if hosts.is_first():
+            check_installed(config.tracker)
     if config.profile_steps:
         check_profiler(jax.config.jax_platforms)
     with hosts.all_succeed("the tokenizer"):
@@ -93,6 +97,9 @@ def report_end(run: Run, finished_before: bool) -> None:
         )
         return
     print(goodput.describe(run.clock.record()))
+    if "tensorboard" not in run.config.tracker:
+        print(f"Finished. Checkpoints are in {folder}, and curves in {run.config.tracker.replace(',', ' and ')}")
+        return
     beside = pathlib.Path(sys.executable).with_name("tensorboard")
     hidden = beside.exists() and not shutil.which("tensorboard")
     tensorboard = os.path.relpath(beside) if hidden else "tensorboard"

@@ -112,6 +112,8 @@ def set_decayed_aside(config: ConfigDict, saved: ConfigDict, workdir: epath.Path
         for file in (workdir / "tensorboard").glob("*.tfevents.*"):
             (ended / "tensorboard").mkdir(parents=True, exist_ok=True)
             (ended / "tensorboard" / file.name).write_bytes(file.read_bytes())
+    if (workdir / "trackers").exists():
+        move_aside(workdir / "trackers", ended, "trackers")  # so that what goes on is tracked as another run
     for step in reversed(decayed):
         move_aside(folder / str(step), ended / "checkpoints", str(step))
     print(

@@ -208,7 +208,7 @@ def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer
     """
     model = abstract_model(config)
     graph, params = split_model(model)
-    check_free("--from: its weights", params, 1 / jax.device_count(), "use a machine with more memory")
+    check_free("the pretrained model: its weights", params, 1 / jax.device_count(), "use a machine with more memory")
     mesh = Mesh(np.array(jax.devices()).reshape(1, 1, -1, 1), AXES)
 
     def place(path, leaf, spec):

@@ -6,8 +6,7 @@
 # make test-faults  an hour (or MINUTES=10) of signals, full disks, damage and more, all of which runs must survive
 # make test-tpu   large train steps through the TPU compiler, which needs no TPU (half an hour or more)
 # make test-gpu   attention, bfloat16, checkpoints and restarts on an NVIDIA GPU
-# make test-huggingface  imports and exports against Transformers itself, in an environment of its own
-# make test-trackers  runs that Weights & Biases and Trackio track, in an environment of its own
+# make test-extras  Transformers reads exports, W&B and Trackio track runs: the real packages, in their own environment
 # make lint       style, formatting, the order of imports, the Dockerfile, and the sizes of code and pages
 # make models     train small models, and write them for the Hugging Face hub (an hour on two cores)
 # make docs-figures  draw the pictures of docs/ (an hour on two cores)
@@ -28,7 +27,7 @@ SUITE := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MDFORMAT := $(BIN)/mdformat --wrap 120 --compact-tables --number
 
-.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu test-huggingface test-trackers lint format models docs-figures address help
+.PHONY: train test test-fast test-shuffled test-slow test-faults test-tpu test-gpu test-extras lint format models docs-figures address help
 
 train: $(VENV)/installed
 	$(BIN)/python -m diffeqformer.main --config=configs/tiny.py
@@ -54,13 +53,9 @@ test-tpu: $(VENV)/installed-tpu
 test-gpu: $(VENV)/installed-cuda
 	TEST_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
-test-huggingface:
-	$(MAKE) VENV=.venv-huggingface .venv-huggingface/installed-huggingface
-	.venv-huggingface/bin/python -m pytest -m huggingface tests/test_huggingface.py
-
-test-trackers:
-	$(MAKE) VENV=.venv-trackers .venv-trackers/installed-trackers
-	.venv-trackers/bin/python -m pytest -m trackers tests/test_trackers.py
+test-extras:
+	$(MAKE) VENV=.venv-extras .venv-extras/installed-extras
+	.venv-extras/bin/python -m pytest -m extras tests/test_huggingface.py tests/test_trackers.py
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
@@ -114,14 +109,9 @@ $(VENV)/installed-cuda: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cuda]' --constraint constraints.txt
 	@touch $@
 
-$(VENV)/installed-huggingface: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,huggingface]' \
-	  --constraint constraints.txt
-	@touch $@
-
 # Trackio takes an older Pillow.
-$(VENV)/installed-trackers: $(VENV)/installed-test
+$(VENV)/installed-extras: $(VENV)/installed-test
 	sed '/^pillow==/d' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,wandb,trackio]' \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,huggingface,wandb,trackio]' \
 	  --constraint $(VENV)/constraints.txt
 	@touch $@

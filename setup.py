@@ -34,8 +34,8 @@ setup(
         "cuda": ["jax[cuda12]"],
         "gcs": ["gcsfs>=2024.6"],  # token stores and runs on gs://
         "eval": ["lm-eval>=0.4.13,<0.5"],
-        "huggingface": ["accelerate>=1.10", "torch>=2.8", "transformers>=5.20,<6"],  # for `make test-huggingface`
-        "wandb": ["wandb>=0.31,<1"],  # config.tracker; for `make test-trackers`
+        "huggingface": ["accelerate>=1.10", "torch>=2.8", "transformers>=5.20,<6"],  # for `make test-extras`
+        "wandb": ["wandb>=0.31,<1"],  # config.tracker; for `make test-extras`
         "trackio": ["trackio>=0.43,<1"],
         "test": [  # for `make test` and `make lint`
             "beartype>=0.20",

@@ -39,7 +39,7 @@ if PLATFORMS == "cpu":
     jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
 import pictures  # noqa: E402, F401 (checks what is drawn)
 
-MARKERS = ("long", "slow", "faults", "tpu", "gpu", "huggingface", "trackers")
+MARKERS = ("long", "slow", "faults", "tpu", "gpu", "extras")
 gc.set_threshold(100_000)  # with the default, looking for garbage takes 4 % of the time
 
 

@@ -67,7 +67,7 @@ ROWS = [
     Row(r"^python3 -m venv", r"\g<0> --without-pip"),
     Row(r"^pip install", add="--dry-run --no-deps --no-build-isolation"),  # tests/test_install.py installs
     Row(r"^tensorboard ", add="--inspect"),  # in place of serving
-    Row(r"tracker=tensorboard,wandb,trackio", "tracker=tensorboard"),  # make test-trackers has the others
+    Row(r"tracker=tensorboard,wandb,trackio", "tracker=tensorboard"),  # make test-extras has the others
     Row(r"downstream( --workdir=\S+)( --shots=0,5)?$", add="--include=my_tasks --tasks=paper"),
     Row(r"(--include=\S+/task_files) --tasks=paper", r"\1 --tasks=logiqa"),  # the hub has the other ten
     Row(r"\bharness run", add="--include_path my_tasks"),

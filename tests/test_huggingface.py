@@ -1,4 +1,4 @@
-"""Transformers itself: what it saves is imported, and it opens what is exported. `make test-huggingface` has its own
+"""Transformers itself: what it saves is imported, and it opens what is exported. `make test-extras` has its own
 environment for this."""
 
 import functools
@@ -18,9 +18,9 @@ from diffeqformer.huggingface.pretrained import difference
 from helpers import forward
 from runs import TINY, command
 
-transformers = pytest.importorskip("transformers", reason="make test-huggingface installs it")
-torch = pytest.importorskip("torch", reason="make test-huggingface installs it")
-pytestmark = pytest.mark.huggingface
+transformers = pytest.importorskip("transformers", reason="make test-extras installs it")
+torch = pytest.importorskip("torch", reason="make test-extras installs it")
+pytestmark = pytest.mark.extras
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
 THEIRS = {

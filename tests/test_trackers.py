@@ -1,4 +1,4 @@
-"""Where curves go, with stand-ins for the services; with the services' own packages in `make test-trackers`."""
+"""Where curves go, with stand-ins for the services; with the services' own packages in `make test-extras`."""
 
 import importlib.util
 import json
@@ -179,7 +179,7 @@ def trackio_rows(_) -> list[dict]:
     return [{"run": run.name, **run.config}, *SQLiteStorage.get_logs("diffeqformer", run.name)]
 
 
-@pytest.mark.trackers
+@pytest.mark.extras
 @pytest.mark.parametrize("name, rows_of", [("wandb", wandb_rows), ("trackio", trackio_rows)])
 def test_a_service_has_what_tensorboard_has(
     name, rows_of, short_stores, tmp_path, monkeypatch, one_device_loop, capsys

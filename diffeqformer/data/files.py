@@ -56,9 +56,9 @@ def kind(path: str | os.PathLike) -> str:
 
 
 def check_first(path: str | os.PathLike, layout: Layout = Layout()) -> None:
-    """Check, as `read_texts` does, that a file's first document, or the first bytes of plain text can be read."""
+    """Check, as `read_texts` does, that a file's first document, or the first block of plain text can be read."""
     if kind(path) == PLAIN:
-        _decoded(path, 0, next(_blocks(path))[:BINARY], whole=False)
+        _decoded(path, 0, next(_blocks(path)), whole=False)
     else:
         next(read_texts(path, layout), None)
 
@@ -159,13 +159,9 @@ def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> s
         found = "holds half of a surrogate pair"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = "isn't a JSON object" if isinstance(error, ValueError) else f"has no string '{field}'"
-        if number == 1 and line.lstrip().startswith("["):
-            found = "isn't a JSON object but an array, whose items jq -c '.[]' would write a line each"
-        elif number == 1 and line.strip() == "{":
-            found = "has only the beginning of a JSON object, which jq -c . would write into one line"
     raise UserError(
-        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field '
-        "with the text (text_field)"
+        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line (jq -c . or \'.[]\' may help), or '
+        "name the field with the text (text_field)"
     )
 
 
@@ -180,18 +176,13 @@ def _open_parquet(path: str | os.PathLike, field: str):
     except pyarrow.ArrowInvalid:
         raise UserError(f"{path}: this isn't a whole Parquet file; get it again") from None
     names = file.schema_arrow.names
-    if names.count(field) > 1:
-        raise UserError(f"{path}: there are several columns '{field}' among {names}; keep one of them")
-    if field not in names:
-        raise UserError(
-            f"{path}: there is no column '{field}' among {names}; name the one with the text (text_field), or rename it"
-        )
+    if names.count(field) != 1:
+        found = "are several columns" if field in names else "is no column"
+        raise UserError(f"{path}: there {found} '{field}' among {names}; name the one with the text (text_field)")
     column = file.schema_arrow.field(field).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if str(values).removeprefix("large_").removesuffix("_view") not in ("string", "binary", "null"):
         raise UserError(f"{path}: column '{field}' holds {column} instead of strings; convert it")
-    if not file.metadata.num_rows:
-        raise UserError(f"{path}: the file has no rows; put one with text there")
     return file
 
 
@@ -203,10 +194,9 @@ def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
     if column.nbytes > LARGEST:
         raise UserError(f"{path}: the texts from row {row:,} on have more than {LARGEST:,} bytes; cut them")
     try:
-        texts = [text.decode("utf-8") if isinstance(text, bytes) else text or "" for text in column.to_pylist()]
+        return [text.decode("utf-8") if isinstance(text, bytes) else text or "" for text in column.to_pylist()]
     except UnicodeDecodeError:
         raise UserError(f"{path}: a text from row {row:,} on isn't UTF-8; convert the file to UTF-8") from None
-    return texts
 
 
 def _parquet_texts(path: str | os.PathLike, field: str) -> Iterator[str]:

@@ -113,7 +113,6 @@ def stage(remote: str, folder: pathlib.Path) -> None:
         write_whole(partial / "store.json", content.decode("utf-8"))
         read_about(partial)
         partial.rename(folder)
-        (folder / "lock").unlink()
 
 
 def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> None:

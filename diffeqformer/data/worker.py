@@ -4,7 +4,7 @@ Requests arrive as lines of JSON on standard input. Answers are lines of JSON on
 else that is printed goes to standard error. The first request names the task. If it doesn't say what was `found`, the
 corpus is fetched, and the answer is the list of work. Each other request is a folder and a shard to write into it.
 Shard i of n holds the documents of the i-th of the source's n files, so the shards don't depend on the number of
-processes. SeqIO reads a corpus if it is installed.
+processes.
 """
 
 import hashlib

@@ -50,7 +50,7 @@ def run(name: str, *arguments: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subprocess.Popen:
+def fork(command: list[str], pass_fds: list[int], **options) -> subprocess.Popen:
     """`subprocess.Popen` of `python -m <module>`, but the module runs in a fork of this process."""
 
     def become_the_module():
@@ -58,7 +58,6 @@ def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subpr
             if int(file) not in (0, 1, 2, *pass_fds):
                 with contextlib.suppress(OSError):
                     os.close(int(file))
-        os.environ.update(env)
         run(command[-1])  # what it raises, SystemExit too, ends this process with a status that isn't 0
         os._exit(0)  # without executing the command
 

@@ -113,7 +113,7 @@ def test_the_field_of_the_text_has_any_name(tmp_path):
     pq.write_table(pa.table({"text": [3], "a.b": ["one"]}), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         assert list(read_texts(tmp_path / name, Layout("a.b"))) == ["one"]
-        with pytest.raises(UserError, match=r"no (string|column) 'words'.* \(text_field\)"):
+        with pytest.raises(UserError, match=r"(string|column) 'words'.* \(text_field\)"):
             check_first(tmp_path / name, Layout("words"))
 
 
@@ -143,10 +143,9 @@ def test_a_row_without_text_is_an_empty_document(tmp_path):
         ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: Truncated compressed stream"),
         ("a.txt", "naïve".encode("utf-16-le"), r"a\.txt: byte 1 is 0, so this isn't text"),
         ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object"),
-        ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"a\.jsonl: line 2 has no string 'text'"),
-        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 has no string 'text'; .*jq -c \. or '\.\[\]' may"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object with a string 'text'"),
+        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 isn't a JSON object .*jq -c \. or '\.\[\]' may"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 isn't a JSON object with"),
         ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from diffeqformer.data import preparation
-from diffeqformer.data.local_files import fingerprint, local_files, matching_files
+from diffeqformer.data.files import fingerprint, local_files, matching_files
 from diffeqformer.data.store import SPLITS, open_store
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError

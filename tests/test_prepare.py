@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from diffeqformer.data import preparation
-from diffeqformer.data.local_files import fingerprint, local_files
+from diffeqformer.data.files import fingerprint, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
@@ -103,7 +103,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
     "content, sentence",
     [
         (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
-        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 has no string 'text'"),
+        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 isn't a JSON object with a string 'text'"),
     ],
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
@@ -115,7 +115,8 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, sentence", [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 has no string 'te")]
+    "name, sentence",
+    [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 isn't a JSON object with a string 'te")],
 )
 def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, corpus, tmp_path):
     (tmp_path / name).write_text("{}\0\n" if name == "read.me" else "{}\n")
@@ -147,7 +148,7 @@ def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path
 
 def test_a_worker_that_is_killed_is_said_and_holds_the_lock(tmp_path):
     with only_process(tmp_path / "x.partial") as lock:
-        worker = preparation.Worker({}, lock, str(tmp_path))
+        worker = preparation.Worker({}, lock)
     with open(tmp_path / ".x.partial.lock") as another:
         with pytest.raises(BlockingIOError):
             fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)

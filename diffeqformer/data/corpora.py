@@ -14,6 +14,7 @@ import seqio
 import tensorflow as tf
 
 from diffeqformer.data import texts
+from diffeqformer.data.quiet import quiet
 from diffeqformer.data.texts import FileTexts, LocalTexts, StandardLibrary
 from diffeqformer.errors import UserError, reason_of
 
@@ -130,9 +131,11 @@ class SourceTexts:
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """The documents of one of `count` shards, in order."""
         part = seqio.ShardInfo(index, count) if count > 1 else None
+        examples = rekey(self.source.get_dataset(split, shuffle=False, shard_info=part))
         try:
-            for example in rekey(self.source.get_dataset(split, shuffle=False, shard_info=part)).as_numpy_iterator():
-                yield example["targets"].decode("utf-8")
+            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+                for example in examples.as_numpy_iterator():
+                    yield example["targets"].decode("utf-8")
         except tf.errors.OpError as error:  # which wraps a UserError of ours
             wrapped = re.search(r"UserError: (.*)", str(error))
             raise UserError(wrapped.group(1).strip() if wrapped else reason_of(error)) from None

@@ -7,12 +7,10 @@ written to `<store>.partial`, which is renamed once all of it has been verified.
 import contextlib
 import itertools
 import json
-import os
 import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +20,7 @@ from ml_collections import ConfigDict
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.console.terminal import duration
-from diffeqformer.data.files import check_first
-from diffeqformer.data.local_files import NoFile, fingerprint, layout_of, local_files
+from diffeqformer.data.files import NoFile, check_first, fingerprint, layout_of, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed
@@ -104,9 +101,8 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
         if folder.exists():
             return
         try:
-            with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as running:
-                start = lambda task: running.enter_context(Worker(task, lock, temporary))  # noqa: E731
-                _prepare(data, tokenizer, files, partial, start)
+            with contextlib.ExitStack() as running:
+                _prepare(data, tokenizer, files, partial, lambda task: running.enter_context(Worker(task, lock)))
         finally:
             for path in partial.glob("*.partial*"):  # of processes that were stopped; frees space on a full disk
                 path.unlink()
@@ -163,13 +159,12 @@ class Worker:
     Args:
         task: the first request, which names the text and the tokenizer.
         lock: stays held while it runs, even if this process is killed.
-        temporary: folder for temporary files that TensorFlow leaves behind.
     """
 
-    def __init__(self, task: dict, lock: IO, temporary: str):
+    def __init__(self, task: dict, lock: IO):
         command = [sys.executable, "-m", "diffeqformer.data.worker"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[lock.fileno()])
-        self.process = subprocess.Popen(command, env={**os.environ, "TMPDIR": temporary}, **pipes)
+        self.process = subprocess.Popen(command, **pipes)
         self.ask(task)
 
     def ask(self, request: dict | list) -> None:

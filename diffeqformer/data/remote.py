@@ -59,11 +59,10 @@ def upload(folder: pathlib.Path, remote: str) -> None:
                 f"config.data.remote: {name} is {what} with other content, which is never replaced; name another URL, "
                 "or delete it there"
             )
-        shards = shards_of(about, folder / "store.json")
         system.makedirs(there, exist_ok=True)
         system.pipe_file(f"{there}/uploading.json", ours)
         put = functools.partial(_put, system, there, folder, unfinished is not None)
-        each_shard(put, shards, f"Copying {folder} to {remote}")
+        each_shard(put, shards_of(about), f"Copying {folder} to {remote}")
         system.pipe_file(f"{there}/store.json", ours)
         system.rm(f"{there}/uploading.json")
 
@@ -107,9 +106,10 @@ def stage(remote: str, folder: pathlib.Path) -> None:
                 f"config.data.remote: there is no token store {folder.name} at {remote}; make it with "
                 "`python -m diffeqformer.prepare` and the same config"
             )
-        content, place = system.cat_file(f"{there}/store.json"), f"{name}/store.json"
+        content = system.cat_file(f"{there}/store.json")
+        about = parse_about(content, f"{name}/store.json")
         get = functools.partial(_get, system, there, partial, name)
-        each_shard(get, shards_of(parse_about(content, place), place), f"Copying {name} to {folder}")
+        each_shard(get, shards_of(about), f"Copying {name} to {folder}")
         write_whole(partial / "store.json", content.decode("utf-8"))
         read_about(partial)
         partial.rename(folder)

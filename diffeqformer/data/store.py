@@ -128,16 +128,9 @@ def token_type(vocab_size: int) -> np.dtype:
 REMEDY = "delete the folder and start again to prepare it anew"
 
 
-def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
-    """The shards of a store's splits, as its `store.json` at `place` lists them.
-
-    Each `file` must be a plain file name: a foreign store could name any file on this machine.
-    """
-    shards = [shard for split in about["splits"].values() for shard in split["shards"]]
-    for shard in shards:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
-            raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
-    return shards
+def shards_of(about: dict) -> list[dict]:
+    """The shards of a store's splits, as its `store.json` lists them."""
+    return [shard for split in about["splits"].values() for shard in split["shards"]]
 
 
 def _is_account(about: dict) -> bool:
@@ -159,7 +152,9 @@ def parse_about(content: bytes, place: str | os.PathLike) -> dict:
         unsealed(about)
         if about["format"] != FORMAT:
             raise UserError(f"{place}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}")
-        shards_of(about, place)
+        for shard in shards_of(about):  # a foreign store could name any file on this machine
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
+                raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
         if _is_account(about):
             return about
     except UserError:
@@ -179,7 +174,7 @@ def read_about(folder: pathlib.Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; {REMEDY}") from None
     width = np.dtype(about["dtype"]).itemsize
-    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about, path)):
+    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about)):
         size = (folder / file).stat().st_size if (folder / file).exists() else 0
         if size != tokens * width:
             raise UserError(
@@ -212,7 +207,6 @@ def verify(
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
     """
-    shards_of(about, folder / "store.json")  # their names are safe
     chosen = [about["splits"][name] for name in splits]
     checks = [
         functools.partial(_check_shard, folder / shard["file"], shard["sha256"], about["dtype"], vocab_size)
@@ -275,7 +269,7 @@ def open_store(
     """The training and validation splits of the store in `folder`, after checking that it is complete and fits.
 
     Args:
-        files: fingerprints of the local files that replace the task (`diffeqformer.data.local_files.Fingerprint`), of
+        files: fingerprints of the local files that replace the task (`diffeqformer.data.files.Fingerprint`), of
             which the store must have one; empty for no files, None for any.
     """
     folder = pathlib.Path(folder)

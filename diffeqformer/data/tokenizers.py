@@ -18,7 +18,7 @@ class NoTokenizer(UserError):
 
 
 class Tokenizer:
-    """What all tokenizers are: these, `open` for their file, `encode`, and `save` and `restore` for checkpoints.
+    """What all tokenizers are. `open` reads their file, and `restore` what `data` gave.
 
     `encode` never gives `end_of_text`: the spelling of a special token in a text is ordinary text.
 
@@ -33,6 +33,14 @@ class Tokenizer:
     end_of_text: int
     unknown: int | None = None
     exact: bool = True
+
+    def data(self) -> bytes:
+        """All that it consists of, besides its kind."""
+        return b""
+
+    def save(self) -> str:
+        """The same as text for a checkpoint, which can then be opened without the tokenizer's file."""
+        return base64.b85encode(zlib.compress(data, 9)).decode() if (data := self.data()) else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids: special ones are left out, broken UTF-8 becomes U+FFFD."""
@@ -49,7 +57,7 @@ class ByteTokenizer(Tokenizer):
     name, vocab_size, end_of_text = "bytes", 257, 256
 
     @classmethod
-    def open(cls, file: str = "") -> "ByteTokenizer":
+    def open(cls, file: str | bytes) -> "ByteTokenizer":
         return cls()
 
     restore = open
@@ -59,9 +67,6 @@ class ByteTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(i for i in ids if i < 256)
-
-    def save(self) -> str:
-        return ""  # the name is enough
 
 
 def _content(path: str, remedy: str) -> bytes:
@@ -133,13 +138,12 @@ class GPT2Tokenizer(Tokenizer):
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([i for i in ids if i < self.end_of_text])
 
-    def save(self) -> str:
-        pieces = sorted(self.ranks, key=self.ranks.get)
-        return _pack(b"\n".join(base64.b64encode(piece) for piece in pieces))
+    def data(self) -> bytes:
+        return b"\n".join(base64.b64encode(piece) for piece in sorted(self.ranks, key=self.ranks.get))
 
     @classmethod
-    def restore(cls, saved: str) -> "GPT2Tokenizer":
-        return cls({base64.b64decode(line): i for i, line in enumerate(_unpack(saved).split(b"\n"))})
+    def restore(cls, data: bytes) -> "GPT2Tokenizer":
+        return cls({base64.b64decode(line): i for i, line in enumerate(data.split(b"\n"))})
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -150,7 +154,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes):
         import sentencepiece
 
-        self._model = model
+        self.model = model
         try:
             with quiet():  # it would log its own words first
                 self._processor = sentencepiece.SentencePieceProcessor()
@@ -175,12 +179,12 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode(list(map(int, ids)))
 
-    def save(self) -> str:
-        return _pack(self._model)
+    def data(self) -> bytes:
+        return self.model
 
     @classmethod
-    def restore(cls, saved: str) -> "SentencePieceTokenizer":
-        return cls(_unpack(saved))
+    def restore(cls, data: bytes) -> "SentencePieceTokenizer":
+        return cls(data)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -220,7 +224,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.end_of_text_token = self._encoding.id_to_token(self.end_of_text)
         self._encoding.add_special_tokens([self.end_of_text_token])  # not all files say so
         self._encoding.encode_special_tokens = True
-        self.name = f"huggingface-{hashlib.sha256(self._data()).hexdigest()[:12]}"
+        self.name = f"huggingface-{hashlib.sha256(self.data()).hexdigest()[:12]}"
 
     @classmethod
     def open(cls, path: str) -> "HuggingFaceTokenizer":
@@ -233,16 +237,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(list(map(int, ids)), skip_special_tokens=True)
 
-    def _data(self) -> bytes:
+    def data(self) -> bytes:
         """The file, after the id that ends a document."""
         return b"%d\n%s" % (self.end_of_text, self.file)
 
-    def save(self) -> str:
-        return _pack(self._data())
-
     @classmethod
-    def restore(cls, saved: str) -> "HuggingFaceTokenizer":
-        end_of_text, _, file = _unpack(saved).partition(b"\n")
+    def restore(cls, data: bytes) -> "HuggingFaceTokenizer":
+        end_of_text, _, file = data.partition(b"\n")
         return cls(file, int(end_of_text))
 
 
@@ -297,22 +298,14 @@ def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its name and what its `save` gave."""
-    return TOKENIZERS[name.partition("-")[0]].restore(saved)
-
-
-def _pack(data: bytes) -> str:
-    return base64.b85encode(zlib.compress(data, 9)).decode()
-
-
-def _unpack(saved: str) -> bytes:
-    """The reverse of `_pack`. A small record could hold any number of bytes.
+    """The tokenizer of a checkpoint, from its name and what its `save` gave.
 
     Raises:
-        ValueError: if it has more than `LARGEST` bytes, or isn't whole.
+        ValueError: if it has more than `LARGEST` bytes, as a small record could have, or isn't whole.
     """
-    unpacking = zlib.decompressobj()
-    data = unpacking.decompress(base64.b85decode(saved), LARGEST)
-    if not unpacking.eof:
-        raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
-    return data
+    unpacking, data = zlib.decompressobj(), b""
+    if saved:
+        data = unpacking.decompress(base64.b85decode(saved), LARGEST)
+        if not unpacking.eof:
+            raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
+    return TOKENIZERS[name.partition("-")[0]].restore(data)

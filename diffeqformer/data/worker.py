@@ -19,7 +19,6 @@ import numpy as np
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.data.files import Layout
-from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_corpus
 from diffeqformer.data.tokenizers import Tokenizer, lost_in, restore_tokenizer
@@ -92,8 +91,7 @@ def main() -> None:
             plan(texts, first["task"])
         for line in sys.stdin:
             folder, shard = json.loads(line)
-            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-                write_shard(texts, tokenizer, pathlib.Path(folder), *shard)
+            write_shard(texts, tokenizer, pathlib.Path(folder), *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except UserError as error:

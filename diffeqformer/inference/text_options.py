@@ -7,10 +7,8 @@ from absl import flags
 
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.data.files import OPENERS
-from diffeqformer.data.local_files import layout_of, matching_files
+from diffeqformer.data.files import OPENERS, layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
-from diffeqformer.data.quiet import quiet
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
 from diffeqformer.data.texts import CORPORA, open_corpus, stored_documents
@@ -96,8 +94,7 @@ def open_text(
     texts.fetch()
     if options.split not in texts.splits:
         raise UserError(f"--split: {task} has {', '.join(texts.splits)}, but it is '{options.split}'")
-    with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-        every = [text for text in texts.documents(options.split) if text.strip()]
+    every = [text for text in texts.documents(options.split) if text.strip()]
     documents = ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
     return Evaluation(documents, name, window, stride)
 

@@ -178,18 +178,6 @@ def test_whole_files_of_the_last_download_are_taken_without_asking_the_hub(hub, 
         fetched("openwebtext", tmp_path)
 
 
-def test_files_that_are_whole_are_not_downloaded_again(hub, tmp_path):
-    files = hub.repositories[OPENWEBTEXT][CONVERTED]
-    hub.repositories[OPENWEBTEXT][CONVERTED] = {**files, LAST: None}  # the hub lists it, and can't give it
-    with pytest.raises(UserError, match="^Skylion007/openwebtext: the hub answered 404; try again later"):
-        fetched("openwebtext", tmp_path)
-    [kept] = (tmp_path / "downloads").rglob("0000.parquet")
-    written = kept.stat().st_mtime_ns
-    hub.repositories[OPENWEBTEXT][CONVERTED] = files
-    fetched("openwebtext", tmp_path)
-    assert kept.stat().st_mtime_ns == written
-
-
 @pytest.mark.parametrize(
     "branch, names, sentence",
     [

@@ -35,7 +35,6 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_z
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
 BLOCK = 2**20  # bytes read at once
 BINARY = 2**16  # bytes at the beginning of a file, of which none is 0 in a text
-ROWS_OF_DICTIONARY = 2**14  # whose texts are there once, and are read again for each batch
 ROWS_AT_ONCE = 4  # of a Parquet file, or fewer: a kilobyte of it can hold a long text a million times
 
 
@@ -191,8 +190,7 @@ def _open_parquet(path: str | os.PathLike, field: str):
 def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
     """The texts of a pyarrow column that begins at `row`. It can hold nulls, and bytes that aren't UTF-8."""
     if hasattr(column, "dictionary"):
-        words = _strings(path, column.dictionary, row)
-        return ["" if index is None else words[index] for index in column.indices.to_pylist()]
+        column = column.dictionary_decode()
     if column.nbytes > LARGEST:
         raise UserError(f"{path}: the texts from row {row:,} on have more than {LARGEST:,} bytes; cut them")
     try:
@@ -212,8 +210,6 @@ def _parquet_texts(path: str | os.PathLike, field: str) -> Iterator[str]:
                 columns = [about.column(number) for number in range(about.num_columns)]
                 [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == field]
                 rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
-                if pyarrow.types.is_dictionary(file.schema_arrow.field(field).type):
-                    rows = ROWS_OF_DICTIONARY
                 for batch in file.iter_batches(rows, [group], columns=[field]):
                     yield from _strings(path, batch.column(0), row)
                     row += batch.num_rows

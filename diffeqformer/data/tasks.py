@@ -119,26 +119,22 @@ class NextToken(seqio.FeatureConverter):
     def _convert_features(self, ds, task_feature_lengths):
         length = task_feature_lengths["targets"]
 
+        def padded(values: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.pad(values, [[0, length - tf.shape(values)[0]]]), [length])
+
         def convert(example):
             ids = example["targets"]
-            features = {
-                "decoder_input_tokens": ids,
-                "decoder_target_tokens": ids[1:],
-                "decoder_loss_weights": tf.ones_like(ids[1:]),
-            }
-            return {name: self._padded(values, length) for name, values in features.items()}
+            features = (ids, ids[1:], tf.ones_like(ids[1:]))
+            return dict(zip(self.MODEL_FEATURES, map(padded, features)))
 
         return ds.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
-
-    def _padded(self, values: tf.Tensor, length: int) -> tf.Tensor:
-        return tf.ensure_shape(tf.pad(values, [[0, length - tf.shape(values)[0]]]), [length])
 
     def get_model_feature_lengths(self, task_feature_lengths):
         return dict.fromkeys(self.MODEL_FEATURES, task_feature_lengths["targets"])
 
 
 CONVERTER = NextToken()
-"""For `seqio.get_dataset`, `seqio.Evaluator` and whatever else asks for a feature converter."""
+"""For whatever asks for a feature converter."""
 
 
 @flax.struct.dataclass

@@ -165,9 +165,8 @@ def test_no_control_character_reaches_a_terminal(tmp_path):
     shown = os.read(terminal, 2**16).decode()
     assert done.returncode == 0 and "\x1b" not in shown and "\ufffd]0;title\ufffd" in shown, done.stderr
     assert name in command("inspect", f"--workdir={tmp_path / 'run'}").stdout  # a pipe gets it as it is
-    for options in (["--workdir=\x1b[2J"], ["--step=\x1b[2J"], ["\x1b[2J"]):
-        done = command("inspect", f"--workdir={tmp_path / 'run'}", *options)
-        assert done.returncode == 1 and "\x1b" not in done.stderr and "\ufffd[2J" in done.stderr
+    done = command("inspect", f"--workdir={tmp_path / 'run'}", "--step=\x1b[2J")
+    assert done.returncode == 1 and "\x1b" not in done.stderr and "\ufffd[2J" in done.stderr
     assert json.loads(json_line({"a": "\x1b\x7f\U000e0001é"})) == {"a": "\x1b\x7f\U000e0001é"}
     assert json_line({"a": "\x7fé"}) == '{"a": "\\u007fé"}'
 

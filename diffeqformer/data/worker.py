@@ -7,6 +7,7 @@ Shard i of n holds the documents of the i-th of the source's n files, so the sha
 processes.
 """
 
+import collections
 import hashlib
 import json
 import os
@@ -47,30 +48,26 @@ def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, i
     """Write one shard and its record. Each gets its final name only when it is complete."""
     name = f"{split}-{index:05d}.bin"
     digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
-    sums = dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0)
+    sums = collections.Counter(dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0))
     partial = folder / f"{name}.partial"
-    try:
-        with open(partial, "wb") as file:
-            for text in texts.documents(split, index, count):
-                if not text.strip():
-                    sums["empty"] += 1
-                    continue
-                ids = tokenizer.encode(text)
-                data = np.array([*ids, tokenizer.end_of_text], dtype).tobytes()
-                file.write(data)
-                digest.update(data)
-                unknown, altered = lost_in(tokenizer, text, ids)
-                found = dict(tokens=len(ids) + 1, documents=1, bytes=len(text.encode()))
-                for what, number in (*found.items(), ("unknown", unknown), ("altered", altered)):
-                    sums[what] += number
-                if time.monotonic() - told > 0.5:
-                    told = time.monotonic()
-                    answer(split=split, shard=index, done=False, **sums)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)  # frees space on a full disk
-        raise
+    with open(partial, "wb") as file:
+        for text in texts.documents(split, index, count):
+            if not text.strip():
+                sums["empty"] += 1
+                continue
+            ids = tokenizer.encode(text)
+            data = np.array([*ids, tokenizer.end_of_text], dtype).tobytes()
+            file.write(data)
+            digest.update(data)
+            unknown, altered = lost_in(tokenizer, text, ids)
+            sums.update(
+                tokens=len(ids) + 1, documents=1, bytes=len(text.encode()), unknown=unknown, altered=int(altered)
+            )
+            if time.monotonic() - told > 0.5:
+                told = time.monotonic()
+                answer(split=split, shard=index, done=False, **sums)
+        file.flush()
+        os.fsync(file.fileno())
     partial.rename(folder / name)
     write_whole(folder / f"{name}.json", json.dumps({"file": name, **sums, "sha256": digest.hexdigest()}))
     answer(split=split, shard=index, done=True, **sums)

@@ -158,17 +158,6 @@ def test_a_worker_that_is_killed_is_said_and_holds_the_lock(tmp_path):
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_only_the_first_worker_looks_for_the_corpus(tmp_path, monkeypatch):
-    """The others are told which files it has found, so that nothing is downloaded or counted twice."""
-    plan = {"origin": "", "shards": {"train": 2, "validation": 2}, "found": {"files": {"train": ["a.parquet"]}}}
-    told, data = [], toy_config(data__task="openwebtext", data__processes=3).data
-    for name in ("write_shards", "account_of", "finish"):
-        monkeypatch.setattr(preparation, name, lambda *_: None)
-    start = lambda task: told.append(task.get("found")) or mock.Mock(answers=lambda: iter([plan]))  # noqa: E731
-    preparation._prepare(data, TOKENIZER, None, tmp_path, start)
-    assert told == [None, plan["found"], plan["found"]]
-
-
 LOSSY = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "the odd thing", "A cat"]
 """One loses a newline, and one is made of an unknown id, whose rank in the model is 0, and a full stop."""
 

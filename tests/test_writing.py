@@ -161,10 +161,7 @@ def test_room_is_counted_for_all_keys_and_values_on_a_device(monkeypatch):
     of_step = 2 * LENGTH * gpt.field.width  # keys and values
     whole = [4 * 2 * of_step, 4 * 2 * of_step, 8 * 4 * of_step]
     assert counted == [whole[0], whole[1] / jax.device_count(), whole[2] / jax.device_count()]
-
-
-def test_drafts_need_room_of_their_own(monkeypatch):
-    asked = []
+    asked = []  # drafts need room of their own
     monkeypatch.setattr(speculation, "check_room", lambda model, depths, *_: asked.append(list(depths)))
     write_tokens(small_model(), [1], count=2, key=jax.random.key(0), vocab_size=257, draft_steps=1)
     assert asked == [[None, 1]]

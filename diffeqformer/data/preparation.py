@@ -100,22 +100,27 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
     with only_process(partial) as lock, reachable("config.data.dir", partial):
         if folder.exists():
             return
+        workers = []
         try:
-            with contextlib.ExitStack() as running:
-                _prepare(data, tokenizer, files, partial, lambda task: running.enter_context(Worker(task, lock)))
+            _prepare(data, tokenizer, files, partial, lock, workers)
         finally:
+            for worker in workers:
+                worker.process.terminate()
+                worker.process.wait()
             for path in partial.glob("*.partial*"):  # of processes that were stopped; frees space on a full disk
                 path.unlink()
 
 
-def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Path, start) -> None:
+def _prepare(
+    data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Path, lock: IO, workers: list["Worker"]
+) -> None:
     layout, folder = layout_of(data), partial.with_suffix("")
     for path in itertools.chain.from_iterable((files or {}).values()):
         check_first(path, layout)  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
     task = dict(task=data.task, module=data.module, files=files, layout=layout)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
-    workers = [start(task)]
+    workers.append(Worker(task, lock))
     plan, text = next(workers[0].answers()), fingerprint(files, layout)
     about = dict(
         format=FORMAT, task=data.task, origin=plan["origin"], files=text.text, tokenizer=tokenizer.name,
@@ -126,7 +131,8 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Pat
     every = [(split, index, count) for split, count in plan["shards"].items() for index in range(count)]
     todo = [shard for shard in every if finished(partial, *shard[:2]) is None]
     task["found"] = plan["found"]
-    workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
+    for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1):
+        workers.append(Worker(task, lock))
     write_shards(workers, partial, len(every), todo)
     about["splits"] = {split: account_of(partial, split, count) for split, count in plan["shards"].items()}
     about |= {"patterns": patterns_of(data), "tokenizer_data": tokenizer.save()}  # for where their files aren't
@@ -182,13 +188,6 @@ class Worker:
             yield answer
         killed = " (killed, perhaps because memory ran out)" * (self.process.wait() == -signal.SIGKILL)
         raise UserError(f"a process that prepares the store ended with status {self.process.returncode}{killed}")
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.terminate()
-        self.process.wait()
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:

@@ -64,16 +64,16 @@ def test_evaluation_covers_every_whole_window_once_in_order(small_store):
     assert split.size % 8 and not batches[-1][1].all()  # so that there is something to leave out
 
 
-def changed(text: str, **changes) -> str:
-    return json.dumps({**json.loads(text), **changes})
-
-
 @pytest.mark.parametrize(
     "file, damage, sentence",
     [
         ("store.json", lambda text: "{", r"store\.json: .*can't be read"),
-        ("store.json", lambda text: changed(text, tokenizer="gpt2"), "made with tokenizer 'gpt2', but 'bytes' is "),
-        ("store.json", lambda text: changed(text, format=99), "has format 99"),
+        (
+            "store.json",
+            lambda text: text.replace('"bytes"', '"gpt2"', 1),
+            "made with tokenizer 'gpt2', but 'bytes' is ",
+        ),
+        ("store.json", lambda text: text.replace('"format": 2', '"format": 99'), "has format 99"),
         ("store.json", None, "there is no whole token store here; delete"),
         ("train-00002.bin", lambda text: text[:10], r"train-00002\.bin: .*has 10 bytes instead of "),
         ("validation-00000.bin", None, r"validation-00000\.bin: .*has 0 bytes instead of "),
@@ -96,9 +96,7 @@ def test_a_split_of_exactly_one_window_is_enough(small_store):
         open_store(small_store, "bytes", tokens + 1)
 
 
-@pytest.mark.parametrize("cores", [2, 16])
-def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch):
-    monkeypatch.setattr(store, "number_of_cores", lambda: cores)
+def test_a_changed_store_is_found_by_its_hashes(small_store):
     verify(small_store, read_about(small_store), TOKENIZER.vocab_size)
     with pytest.raises(UserError, match="it holds the id 256, but the tokenizer's ids are below 256"):
         verify(small_store, read_about(small_store), 256)

@@ -66,12 +66,12 @@ def test_a_name_that_is_there_means_itself_whatever_its_characters(tmp_path, mon
         matching_files("data[1].txt,data2.txt,b.txt", "--files")
 
 
-def stored(folder, text=None, **changes):
+def stored(folder, text="text"):
     """The `data` part of a config whose store was made from the files train*.txt and validation.txt in a folder."""
-    files = {"train_files": f"{folder}/train*.txt", "validation_files": f"{folder}/validation.txt"}
-    data = toy_config(data__dir=str(folder / "stores"), **{f"data__{k}": v for k, v in (files | changes).items()}).data
+    files = {"data__train_files": f"{folder}/train*.txt", "data__validation_files": f"{folder}/validation.txt"}
+    data = toy_config(data__dir=str(folder / "stores"), **files).data
     about = make_store(folder / "stores" / "python_stdlib-bytes", {split: [["a text"]] for split in SPLITS})
-    about["files"] = getattr(fingerprint(local_files(data)), text or "text")
+    about["files"] = getattr(fingerprint(local_files(data)), text)
     (folder / "stores" / "python_stdlib-bytes" / "store.json").write_text(json.dumps(about))
     return data
 

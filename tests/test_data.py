@@ -68,11 +68,7 @@ def test_evaluation_covers_every_whole_window_once_in_order(small_store):
     "file, damage, sentence",
     [
         ("store.json", lambda text: "{", r"store\.json: .*can't be read"),
-        (
-            "store.json",
-            lambda text: text.replace('"bytes"', '"gpt2"', 1),
-            "made with tokenizer 'gpt2', but 'bytes' is ",
-        ),
+        ("store.json", lambda text: text.replace('"bytes"', '"gpt2"', 1), "made with tokenizer 'gpt2', but 'bytes'"),
         ("store.json", lambda text: text.replace('"format": 2', '"format": 99'), "has format 99"),
         ("store.json", None, "there is no whole token store here; delete"),
         ("train-00002.bin", lambda text: text[:10], r"train-00002\.bin: .*has 10 bytes instead of "),

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 from ml_collections import ConfigDict
 
-from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.depth.depths import MOST_STEPS, are_depths
 from diffeqformer.depth.generated import GENERATOR_STARTS
@@ -90,6 +89,10 @@ SCALING = readable(
 TRACKER = matching(
     lambda v: len({*v.split(",")} & {*TRACKERS}) == len(v.split(",")),
     f"must be one of {', '.join(TRACKERS)}, or several, such as tensorboard,wandb",
+)
+TASK_NAME = matching(
+    lambda v: re.fullmatch(r"\w[\w.-]{0,99}", v),
+    "must be a name of letters, digits, dots, hyphens and underscores, at most 100 of them",
 )
 LOCAL = matching(
     lambda v: "://" not in v, "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores"
@@ -318,8 +321,8 @@ CONFIG_FIELDS = [
         change="resuming"),
 
     # The text
-    ConfigField("data.task", "openwebtext", matching(lambda v: re.fullmatch(TASK_NAME, v), TASK_NAME_SAYS),
-        "a corpus in diffeqformer.data.CORPUS_NAMES or data.module; or a name for files"),
+    ConfigField("data.task", "openwebtext", TASK_NAME,
+        "a corpus in diffeqformer.data.texts.CORPORA or data.module; or a name for files"),
     ConfigField("data.module", "", [],
         "your own Python module that calls diffeqformer.data.corpora.add_corpus", change="host"),
     ConfigField("data.train_files", "", LOCAL,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
-from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.data.texts import CORPORA
 from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
@@ -176,8 +176,8 @@ RULES = [
     ),
     Rule(
         "data.task",
-        lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
-        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
+        lambda v, c: v in CORPORA or c.data.module or c.data.train_files,
+        f"must be one of {', '.join(CORPORA)}, one that config.data.module adds, or a name for your "
         "config.data.train_files",
     ),
     Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),

@@ -10,7 +10,6 @@ row goes on where it was, and complete rows aren't run again.
 
 import io
 import itertools
-import os
 import pathlib
 import runpy
 import statistics
@@ -80,12 +79,11 @@ def make_tokenizer() -> None:
     """
     if tokenizer_file().exists():
         return
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import sentencepiece
 
-    from diffeqformer.data.corpora import stdlib_documents
+    from diffeqformer.data.texts import StandardLibrary
 
-    texts = (document["text"].decode() for document in stdlib_documents("train").as_numpy_iterator())
+    texts = StandardLibrary().documents("train")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=itertools.chain.from_iterable(text.split("\n") for text in texts), model_writer=model,

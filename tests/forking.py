@@ -1,8 +1,8 @@
 """A process that has already imported what the commands need, and runs each command in a fork of itself.
 
 So a command under test is a separate process, with its own environment, output and exit status, but doesn't spend
-seconds on imports. With the argument `tensorflow` it has imported that, too, and what `prepare` starts are forks as
-well. Nothing here may start threads before a fork: JAX and TensorFlow start theirs when first used.
+seconds on imports. What `prepare` starts are forks as well. Nothing here may start threads before a fork: JAX starts
+its own when first used.
 
 Reads a request as a line of JSON from standard input, and answers with a line: the command's exit status.
 """
@@ -36,10 +36,10 @@ def become(request: dict) -> None:
     if encoding := os.environ.get("PYTHONIOENCODING"):
         sys.stdout.reconfigure(encoding=encoding, errors="strict")
     os.chdir(request["folder"])
-    if "tensorflow" in sys.modules:
+    name = request["module"]
+    if name == "prepare":
         preparation = sys.modules["diffeqformer.data.preparation"]
         preparation.subprocess = types.SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)
-    name = request["module"]
     run(f"diffeqformer.{name}" if name in MODULES else name, *request["arguments"])
 
 
@@ -50,7 +50,7 @@ def run(name: str, *arguments: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subprocess.Popen:
+def fork(command: list[str], pass_fds: list[int], **options) -> subprocess.Popen:
     """`subprocess.Popen` of `python -m <module>`, but the module runs in a fork of this process."""
 
     def become_the_module():
@@ -58,7 +58,6 @@ def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subpr
             if int(file) not in (0, 1, 2, *pass_fds):
                 with contextlib.suppress(OSError):
                     os.close(int(file))
-        os.environ.update(env)
         run(command[-1])  # what it raises, SystemExit too, ends this process with a status that isn't 0
         os._exit(0)  # without executing the command
 
@@ -66,12 +65,7 @@ def fork(command: list[str], env: dict, pass_fds: list[int], **options) -> subpr
 
 
 def main() -> None:
-    if sys.argv[1:] == ["tensorflow"]:
-        from diffeqformer.data.quiet import import_tensorflow
-
-        import_tensorflow()
-        importlib.import_module("diffeqformer.data.tasks")
-        importlib.import_module("diffeqformer.data.worker")
+    importlib.import_module("diffeqformer.data.worker")
     importlib.import_module("pictures")  # checks what is drawn
     for name in MODULES:
         importlib.import_module(f"diffeqformer.{name}")

@@ -81,11 +81,11 @@ def curves(workdir) -> dict[str, dict[int, float]]:
 
 
 @functools.cache
-def forking(*imports: str) -> subprocess.Popen:
+def forking() -> subprocess.Popen:
     """The process that runs commands. It exits when its standard input closes, that is, together with this process."""
     environment = {**os.environ, "XLA_FLAGS": FAST_COMPILATION, "PYTHONIOENCODING": "utf-8"}
     return subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "forking.py", *imports],
+        [sys.executable, ROOT / "tests" / "forking.py"],
         cwd=ROOT,
         env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # no threads before a fork
         stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ def command(
 
     `environment` is added to this process's, and `folder` is where it runs.
     """
-    process = forking("tensorflow") if module in ("evaluate", "prepare", "pytest") else forking()
+    process = forking()
     with tempfile.TemporaryDirectory() as temporary:
         files = [pathlib.Path(temporary) / name for name in ("stdin", "stdout", "stderr")]
         for file, text in zip(files, (input, "", "")):

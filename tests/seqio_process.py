@@ -1,8 +1,6 @@
-"""Tests of the corpora as anybody uses them with SeqIO, whose defaults shuffle; `test_builders.py` runs them.
+"""Tests of the corpora as anybody uses them with SeqIO; `test_sources.py` runs them in a process with TensorFlow."""
 
-They run in a process with TensorFlow, on files in TFDS' folder for them.
-"""
-
+import json
 import math
 import pathlib
 import tempfile
@@ -11,11 +9,11 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
-from diffeqformer.data import sources, tasks
+from diffeqformer.data import corpora, tasks, texts
 from diffeqformer.data.perplexities import WITHHELD, text_results, window_results
-from diffeqformer.data.tokenizers import GPT2Tokenizer
+from diffeqformer.data.tokenizers import ByteTokenizer, GPT2Tokenizer
+from diffeqformer.errors import UserError
 from hub import parquet
 from newcomer import DETOKENIZED, PAGES, gpt2_files
 
@@ -26,21 +24,20 @@ LOG_PROBABILITIES = np.random.RandomState(0).uniform(-9, -1, 997)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def corpora():
-    """Both corpora in TFDS' manual folder, and nothing else. TFDS writes OpenWebText into two files."""
+def files():
+    """The files of two corpora in the manual folder, OpenWebText in two, and nothing else."""
     manual = TFDS / "downloads" / "manual"
-    for split, texts in DETOKENIZED.items():
-        path = manual / "wikitext103" / "detokenized" / f"{split}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(parquet([f"! {texts[0]}", " \n", *texts[1:]]))  # "!" is id 0; blank ones are left out
-    (manual / "openwebtext").mkdir()
-    (manual / "openwebtext" / "0.parquet").write_bytes(parquet(page[-200:] for page in PAGES[:400]))
-    seqio.set_tfds_data_dir_override(str(TFDS))
-    config = tfds.download.DownloadConfig(manual_dir=manual, num_shards=2)
+    for folder in ("wikitext103/detokenized", "openwebtext"):
+        (manual / folder).mkdir(parents=True)
+    for split, documents in DETOKENIZED.items():
+        content = parquet([f"! {documents[0]}", " \n", *documents[1:]])  # "!" is id 0; blank ones are left out
+        (manual / "wikitext103" / "detokenized" / f"{split}.parquet").write_bytes(content)
+    for name, pages in (("0", PAGES[:200]), ("1", PAGES[200:400])):
+        (manual / "openwebtext" / f"{name}.parquet").write_bytes(parquet(page[-200:] for page in pages))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "VALIDATION_FRACTION", 0.01)
-        patch.setattr(tasks, "open_tokenizer", lambda kind: GPT2)  # where GPT-2's files come from is tested elsewhere
-        tfds.builder("openwebtext", data_dir=TFDS).download_and_prepare(download_config=config)
+        patch.setenv("TFDS_DATA_DIR", str(TFDS))
+        patch.setattr(texts, "VALIDATION_FRACTION", 0.01)
+        patch.setattr(tasks, "open_tokenizer", lambda kind: {"bytes": ByteTokenizer(), "gpt2": GPT2}[kind])
         yield
 
 
@@ -48,9 +45,9 @@ def ids_of(dataset: tf.data.Dataset, name: str = "targets") -> list[list[int]]:
     return [example[name].tolist() for example in dataset.as_numpy_iterator()]
 
 
-def stream(texts: list[str]) -> list[int]:
+def stream(documents: list[str]) -> list[int]:
     """The ids of documents, each followed by end-of-text."""
-    return [i for text in texts for i in [*GPT2.encode(text), GPT2.end_of_text]]
+    return [i for text in documents for i in [*GPT2.encode(text), GPT2.end_of_text]]
 
 
 def log_probability(before: int, after: int) -> float:
@@ -67,16 +64,28 @@ def score(dataset: tf.data.Dataset) -> list[tuple[int, float]]:
     return found
 
 
-def evaluated(name: str, **how) -> dict[str, dict[str, float]]:
+def evaluated(name: str, **how) -> dict[str, float]:
     futures, _ = seqio.Evaluator(name, tasks.CONVERTER, **how).evaluate(compute_metrics=True, score_fn=score)
-    return futures.result()
+    [found] = futures.result().values()
+    return found
 
 
-def test_nothing_is_read_before_a_task_is_used():
-    """Not even for the names of the splits or a description."""
-    task = seqio.get_mixture_or_task("wikitext103_gpt2")
-    assert set(task.splits) == {"train", "validation", "test"} and "wikitext103" in str(task)
-    assert not (TFDS / "wikitext103").exists()
+def test_every_corpus_is_registered_and_nothing_is_read_before_a_task_is_used():
+    assert tuple(corpora.CORPORA) == tuple(texts.CORPORA)
+    for name in ("python_stdlib_bytes", "wikitext103_gpt2", "wikitext103_raw_gpt2", "openwebtext_gpt2"):
+        task = seqio.get_mixture_or_task(name)
+        assert {"train", "validation"} <= set(task.splits) and task.source.texts.found is None
+
+
+def test_the_standard_library_task_agrees_with_its_files():
+    """SeqIO's ids are the bytes of the files without tests, split by path."""
+    train, validation = (texts.stdlib_files(split) for split in ("train", "validation"))
+    assert not set(train) & set(validation) and not any("test" in path.parts for path in train + validation)
+    task = seqio.get_mixture_or_task("python_stdlib_bytes")
+    first = next(iter(task.get_dataset(split="validation", sequence_length=None, shuffle=False).as_numpy_iterator()))
+    text = validation[0].read_bytes()
+    assert bytes(first["targets"][:-1].astype(np.uint8)) == text == first["targets_pretokenized"]
+    assert first["targets"][-1] == task.output_features["targets"].vocabulary.eos_id == 256
 
 
 def test_by_default_windows_are_shuffled_and_none_is_lost():
@@ -88,15 +97,8 @@ def test_by_default_windows_are_shuffled_and_none_is_lost():
     documents = ids_of(task.get_dataset(shuffle=False))
     assert [i for window in in_order for i in window] == [i for ids in documents for i in ids][: 64 * len(in_order)]
     assert sorted(documents) == sorted(ids_of(task.get_dataset())) != documents
-    left_out = sources.validation_rows(400).tolist()  # the order survives several files
+    left_out = texts.validation_rows(400).tolist()  # the order survives several files
     assert documents == [stream([page[-200:]]) for row, page in enumerate(PAGES[:400]) if row not in left_out]
-    assert all(ids[-1] == GPT2.end_of_text for ids in documents)
-
-
-def test_documents_without_shuffling_are_in_the_order_of_the_source():
-    texts = DETOKENIZED["train"]
-    documents = ids_of(seqio.get_mixture_or_task("wikitext103_gpt2").get_dataset(shuffle=False))
-    assert documents == [stream([text]) for text in (f"! {texts[0]}", *texts[1:])]
 
 
 @pytest.mark.parametrize("shuffle, count", [(False, 2), (True, 3)])
@@ -135,7 +137,7 @@ def test_an_evaluator_measures_the_papers_perplexity_of_windows():
     ids = stream([f"! {DETOKENIZED['validation'][0]}", *DETOKENIZED["validation"][1:]])
     windows = [ids[start : start + 64] for start in range(0, len(ids) - 63, 64)]
     total = sum(log_probability(*pair) for window in windows for pair in zip(window, window[1:]))
-    [found] = evaluated("wikitext103_gpt2", sequence_length=WINDOW).values()
+    found = evaluated("wikitext103_gpt2", sequence_length=WINDOW)
     expected = window_results(total, 63 * len(windows))
     assert found["perplexity"] == pytest.approx(expected["paper_perplexity"]) and found["tokens"] == 63 * len(windows)
     size = sum(len(GPT2.decode_bytes(window[1:])) for window in windows)
@@ -143,26 +145,18 @@ def test_an_evaluator_measures_the_papers_perplexity_of_windows():
 
 
 def test_an_evaluator_measures_documents_per_token_word_and_byte():
-    texts = [f"! {DETOKENIZED['test'][0]}", *DETOKENIZED["test"][1:]]
-    documents = [stream([text]) for text in texts]
+    """In the order of the source."""
+    documents = [stream([text]) for text in (f"! {DETOKENIZED['test'][0]}", *DETOKENIZED["test"][1:])]
+    task = seqio.get_mixture_or_task("wikitext103_gpt2")
+    assert documents == ids_of(task.get_dataset(split="test", shuffle=False))
     total = sum(log_probability(*pair) for ids in documents for pair in zip(ids, ids[1:]))
-    texts[0] = texts[0][1:]
-    firsts = [len(GPT2.decode_bytes(ids[:1])) for ids in documents]
-    size = 1 + sum(len(text.encode()) for text in texts) - sum(firsts)
-    words = sum(len(GPT2.decode(ids[1:]).split()) for ids in documents)
-    [found] = evaluated("wikitext103_gpt2", eval_split="test").values()
+    scored = [GPT2.decode(ids[1:]) for ids in documents]
+    size, words = (sum(len(part) for part in parts) for parts in (map(str.encode, scored), map(str.split, scored)))
     expected = text_results(total, sum(map(len, documents)) - len(documents), words, size)
-    assert found == pytest.approx(expected)
+    assert evaluated("wikitext103_gpt2", eval_split="test") == pytest.approx(expected)
 
 
-def test_unknown_ids_withhold_what_is_divided_by_words_or_bytes():
-    scores = dict(log_likelihood=-3.0, tokens=2, words=1, bytes=5)
-    known, unknown = (tasks.Perplexity(**scores, unknown=number).merge(tasks.Perplexity.empty()) for number in (0, 1))
-    assert known.compute() | WITHHELD == pytest.approx(unknown.compute(), nan_ok=True)
-    assert not math.isnan(known.compute()["bits_per_byte"])
-
-
-def test_parts_of_a_metric_add_up():
+def test_parts_of_a_metric_add_up_and_unknown_ids_withhold_what_is_divided_by_words_or_bytes():
     """For evaluators that score a batch at a time, and those that leave examples out."""
     features = seqio.get_mixture_or_task("wikitext103_gpt2").output_features
     examples = [{"targets": np.array(stream([f"{number} kettles, émigrés"]))} for number in range(4)]
@@ -172,8 +166,50 @@ def test_parts_of_a_metric_add_up():
 
     whole = measured(examples, [-1.0, -2.0, -3.0, -4.0])
     both = measured(examples[:1], [-1.0]).merge(measured(examples[1:], [-2.0, -3.0, -4.0]))
-    nothing = tasks.Perplexity.empty()
-    assert math.isnan(nothing.compute()["perplexity"]) and math.isnan(nothing.compute()["word_perplexity"])
-    assert both.merge(nothing) == whole and whole.compute()["words"] == 8
+    assert both.merge(tasks.Perplexity.empty()) == whole and whole.compute()["words"] == 8
     kept = np.array([True, False, False, True])
     assert measured(examples, [-1.0, 9, 9, -4.0], mask=kept) == measured(examples[::3], [-1.0, -4.0])
+    assert math.isnan(tasks.Perplexity.empty().compute()["word_perplexity"])
+    unknown = whole.merge(tasks.Perplexity(unknown=1)).compute()
+    assert unknown == pytest.approx(whole.compute() | WITHHELD, nan_ok=True)
+
+
+def test_a_tokenizer_is_a_vocabulary():
+    """Ids inside a pipeline and outside are the tokenizer's own; no id is padding, start or unknown."""
+    for tokenizer in (ByteTokenizer(), GPT2Tokenizer({bytes([b]): b for b in range(256)} | {b"<|": 256})):
+        vocabulary, text = tasks.TokenizerVocabulary(tokenizer), "naïve 🙂 <|endoftext|>!\0\0"
+        ids = tokenizer.encode(text)
+        assert vocabulary.encode(text) == ids and vocabulary.decode(ids) == text
+        assert vocabulary.encode_tf(tf.constant(text)).numpy().tolist() == ids
+        [inside] = tf.data.Dataset.from_tensors(text).map(vocabulary.encode_tf).as_numpy_iterator()
+        assert inside.tolist() == ids and vocabulary.decode_tf(tf.constant(ids)).numpy().decode() == text
+        assert (vocabulary.eos_id, vocabulary.bos_id, vocabulary.unk_id) == (tokenizer.end_of_text, None, None)
+        assert vocabulary.vocab_size == tokenizer.vocab_size and vocabulary == tasks.TokenizerVocabulary(tokenizer)
+    assert tasks.TokenizerVocabulary(ByteTokenizer()) != vocabulary
+
+
+def test_a_corpus_without_text_or_name_is_said():
+    with pytest.raises(UserError, match="^the task must be one of python_stdlib, .* but it is 'pile'"):
+        corpora.SourceTexts("pile")
+    with pytest.raises(UserError, match="^config.data.task: the examples .* have a 'text', but they have content$"):
+        tasks.rekey(tf.data.Dataset.from_tensors({"content": "a"}))
+
+
+def test_local_files_take_the_place_of_wikitext(tmp_path):
+    """WikiText articles, detokenized or not; unchanged rows of other files. One shard per file."""
+    articles = [" = One = \n \n A well @-@ known thing , it was . \n \n", " = Two = \n \n Another . \n"]
+    (tmp_path / "a.txt").write_text("".join(articles))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": " = Three = \n \n As it is , here . \n"}) + "\n")
+    names = {"validation": [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]}
+
+    def documents(corpus, **more):
+        task = tasks.add_task(corpus, ByteTokenizer(), names)
+        dataset = task.get_dataset(split="validation", sequence_length=None, shuffle=False, **more)
+        return [example["targets_pretokenized"].decode() for example in dataset.as_numpy_iterator()]
+
+    raw = documents("wikitext103_raw")
+    assert raw[:2] == articles and raw[2].startswith(" = Three = ") and len(raw) == 3
+    detokenized = documents("wikitext103")
+    assert "A well-known thing, it was." in detokenized[0] and raw[2] == detokenized[2]
+    assert [documents("wikitext103_raw", shard_info=seqio.ShardInfo(i, 2)) for i in (0, 1)] == [raw[:2], raw[2:]]
+    assert len(documents("openwebtext")) == 2  # a text file is a document there

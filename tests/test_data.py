@@ -1,8 +1,6 @@
 """Token store: batches are a pure function of seed and step, and anything broken is rejected."""
 
 import contextlib
-import functools
-import itertools
 import json
 import queue
 import shutil
@@ -15,12 +13,11 @@ import pytest
 
 from diffeqformer import prepare
 from diffeqformer.data import lock, store
-from diffeqformer.data import remote as remote_module
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.preparation import open_prepared
 from diffeqformer.data.remote import check_writable, stage, upload
 from diffeqformer.data.seals import sealed
-from diffeqformer.data.store import Split, open_store, read_about, token_type, verify
+from diffeqformer.data.store import Split, open_store, read_about, verify
 from diffeqformer.data.tokenizers import ByteTokenizer
 from diffeqformer.errors import UserError
 from helpers import TEXTS, make_store, toy_config
@@ -47,9 +44,8 @@ def test_the_order_of_windows_stays_what_it_was_for_every_seed():
     np.testing.assert_array_equal(np.concatenate(found), np.random.RandomState([5, 2]).permutation(8))
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_read_the_parts_of_one_global_batch(small_store, hosts):
-    split = open_store(small_store, "bytes", 8)["train"]
+def test_hosts_read_the_parts_of_one_global_batch(small_store):
+    split, hosts = open_store(small_store, "bytes", 8)["train"], 4
     last = split.size // 8 // 8  # a step whose batch spans two epochs
     for step in (0, last):
         parts = [split.batch(step, 8, 8, 0, rows=slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
@@ -68,20 +64,14 @@ def test_evaluation_covers_every_whole_window_once_in_order(small_store):
     assert split.size % 8 and not batches[-1][1].all()  # so that there is something to leave out
 
 
-def changed(text: str, **changes) -> str:
-    return json.dumps({**json.loads(text), **changes})
-
-
 @pytest.mark.parametrize(
     "file, damage, sentence",
     [
         ("store.json", lambda text: "{", r"store\.json: .*can't be read"),
-        ("store.json", lambda text: changed(text, splits={}), r"store\.json: .*can't be read"),
-        ("store.json", lambda text: changed(text, tokenizer="gpt2"), "made with tokenizer 'gpt2', but 'bytes' is "),
-        ("store.json", lambda text: changed(text, format=99), "has format 99"),
+        ("store.json", lambda text: text.replace('"bytes"', '"gpt2"', 1), "made with tokenizer 'gpt2', but 'bytes'"),
+        ("store.json", lambda text: text.replace('"format": 2', '"format": 99'), "has format 99"),
         ("store.json", None, "there is no whole token store here; delete"),
         ("train-00002.bin", lambda text: text[:10], r"train-00002\.bin: .*has 10 bytes instead of "),
-        ("train-00002.bin", lambda text: text + "\0\0", r"train-00002\.bin: .*bytes instead of "),
         ("validation-00000.bin", None, r"validation-00000\.bin: .*has 0 bytes instead of "),
     ],
 )
@@ -102,9 +92,7 @@ def test_a_split_of_exactly_one_window_is_enough(small_store):
         open_store(small_store, "bytes", tokens + 1)
 
 
-@pytest.mark.parametrize("cores", [2, 16])
-def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch):
-    monkeypatch.setattr(store, "number_of_cores", lambda: cores)
+def test_a_changed_store_is_found_by_its_hashes(small_store):
     verify(small_store, read_about(small_store), TOKENIZER.vocab_size)
     with pytest.raises(UserError, match="it holds the id 256, but the tokenizer's ids are below 256"):
         verify(small_store, read_about(small_store), 256)
@@ -120,17 +108,12 @@ def test_a_changed_store_is_found_by_its_hashes(small_store, cores, monkeypatch)
 
 
 def test_a_seal_stands_for_the_hashes_of_splits(small_store, monkeypatch):
-    """So only shards are read, side by side. Who prepares a store again, or gets one from elsewhere, computes them."""
+    """So only shards are read, side by side."""
     record, path = read_about(small_store), small_store / "store.json"
     path.write_text(json.dumps(sealed(record)))
     with monkeypatch.context() as patched:
         patched.setattr(store, "_check_split", None)
-        verify(small_store, read_about(small_store), by_seal=True)
-        with pytest.raises(TypeError):
-            verify(small_store, read_about(small_store))
-    (small_store / "validation-00000.bin").write_bytes(bytes((small_store / "validation-00000.bin").stat().st_size))
-    with pytest.raises(UserError, match="validation-00000.bin: its content isn't what was written"):
-        verify(small_store, read_about(small_store), by_seal=True)
+        verify(small_store, read_about(small_store))
     for changed in (path.read_text().replace(record["splits"]["train"]["sha256"], 64 * "0"), path.read_text()[:-9]):
         (small_store / "store.json").write_text(changed)
         with pytest.raises(UserError, match="store.json: this file of the token store can't be read; delete"):
@@ -151,12 +134,12 @@ def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, capsys):
     here = tmp_path / "elsewhere" / "task"
     with pytest.raises(UserError, match="config.data.remote: there is no token store task at memory://bucket/stores"):
         stage(remote, here)
-    assert not list(here.parent.iterdir())
+    assert not here.exists()
     upload(small_store, remote)
     stage(remote, here)
     assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in small_store.iterdir())
     assert all((here / path.name).read_bytes() == path.read_bytes() for path in small_store.glob("*.bin"))
-    assert list(here.parent.iterdir()) == [here] and "Copying memory://bucket" in capsys.readouterr().out
+    assert list(here.parent.glob("[!.]*")) == [here] and "Copying memory://bucket" in capsys.readouterr().out
 
     damaged = tmp_path / "damaged" / "task"
     whole = memory.cat_file("/bucket/stores/task/train-00002.bin")
@@ -171,24 +154,15 @@ def test_a_store_goes_to_a_url_and_comes_back(small_store, tmp_path, capsys):
     assert (damaged / "train-00000.bin").stat().st_mtime_ns == before
 
 
-def upload_interrupted(store, remote, after):
-    """Fails after some of the shards."""
-    copy, calls = remote_module.shutil.copyfileobj, itertools.count()
-
-    def interrupted(*arguments):
-        if next(calls) >= after:
-            raise OSError("the network is gone")
-        return copy(*arguments)
-
-    with mock.patch.object(remote_module.shutil, "copyfileobj", interrupted):
-        with pytest.raises(UserError, match="can't be written: the network is gone"):
-            upload(store, remote)
-
-
 def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here(small_store, tmp_path):
     remote, here, memory = "memory://other/stores", tmp_path / "here" / "task", fsspec.filesystem("memory")
     changed = [text.replace("document", "DOCUMENT") for text in TEXTS]
     make_store(tmp_path / "new" / "task", {"train": [changed[:40], [], changed[40:]], "validation": [changed[:5]]})
+    with mock.patch.object(type(memory), "put_file", side_effect=OSError("the network is gone")):
+        with pytest.raises(UserError, match="can't be written: the network is gone"):
+            upload(small_store, remote)
+    with pytest.raises(UserError, match="there is no token store"):
+        stage(remote, here)
     upload(small_store, remote)
     with pytest.raises(UserError, match="config.data.remote: memory://other/stores/task is a token store with other"):
         upload(tmp_path / "new" / "task", remote)
@@ -196,27 +170,10 @@ def test_another_store_is_never_replaced_at_a_url_but_in_an_unfinished_copy_here
     path.write_text(before.replace("made up", "local files elsewhere"))
     upload(small_store, remote)  # has the same ids
     assert memory.cat_file("/other/stores/task/store.json") == before.encode()
-    memory.rm("/other/stores/task", recursive=True)
-    upload_interrupted(small_store, remote, after=3)
-    with pytest.raises(UserError, match="is an unfinished copy of a token store with other"):
-        upload(tmp_path / "new" / "task", remote)
-    older = here.with_name("task.copying")
-    shutil.copytree(tmp_path / "new" / "task", older)  # of another store
-    upload(small_store, remote)
+    shutil.copytree(tmp_path / "new" / "task", here.with_name("task.copying"))  # of another store
     stage(remote, here)
     verify(here, read_about(here))
-    assert read_about(here) == read_about(small_store)
-
-
-def test_an_interrupted_upload_goes_on_and_is_no_store_meanwhile(small_store, tmp_path):
-    remote, memory, copy = "memory://third/stores", fsspec.filesystem("memory"), remote_module.shutil.copyfileobj
-    upload_interrupted(small_store, remote, after=2)
-    with pytest.raises(UserError, match="there is no token store"):
-        stage(remote, tmp_path / "here" / "task")
-    with mock.patch.object(remote_module.shutil, "copyfileobj", side_effect=copy) as copied:
-        upload(small_store, remote)
-    assert copied.call_count < 4 and not memory.exists("/third/stores/task/uploading.json")
-    stage(remote, tmp_path / "here" / "task")
+    assert (here / "store.json").read_text() == before
 
 
 def test_a_host_without_the_raw_files_takes_the_store_from_the_url(small_store, tmp_path):
@@ -233,14 +190,6 @@ def test_a_host_without_the_raw_files_takes_the_store_from_the_url(small_store, 
     assert open_prepared(config.data, TOKENIZER, 8)["train"].text_bytes == len("".join(TEXTS))
 
 
-@pytest.mark.parametrize("remote", ["nowhere://bucket", "file:///proc/stores"])
-def test_a_url_that_cannot_be_used_is_one_sentence(small_store, remote):
-    for work in (functools.partial(upload, small_store), check_writable):
-        with pytest.raises(UserError, match=f"^config.data.remote: {remote}") as error:
-            work(remote)
-        assert "\n" not in str(error.value)
-
-
 def test_what_a_url_has_or_can_not_take_is_found_before_the_work_of_preparing(small_store, tmp_path, monkeypatch):
     store = small_store.rename(small_store.with_name("python_stdlib-bytes"))
     upload(store, "memory://ninth/stores")
@@ -248,14 +197,13 @@ def test_what_a_url_has_or_can_not_take_is_found_before_the_work_of_preparing(sm
     config = toy_config(data__remote="memory://ninth/stores", data__dir=str(tmp_path / "b"))
     prepare.run(config)  # and not anew
     assert read_about(tmp_path / "b" / store.name) == read_about(store)
+    with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: Protocol not known"):
+        upload(tmp_path / "b" / store.name, "nowhere://bucket")
     config.data.update(remote="file:///proc/stores", dir=str(tmp_path / "c"))
     with pytest.raises(UserError, match="^config.data.remote: file:///proc/stores can't be written"):
         prepare.run(config)
-
-
-def test_a_url_that_can_be_written_is_as_before():
     check_writable("memory://eighth/stores")
-    assert fsspec.filesystem("memory").ls("/eighth/stores") == []
+    assert fsspec.filesystem("memory").ls("/eighth/stores") == []  # as before
 
 
 def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch):
@@ -273,38 +221,18 @@ def test_a_second_process_waits_for_the_first(small_store, tmp_path, monkeypatch
             if finished:
                 shutil.copytree(small_store, here)
         second.join(timeout=30)
-        assert [path.name for path in here.parent.iterdir()] == ["task"]
+        assert [path.name for path in here.parent.glob("[!.]*")] == ["task"]
         verify(here, read_about(here))
         shutil.rmtree(here)
 
 
-@pytest.mark.parametrize("obstacle, reason", [("link", "is a link to nothing"), ("file", "can't be made a folder")])
-def test_what_cannot_become_a_folder_is_said(obstacle, reason, tmp_path):
-    """And not retried forever, like a folder that another process has just renamed or removed."""
-    path = tmp_path / "stores"
-    path.symlink_to(tmp_path / "gone") if obstacle == "link" else path.touch()
-    for partial in (path, path / "task.partial") if obstacle == "link" else (path,):
-        with pytest.raises(UserError, match=f"^config.data.dir: {path} {reason}.*; choose another folder$"):
-            with only_process(partial):
-                pass
-
-
-def test_ids_have_a_type_that_holds_them():
-    assert [token_type(size).itemsize for size in (257, 2**16, 2**16 + 1)] == [2, 2, 4]
-
-
 def test_batches_are_a_function_of_seed_and_step(small_store):
+    """Every epoch shows every window once, in an order of its own."""
     split, again = (open_store(small_store, "bytes", 8)["train"] for _ in range(2))
     for step in (0, 3, 1000):
         np.testing.assert_array_equal(split.batch(step, 4, 8, seed=1), again.batch(step, 4, 8, seed=1))
     assert not np.array_equal(split.batch(0, 4, 8, seed=1), split.batch(0, 4, 8, seed=2))
-
-
-@pytest.mark.long
-def test_every_epoch_shows_every_window_once_in_an_order_of_its_own(small_store):
-    split = open_store(small_store, "bytes", 8)["train"]
-    count = split.size // 8
-    windows = [split.batch(step, 1, 8, seed=0)[0].tobytes() for step in range(2 * count)]
-    whole = sorted(split.windows(np.arange(count), 8)[i].tobytes() for i in range(count))
-    assert sorted(windows[:count]) == sorted(windows[count:]) == whole
-    assert windows[:count] != windows[count:] != whole
+    whole = split.windows(np.arange(count := split.size // 8), 8)
+    windows = split.batch(0, 2 * count, 8, seed=0).tolist()
+    assert sorted(windows[:count]) == sorted(windows[count:]) == sorted(whole.tolist())
+    assert windows[:count] != windows[count:] != whole.tolist()

@@ -1,7 +1,6 @@
 """Each corpus of the hub, from an empty folder to the scores of a trained model, by the commands that a user types.
 
 Nothing stands in for a part of the program. The hub has small data sets under their real names, in their real form.
-Where SeqIO isn't installed, the stores are the same.
 """
 
 import json
@@ -18,7 +17,7 @@ from diffeqformer.data.tokenizers import GPT2Tokenizer
 from diffeqformer.data.wikitext import articles
 from flags import FAST_COMPILATION
 from helpers import ROOT
-from hub import Hub, parquet
+from hub import Hub
 from newcomer import DETOKENIZED, LOGIQA, PAGES, RAW, SMALL_MODEL, SMALL_RUN, environment, fill, gpt2_files
 from runs import command
 
@@ -65,69 +64,75 @@ def losses(home: pathlib.Path, run: str) -> list[float]:
 
 
 @pytest.mark.long
-def test_wikitext103_from_nothing(tmp_path):
-    """Its store, training, and the test split at another depth."""
+def test_openwebtext_from_nothing(tmp_path):
+    """Where SeqIO isn't installed, a run makes the store before it trains. Two pages validate."""
     hub = Hub()
     fill(hub)
-    said = typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small")
-    assert "Preparing wikitext103 into token_stores/wikitext103-gpt2" in said
-    said = typed(tmp_path, NOWHERE, "main", "--config=wikitext103_small", *SMALL)
-    assert "\nFinished. Checkpoints and curves are in runs/wikitext103_small" in said
-    check_store(tmp_path, "wikitext103", DETOKENIZED)
-    scored = "--split=test", "--num_steps=3", "--perplexity=paper"
-    typed(tmp_path, NOWHERE, "evaluate", "--workdir=runs/wikitext103_small", *scored)
-    [loss] = losses(tmp_path, "runs/wikitext103_small")
-    assert 10 < loss < np.log(50257) + 0.5  # of a model that has seen four batches
-
-
-@pytest.mark.long
-def test_openwebtext_from_nothing(tmp_path):
-    """Its store, the same without SeqIO, where a run makes it before it trains, and scores. Two pages validate."""
-    home, light, hub = tmp_path / "home", tmp_path / "light", Hub()
-    fill(hub)
-    typed(home, hub.address, "prepare", "--config=large", *SMALL)
-    said = typed_without_seqio(light, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
+    said = typed_without_seqio(tmp_path, hub.address, "main", "--config=large", *SMALL, "--config.data.processes=2")
     assert "Preparing openwebtext into token_stores/openwebtext-gpt2" in said
     assert "\nFinished. Checkpoints and curves are in runs/large" in said
     rows = np.random.default_rng(2357).permutation(len(PAGES))[:2].tolist()
     texts = {"validation": [PAGES[row] for row in rows]}
     texts["train"] = [text for row, text in enumerate(PAGES) if row not in rows]
-    for folder in (home, light):
-        check_store(folder, "openwebtext", texts)
-    ours, other = (read_about(folder / "token_stores/openwebtext-gpt2") for folder in (home, light))
-    assert ours["origin"] == other["origin"] and len(other["splits"]["train"]["shards"]) == 2
-    for split, entry in ours["splits"].items():  # however many shards
-        assert all(other["splits"][split][key] == entry[key] for key in ("sha256", "tokens", "documents", "bytes"))
-    record = "tfds/downloads/Skylion007/openwebtext/downloads.json"
-    files = json.loads((home / record).read_text())
-    assert len(files["files"]["train"]) == 2 and files == json.loads((light / record).read_text())
+    check_store(tmp_path, "openwebtext", texts)
+    assert len(read_about(tmp_path / "token_stores/openwebtext-gpt2")["splits"]["train"]["shards"]) == 2
+    files = json.loads((tmp_path / "tfds/downloads/Skylion007/openwebtext/downloads.json").read_text())
+    assert len(files["files"]["train"]) == 2
     for text in ([], ["--files="]):  # the ids of the store, and the data set
-        typed(home, NOWHERE, "evaluate", "--workdir=../light/runs/large", "--perplexity=paper", *text)
-    from_store, from_data_set = losses(light, "runs/large")
+        typed(tmp_path, NOWHERE, "evaluate", "--workdir=runs/large", "--perplexity=paper", *text)
+    from_store, from_data_set = losses(tmp_path, "runs/large")
     assert from_data_set == pytest.approx(from_store, rel=1e-6)
-    (home / "data").mkdir()
-    (home / "data" / "logiqa_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOGIQA))
+    assert 10 < from_store < np.log(50257) + 0.5  # of a model that has seen four batches
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "logiqa_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOGIQA))
     tasks = f"--include={ROOT}/diffeqformer/inference/task_files"
-    assert "| LogiQA | 8 |" in typed(home, NOWHERE, "downstream", "--workdir=../light/runs/large", tasks)
+    assert "| LogiQA | 8 |" in typed(tmp_path, NOWHERE, "downstream", "--workdir=runs/large", tasks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["wikitext103", "wikitext103_raw"])
+def test_a_store_of_wikitext_from_nothing(task, tmp_path):
+    hub = Hub()
+    fill(hub)
+    said = typed(tmp_path, hub.address, "prepare", "--config=wikitext103_small", f"--config.data.task={task}")
+    assert f"Preparing {task} into token_stores/{task}-gpt2" in said
+    raw = {split: list(articles("".join(row or "\n" for row in rows))) for split, rows in RAW.items()}
+    check_store(tmp_path, task, DETOKENIZED if task == "wikitext103" else raw)
 
 
 @pytest.mark.long
 def test_a_data_set_of_ones_own_whose_splits_are_known_once_it_is_written(tmp_path):
-    """Here raw WikiText as the hub has it, put into the folder where TFDS looks before it downloads."""
-    manual = tmp_path / "tfds/downloads/manual/wikitext103/raw"
-    manual.mkdir(parents=True)
-    for split, rows in RAW.items():
-        (manual / f"{split}-00000-of-00001.parquet").write_bytes(parquet(rows))
+    """By a module in the current folder, which isn't on Python's path. What it prints harms nothing."""
     (tmp_path / "my_corpus.py").write_text(MY_CORPUS)
-    mine = "--config.data.task=mine", "--config.data.module=my_corpus"
-    assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", *mine)
-    texts = {split: "".join(row or "\n" for row in rows) for split, rows in RAW.items()}
-    check_store(tmp_path, "mine", {split: list(articles(text)) for split, text in texts.items()})
+    mine = "--config.data.task=mine", "--config.data.module=my_corpus", "--config.data.processes=1"
+    assert "from our own" in typed(tmp_path, NOWHERE, "prepare", "--config=wikitext103_small", *SMALL, *mine)
+    tokenizer = GPT2Tokenizer.open(str(gpt2_files()))
+    for name, split in open_store(tmp_path / "token_stores/mine-gpt2", "gpt2", 32).items():
+        text = tokenizer.decode(split.ids(0, split.size).tolist())
+        assert sorted(text.split(".")) == sorted(["", *(f"{name} {number}, our own text" for number in range(9))])
 
 
 MY_CORPUS = """
 import seqio
+import tensorflow_datasets as tfds
+
 from diffeqformer.data.corpora import add_corpus
 
-add_corpus("mine", seqio.TfdsDataSource("wikitext103/raw:1.0.0"), "our own")
+
+class MyCorpus(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
+
+    def _split_generators(self, manager):
+        return {split: self._generate_examples(split) for split in ("train", "validation")}
+
+    def _generate_examples(self, split):
+        for number in range(9):
+            yield number, {"text": f"{split} {number}, our own text."}
+
+
+print({"split": "what a module prints"})
+add_corpus("mine", seqio.TfdsDataSource("my_corpus:1.0.0"), "our own")
 """

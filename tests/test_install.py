@@ -1,17 +1,15 @@
 """A wheel in an empty environment: it trains from an empty folder, and its light installation does what it says."""
 
 import re
-import shutil
 import subprocess
 import zipfile
 
 import pytest
 
 from diffeqformer.__main__ import COMMANDS
-from diffeqformer.data import CORPUS_NAMES
 from environments import LIGHT, build_wheel, closure, environment_variables, make_environment, requirements_of, run
 from hub import parquet
-from newcomer import DETOKENIZED, PAGES, RAW
+from newcomer import PAGES
 
 LEFT_OUT = {"seqio", "tensorflow", "tensorflow-datasets", "tensorflow-text"}
 SHORT = ["--config=tiny", "--config.steps=3", "--config.log_every=1"]
@@ -46,22 +44,6 @@ def trained(wheel, texts, tmp_path_factory):
     return python, folder, run(python, folder, "main", *SHORT, *texts).stdout
 
 
-@pytest.fixture(scope="module")
-def tfds(tmp_path_factory):
-    """A folder of TFDS with files of all corpora in its manual_dir."""
-    folder = tmp_path_factory.mktemp("tfds")
-    for name, texts in (
-        ("wikitext103/detokenized", DETOKENIZED),
-        ("wikitext103/raw", RAW),
-        ("openwebtext", {"": PAGES}),
-    ):
-        manual = folder / "downloads" / "manual" / name
-        manual.mkdir(parents=True)
-        for split, rows in texts.items():
-            (manual / f"{split}-0.parquet").write_bytes(parquet(rows))
-    return folder
-
-
 @pytest.mark.slow
 def test_a_wheel_trains_from_an_empty_folder(wheel, trained):
     assert "diffeqformer/inference/task_files/logiqa.yaml" in zipfile.ZipFile(wheel).namelist()
@@ -72,12 +54,12 @@ def test_a_wheel_trains_from_an_empty_folder(wheel, trained):
 
 
 @pytest.mark.slow
-def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, tmp_path_factory, monkeypatch):
+def test_the_light_installation_does_what_it_says(trained, wheel, texts, tmp_path_factory, monkeypatch):
     python = make_environment(tmp_path_factory.mktemp("light"), LIGHT, wheel)
     where = [python, "-c", "import diffeqformer; print(diffeqformer.__file__); import tensorflow"]
     done = subprocess.run(where, cwd="/", env=environment_variables(), capture_output=True, text=True)
     assert done.stdout.startswith(str(python.parent.parent)) and "No module named 'tensorflow'" in done.stderr
-    whole, folder, said = trained
+    _, folder, said = trained
     lines = run(python, folder).stdout.splitlines()
     assert lines[0].startswith("main ") and len(lines) == len(COMMANDS) + 2
 
@@ -93,20 +75,15 @@ def test_the_light_installation_does_what_it_says(trained, wheel, texts, tfds, t
     data = re.compile("^data: .*", re.MULTILINE)
     again = run(python, empty, "main", *SHORT, *texts).stdout
     assert data.findall(again) == data.findall(said)  # with the hash of all ids
-    counts = re.compile("^  (?:from|train:|validation:) .*|.* documents, .*", re.MULTILINE)  # and hashes
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds))
+    manual = empty / "tfds" / "downloads" / "manual" / "openwebtext"
+    manual.mkdir(parents=True)
+    (manual / "0.parquet").write_bytes(parquet(PAGES))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(empty / "tfds"))
     small = "--config.sequence_length=64", "--config.data.processes=1"
-    asked = [["prepare", "--config=tiny", f"--config.data.task={task}", *small] for task in CORPUS_NAMES[1:]]
-    for arguments in (*asked, ["evaluate", workdir, "--task=wikitext103", "--split=test"]):
-        told = []
-        for each in (python, whole):
-            told.append(counts.findall(run(each, folder, *arguments).stdout))
-            shutil.rmtree(folder / "token_stores")
-            (folder / "token_stores").mkdir()
-        assert told[0] == told[1] and told[0], arguments
+    said = run(python, empty, "prepare", "--config=tiny", "--config.data.task=openwebtext", *small).stdout
+    assert f"of {len(PAGES) - 2:,} documents" in said
     for arguments, sentence in [
-        (["prepare", "--config=tiny", "--config.data.module=mine"], "config.data.module: mine needs seqio, tensorflow"),
-        (["evaluate", workdir, "--module=mine"], "--module: mine needs seqio, tensorflow, tensorflow_datasets, tensor"),
+        (["prepare", "--config=tiny", "--config.data.module=mine"], "config.data.module: mine needs seqio, which"),
         (["downstream", workdir], "lm_eval: lm-evaluation-harness isn't installed"),
         (["harness", "run"], "harness needs lm-evaluation-harness"),
         (["inspect", "--workdir=gs://bucket/run"], "--workdir: gs://bucket/run needs a package"),

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from diffeqformer.data import preparation
-from diffeqformer.data.local_files import fingerprint, local_files
+from diffeqformer.data.files import fingerprint, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.store import open_store, read_about
 from diffeqformer.data.tokenizers import ByteTokenizer
@@ -96,7 +95,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
     assert run(corpus, tmp_path).returncode == 0
     assert all((folder / name).stat().st_mtime_ns == time for name, time in left.items())
     assert json.loads((folder / "store.json").read_text()) == json.loads((store / "store.json").read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["python_stdlib-bytes"]
+    assert {path.name for path in tmp_path.iterdir()} == {"python_stdlib-bytes", ".python_stdlib-bytes.partial.lock"}
 
 
 @pytest.mark.long
@@ -104,7 +103,7 @@ def test_a_full_disk_keeps_what_is_finished(corpus, store, tmp_path):
     "content, sentence",
     [
         (b'{"text": ""}\n', "config.data.train_files: the train split has no text in it"),
-        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 has no string 'text'"),
+        (b'{"text": "a"}\n{}\n', "broken.jsonl: line 2 isn't a JSON object with a string 'text'"),
     ],
 )
 def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
@@ -116,7 +115,8 @@ def test_broken_text_is_one_sentence(content, sentence, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, sentence", [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 has no string 'te")]
+    "name, sentence",
+    [("read.me", "byte 2 is 0, so this isn't text"), ("a.jsonl", "line 1 isn't a JSON object with a string 'te")],
 )
 def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, corpus, tmp_path):
     (tmp_path / name).write_text("{}\0\n" if name == "read.me" else "{}\n")
@@ -125,33 +125,6 @@ def test_a_file_that_can_not_be_used_is_said_before_any_work(name, sentence, cor
     with mock.patch.object(preparation, "Worker", side_effect=AssertionError("no work")):
         with pytest.raises(UserError, match=f"{name}: {sentence}"):
             preparation.prepare(data, TOKENIZER)
-
-
-@pytest.mark.slow
-def test_a_module_of_the_users_adds_a_corpus(tmp_path):
-    """It is in the current folder, but not in that of the command's script, which is that of an installed one."""
-    (tmp_path / "my_corpora.py").write_text("""
-import seqio
-import tensorflow as tf
-from diffeqformer.data.tasks import add_corpus
-
-def documents(split, shuffle_files=False, seed=None):
-    return tf.data.Dataset.from_tensor_slices({"text": [f"{split} {i}, our own text" for i in range(9)]})
-
-print({"split": "what a module prints harms nothing"})
-add_corpus("mine", seqio.FunctionDataSource(documents, splits=("train", "validation")), "a module of ours")
-""")
-    (tmp_path / "bin").mkdir()
-    script = tmp_path / "bin" / "diffeqformer"
-    script.write_text("from diffeqformer.__main__ import main\nmain()\n")
-    command = [sys.executable, script, "prepare", "--config=tiny", "--config.data.task=mine"]
-    more = ["--config.data.module=my_corpora", f"--config.data.dir={tmp_path}", "--config.sequence_length=16"]
-    more += ["--config.data.processes=1"]
-    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
-    done = subprocess.run([*command, *more], **where)
-    assert done.returncode == 0, done.stderr
-    split = open_store(tmp_path / "mine-bytes", "bytes", 16)["train"]
-    assert TOKENIZER.decode(split.ids(0, 22).tolist()) == "train 0, our own text"
 
 
 def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path, monkeypatch):
@@ -173,35 +146,16 @@ def test_a_store_has_its_name_only_when_whole_and_verified(small_store, tmp_path
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_worker_that_is_killed_is_said(tmp_path):
-    with only_process(tmp_path / "x.partial") as lock, preparation.Worker({}, lock, str(tmp_path)) as worker:
-        worker.process.kill()
-        assert list(worker.answers()) == []
-    assert worker.failure.endswith("ended with status -9 (killed, perhaps because memory ran out)")
-
-
-def test_a_worker_holds_the_lock(tmp_path, monkeypatch):
-    start = preparation.subprocess.Popen
-    monkeypatch.setattr(preparation.subprocess, "Popen", lambda command, **options: start(["cat"], **options))
+def test_a_worker_that_is_killed_is_said_and_holds_the_lock(tmp_path):
     with only_process(tmp_path / "x.partial") as lock:
-        worker = preparation.Worker({}, lock, str(tmp_path))
-        (tmp_path / "x.partial" / "plan.json").touch()
-    with open(tmp_path / "x.partial" / "lock") as another:
+        worker = preparation.Worker({}, lock)
+    with open(tmp_path / ".x.partial.lock") as another:
         with pytest.raises(BlockingIOError):
             fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        worker.__exit__()
+        worker.process.kill()
+        with pytest.raises(UserError, match=r"ended with status -9 \(killed, perhaps because memory ran out\)$"):
+            next(worker.answers())
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_only_the_first_worker_looks_for_the_corpus(tmp_path, monkeypatch):
-    """The others are told which files it has found, so that nothing is downloaded or counted twice."""
-    plan = {"origin": "", "shards": {"train": 2, "validation": 2}, "found": {"files": {"train": ["a.parquet"]}}}
-    told, data = [], toy_config(data__task="openwebtext", data__processes=3).data
-    for name in ("write_shards", "account_of", "finish"):
-        monkeypatch.setattr(preparation, name, lambda *_: None)
-    start = lambda task: told.append(task.get("found")) or mock.Mock(plan=lambda: plan)  # noqa: E731
-    preparation._prepare(data, TOKENIZER, None, tmp_path, start)
-    assert told == [None, plan["found"], plan["found"]]
 
 
 LOSSY = ["A cat sees the red thing.", "A dog\nsees it.", "Кот.", "the odd thing", "A cat"]

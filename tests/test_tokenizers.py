@@ -23,16 +23,7 @@ TEXTS = [
     "",
     "a text that spells <|endoftext|> and </s> and <s> is text", "12345 67 they'll we've I'd can't",
 ]  # fmt: skip
-MERGES = [
-    (b" ", b"t"),
-    (b"h", b"e"),
-    (b" t", b"he"),
-    (b"i", b"n"),
-    (b"x", b"x"),
-    (b"xx", b"xx"),
-    (b"e", b"n"),
-    (b"en", b"d"),
-]
+MERGES = [(b" ", b"t"), (b"h", b"e"), (b" t", b"he"), (b"i", b"n"), (b"x", b"x"), (b"xx", b"xx"), (b"e", b"n")]
 WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # of GPT-2's release
 
 
@@ -102,13 +93,6 @@ def test_a_checkpoint_keeps_the_whole_tokenizer(tokenizer):
     assert all(again.encode(text) == tokenizer.encode(text) for text in TEXTS)
 
 
-def test_two_models_have_two_names(sentencepiece_file, tmp_path):
-    changed = sentencepiece_file.read_bytes() + b"\x9a\x06\x00"  # an unknown field, which says nothing
-    (tmp_path / "other.model").write_bytes(changed)
-    names = {open_tokenizer("sentencepiece", str(path)).name for path in (sentencepiece_file, tmp_path / "other.model")}
-    assert len(names) == 2
-
-
 def test_gpt2_comes_from_its_files_and_no_others(tmp_path, monkeypatch):
     """Small files in the published format, whose hashes replace GPT-2's."""
     to_text = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(byte_order())}
@@ -117,44 +101,40 @@ def test_gpt2_comes_from_its_files_and_no_others(tmp_path, monkeypatch):
         return "".join(to_text[b] for b in piece)
 
     pieces = [bytes([b]) for b in byte_order()] + [a + b for a, b in MERGES]
-    lines = ["#version", *(f"{write(a)} {write(b)}" for a, b in MERGES), ""]
     files = {
-        "vocab.bpe": "\n".join(lines),
+        "vocab.bpe": "\n".join(["#version", *(f"{write(a)} {write(b)}" for a, b in MERGES), ""]),
         "encoder.json": json.dumps({write(piece): i for i, piece in enumerate(pieces)}),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        digest = tokenizers.hashlib.sha256(text.encode()).hexdigest()
-        monkeypatch.setitem(tokenizers.GPT2_FILES, name, digest)
+        monkeypatch.setitem(tokenizers.GPT2_FILES, name, tokenizers.hashlib.sha256(text.encode()).hexdigest())
     tokenizer = open_tokenizer("gpt2", str(tmp_path))
-    assert all(tokenizer.encode(text) == plain_bpe(text) for text in TEXTS) and tokenizer.end_of_text == 256 + len(
-        MERGES
-    )
+    assert all(tokenizer.encode(text) == plain_bpe(text) for text in TEXTS)
+    assert tokenizer.end_of_text == 256 + len(MERGES)
     (tmp_path / "vocab.bpe").write_text(files["vocab.bpe"][:-9])
     with pytest.raises(UserError, match="vocab.bpe: isn't GPT-2's by its SHA-256; name a folder"):
         open_tokenizer("gpt2", str(tmp_path))
     with pytest.raises(UserError, match="absent/vocab.bpe: No such file or directory; name a folder"):
         open_tokenizer("gpt2", str(tmp_path / "absent"))
-
-
-def test_gpt2_without_a_network(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizers, "GPT2_URL", "http://127.0.0.1:9")  # nobody listens there
     with pytest.raises(UserError, match="GPT-2's vocabulary can't be downloaded .*config.data.tokenizer_file"):
         open_tokenizer("gpt2")
 
 
-def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path, capfd):
-    for content in (b"text", b""):
-        (tmp_path / "no.model").write_bytes(content)
-        with pytest.raises(UserError, match="config.data.tokenizer_file: .*isn't a SentencePiece model .*no.model"):
-            open_tokenizer("sentencepiece", str(tmp_path / "no.model"))
-    (tmp_path / "no_end.model").write_bytes(train_sentencepiece(eos_id=-1))
-    with pytest.raises(UserError, match="this SentencePiece model has no end-of-sentence id; .*no_end.model"):
-        open_tokenizer("sentencepiece", str(tmp_path / "no_end.model"))
+def test_a_wrong_sentencepiece_file_is_one_sentence(tmp_path, capfd, sentencepiece_file):
+    path = tmp_path / "a.model"
+    for content, sentence in (
+        (b"text", "config.data.tokenizer_file: .*isn't a SentencePiece model .*a.model"),
+        (train_sentencepiece(eos_id=-1), "this SentencePiece model has no end-of-sentence id; .*a.model"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=sentence):
+            open_tokenizer("sentencepiece", str(path))
     assert capfd.readouterr().err == ""  # the library would log three lines of its own
-    with pytest.raises(UserError, match="config.data.tokenizer_file: .*absent.model: No such file"):
-        open_tokenizer("sentencepiece", str(tmp_path / "absent.model"))
+    path.write_bytes(sentencepiece_file.read_bytes() + b"\x9a\x06\x00")  # an unknown field, which says nothing
+    names = {open_tokenizer("sentencepiece", str(file)).name for file in (sentencepiece_file, path)}
+    assert len(names) == 2  # of two models
 
 
 def test_a_tokenizer_json_ends_texts_as_the_files_beside_it_say(tmp_path):

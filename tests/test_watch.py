@@ -31,9 +31,8 @@ def test_a_watched_run_goes_on_after_a_preemption(cloud, interrupted):
 
 def test_a_watched_run_starts_again_on_a_slice_that_is_still_there(cloud, interrupted):
     cloud(TPU, "setup", ZONE="z")
-    done, calls = cloud(
-        TPU, "watch", ZONE="z", states=["LOGIN"] * 2 + ["ACTIVE"] * 2, HOST_FOLDER=str(interrupted.parent)
-    )
+    states = ["LOGIN"] * 2 + ["ACTIVE"] * 2
+    done, calls = cloud(TPU, "watch", ZONE="z", states=states, HOST_FOLDER=str(interrupted.parent))
     assert done.returncode == 0 and verbs_of(calls) == ["ssh", *["describe"] * 3, "ssh", "ssh"], done.stderr
 
 
@@ -65,9 +64,5 @@ def test_a_run_that_was_stopped_is_watched_no_longer(cloud, host):
     cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
     done, calls = cloud(TPU, "watch", ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 0 and verbs_of(calls) == ["ssh"] and done.stdout.endswith(": the run was stopped\n")
-
-
-def test_any_host_can_be_watched(cloud):
-    for settings, worker in (({}, "0"), ({"WORKER": "3"}, "3")):
-        _, calls = cloud(TPU, "watch", ZONE="z", **settings)
-        assert verbs_of(calls) == ["ssh"] and f" --worker={worker} " in calls[0] and "run.log" in "".join(calls)
+    _, calls = cloud(TPU, "watch", ZONE="z", WORKER="3")
+    assert " --worker=3 " in calls[0] and "run.log" in "".join(calls)

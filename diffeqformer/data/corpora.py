@@ -1,76 +1,57 @@
-"""The corpora. To add one, call `add_corpus` here and put its name into `CORPUS_NAMES` of `diffeqformer.data`.
+"""The corpora as SeqIO's sources. Import this module only where TensorFlow may be imported.
 
-The import registers the TFDS data sets `wikitext103/detokenized`, `wikitext103/raw` and `openwebtext`, with the
-documents of `diffeqformer.data.sources`.
-
-A corpus of your own needs no change here: call `add_corpus` in a module that `config.data.module` names. Import this
-module only where TensorFlow may be imported.
+A corpus of your own needs no change here: call `add_corpus` in a module that `config.data.module` names.
 """
 
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import seqio
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
-from diffeqformer.data.sources import HUB_CORPORA, DetokenizedWikitext, HubTexts, OpenWebText, RawWikitext, writing
-from diffeqformer.data.texts import StandardLibrary
+from diffeqformer.data import texts
+from diffeqformer.data.quiet import quiet
+from diffeqformer.data.texts import FileTexts, LocalTexts, StandardLibrary
 from diffeqformer.errors import UserError, reason_of
 
+TEXT = tf.TensorSpec([], tf.string)
+READ_AT_ONCE = 16  # shards when shuffling, as TFDS does
 
-class _HubBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """The documents of a corpus of the hub, one per example, in the order of the source."""
 
-    VERSION = tfds.core.Version("1.0.0")
-    MANUAL_DOWNLOAD_INSTRUCTIONS = "docs/data.md of diffeqformer says which files in manual_dir replace a download."
+class Documents(seqio.DataSource):
+    """Documents of `diffeqformer.data.texts` as a SeqIO source. They are found or downloaded when first read."""
 
-    texts: Callable[[], HubTexts]
+    supports_arbitrary_sharding = False
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=self.__doc__,
-            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-            disable_shuffling=True,  # keep the order of the source; the keys are integers
+    def __init__(self, documents: FileTexts):
+        super().__init__(documents.splits, caching_permitted=not isinstance(documents, LocalTexts))
+        self.texts = documents
+
+    def list_shards(self, split: str) -> list[str]:
+        if self.texts.found is None:
+            self.texts.fetch()
+        return [f"{split}-{index}" for index in range(self.texts.shards(split))]
+
+    def get_dataset(self, split="train", shuffle=True, seed=None, shard_info=None, **_) -> tf.data.Dataset:
+        """The examples of a split, with the feature `text`. As in SeqIO's sources, other arguments change nothing.
+
+        When shuffling, shards are read in random order, several at once.
+        """
+        index, count = (shard_info.index, shard_info.num_shards) if shard_info else (0, 1)
+        total = len(self.list_shards(split))
+
+        def read(shard):
+            return ({"text": text} for text in self.texts.documents(split, int(shard), total))
+
+        shards = tf.data.Dataset.range(index, total, count)
+        return (shards.shuffle(total, seed) if shuffle else shards).interleave(
+            lambda shard: tf.data.Dataset.from_generator(read, output_signature={"text": TEXT}, args=(shard,)),
+            cycle_length=READ_AT_ONCE if shuffle else 1,
         )
-
-    def _split_generators(self, dl_manager):
-        try:
-            manual = dl_manager.manual_dir
-        except AssertionError:  # TFDS raises this if manual_dir is missing or empty
-            manual = None
-        texts = self.texts()
-        texts.find(dl_manager.download_dir, manual)
-        return {split: self._generate_examples(texts, split) for split in texts.splits}
-
-    def _generate_examples(self, texts: HubTexts, split: str):
-        """Beyond 1 GB, TFDS sorts examples in buckets, cut evenly from keys of 128 bits: so the keys fill these."""
-        step = 2**128 // texts.number(split)
-        for row, text in enumerate(texts.documents(split)):
-            yield row * step, {"text": text}
-
-
-class Wikitext103(_HubBuilder):
-    """Featured and good articles of Wikipedia (Merity et al., 2016)."""
-
-    BUILDER_CONFIGS = [
-        tfds.core.BuilderConfig(name="detokenized", description="As prose: dlwh/wikitext_103_detokenized."),
-        tfds.core.BuilderConfig(name="raw", description="As tokens, without <unk>: Salesforce/wikitext."),
-    ]
-
-    def texts(self) -> HubTexts:
-        return RawWikitext() if self.builder_config.name == "raw" else DetokenizedWikitext()
-
-
-class Openwebtext(_HubBuilder):
-    """Web pages that Reddit links to (Gokaslan and Cohen, 2019)."""
-
-    texts = OpenWebText
 
 
 class Corpus(NamedTuple):
@@ -86,39 +67,6 @@ class Corpus(NamedTuple):
     tokenizer: str = "gpt2"
 
 
-class OrderedTfds(seqio.TfdsDataSource):
-    """One of our TFDS data sets, downloaded and written when it is first read.
-
-    Its examples have an order, so TFDS refuses to shuffle them. SeqIO shuffles by default: files are then read in
-    random order, several at once, as those of any other data set. Name its splits, which TFDS would know only once the
-    data set is written.
-    """
-
-    READ_AT_ONCE = 16  # files when shuffling, as TFDS does for unordered data sets
-
-    def fetch(self) -> tfds.core.DatasetBuilder:
-        """Download and write the data set, unless it is there, and return its builder."""
-        self.tfds_dataset.builder.download_and_prepare()
-        return self.tfds_dataset.builder
-
-    def num_input_examples(self, split: str) -> int:
-        self.fetch()
-        return super().num_input_examples(split)
-
-    def list_shards(self, split: str) -> Sequence[str]:
-        self.fetch()
-        return super().list_shards(split)
-
-    def get_dataset(self, split=None, shuffle=True, seed=None, shard_info=None, **_) -> tf.data.Dataset:
-        """The examples of a split, by default train. As in SeqIO's class, other arguments change nothing."""
-        how = self.tfds_dataset.read_config.replace(shuffle_seed=seed, skip_prefetch=True)
-        if shard_info:
-            how.input_context = tf.distribute.InputContext(shard_info.num_shards, shard_info.index)
-        if shuffle:
-            how.enable_ordering_guard, how.interleave_cycle_length = False, self.READ_AT_ONCE
-        return self.fetch().as_dataset(split=split or tfds.Split.TRAIN, shuffle_files=shuffle, read_config=how)
-
-
 CORPORA: dict[str, Corpus] = {}
 
 
@@ -127,20 +75,23 @@ def add_corpus(name: str, source: seqio.DataSource, origin: str, tokenizer: str 
     CORPORA[name] = Corpus(source, origin, tokenizer)
 
 
-def configure(module: str, option: str = "config.data.module") -> None:
-    """Import a module that adds corpora, if one is named, and use the folder that TFDS_DATA_DIR names.
+for _name, _texts in texts.CORPORA.items():
+    add_corpus(_name, Documents(_texts()), _texts.origin, "bytes" if _texts is StandardLibrary else "gpt2")
+
+
+def configure(module: str, option: str) -> None:
+    """Import the module that an option names, and use the folder that TFDS_DATA_DIR names.
 
     The module may be in the current folder, even if the command's own script is elsewhere.
     """
-    if module:
-        if not {"", os.getcwd()} & set(sys.path):
-            sys.path.insert(0, os.getcwd())
-        try:
-            importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # the module is the user's
-            reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise UserError(f"{option}: {module} can't be imported: {reason}") from None
-    if folder := os.environ.get("TFDS_DATA_DIR"):  # TFDS reads it only when it is imported, `HubTexts` at each use
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # the module is the user's
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise UserError(f"{option}: {module} can't be imported: {reason}") from None
+    if folder := os.environ.get("TFDS_DATA_DIR"):  # TFDS reads it only when it is imported
         seqio.set_tfds_data_dir_override(folder)
 
 
@@ -154,15 +105,8 @@ def rekey(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda example: {"targets": example["text"]})
 
 
-def one_sentence(error: Exception) -> str:
-    """An error's message. For a UserError that TensorFlow has wrapped, the original message."""
-    wrapped = re.search(r"UserError: (.*)", str(error))
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return wrapped.group(1).strip() if wrapped else lines[0][:300]
-
-
 class SourceTexts:
-    """The documents of a corpus as SeqIO reads them, with the methods of `diffeqformer.data.sources.FileTexts`."""
+    """The documents of a corpus as SeqIO reads them, with the methods of `diffeqformer.data.texts.FileTexts`."""
 
     found = None  # SeqIO finds the corpus again in each process
 
@@ -174,8 +118,7 @@ class SourceTexts:
     def fetch(self) -> None:
         """Download the source and write it as a TensorFlow data set, if it needs one and doesn't have it yet."""
         if isinstance(self.source, seqio.TfdsDataSource):
-            with writing():
-                self.source.tfds_dataset.builder.download_and_prepare()
+            self.source.tfds_dataset.builder.download_and_prepare()
 
     @property
     def splits(self) -> Collection[str]:
@@ -188,23 +131,11 @@ class SourceTexts:
     def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
         """The documents of one of `count` shards, in order."""
         part = seqio.ShardInfo(index, count) if count > 1 else None
+        examples = rekey(self.source.get_dataset(split, shuffle=False, shard_info=part))
         try:
-            for example in rekey(self.source.get_dataset(split, shuffle=False, shard_info=part)).as_numpy_iterator():
-                yield example["targets"].decode("utf-8")
-        except tf.errors.OpError as error:
-            raise UserError(one_sentence(error)) from None
-
-
-def stdlib_documents(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
-    """One document per file; always in the same order."""
-
-    def examples():
-        return ({"text": text} for text in StandardLibrary().documents(split))
-
-    return tf.data.Dataset.from_generator(examples, output_signature={"text": tf.TensorSpec([], tf.string)})
-
-
-_stdlib = seqio.FunctionDataSource(stdlib_documents, splits=("train", "validation"))
-add_corpus("python_stdlib", _stdlib, StandardLibrary.origin, tokenizer="bytes")
-for _name, _texts in HUB_CORPORA.items():
-    add_corpus(_name, OrderedTfds(f"{_texts.name}:1.0.0", splits=_texts.splits), _texts.origin)
+            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
+                for example in examples.as_numpy_iterator():
+                    yield example["targets"].decode("utf-8")
+        except tf.errors.OpError as error:  # which wraps a UserError of ours
+            wrapped = re.search(r"UserError: (.*)", str(error))
+            raise UserError(wrapped.group(1).strip() if wrapped else reason_of(error)) from None

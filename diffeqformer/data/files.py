@@ -1,8 +1,10 @@
-"""Texts from files: JSON lines, Parquet, and plain text; the first and the last may be compressed."""
+"""Local files: those that patterns name, what identifies them, and their texts (JSON lines, Parquet, plain text)."""
 
 import bz2
 import codecs
+import glob
 import gzip
+import hashlib
 import lzma
 import os
 import pathlib
@@ -11,7 +13,10 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ml_collections import ConfigDict
+
 from diffeqformer.data.seals import from_json
+from diffeqformer.data.store import SPLITS
 from diffeqformer.errors import UserError
 
 PLAIN, JSON_LINES, PARQUET = "plain text", "JSON lines", "Parquet"
@@ -30,7 +35,6 @@ OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_z
 LARGEST = 2**30  # bytes of a document, which is read as a whole; a small compressed file could hold any number
 BLOCK = 2**20  # bytes read at once
 BINARY = 2**16  # bytes at the beginning of a file, of which none is 0 in a text
-ROWS_OF_DICTIONARY = 2**14  # whose texts are there once, and are read again for each batch
 ROWS_AT_ONCE = 4  # of a Parquet file, or fewer: a kilobyte of it can hold a long text a million times
 
 
@@ -56,9 +60,9 @@ def kind(path: str | os.PathLike) -> str:
 
 
 def check_first(path: str | os.PathLike, layout: Layout = Layout()) -> None:
-    """Check, as `read_texts` does, that a file's first document, or the first bytes of plain text can be read."""
+    """Check, as `read_texts` does, that a file's first document, or the first block of plain text can be read."""
     if kind(path) == PLAIN:
-        _decoded(path, 0, next(_blocks(path))[:BINARY], whole=False)
+        _decoded(path, 0, next(_blocks(path)), whole=False)
     else:
         next(read_texts(path, layout), None)
 
@@ -151,22 +155,15 @@ def _blocks(path: str | os.PathLike) -> Iterator[bytes]:
 
 def _json_text(path: str | os.PathLike, field: str, number: int, line: str) -> str:
     try:
-        text = from_json(line)[field]
-        if text is not None:
-            text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
-        return text or ""
-    except UnicodeEncodeError:
-        found = "holds half of a surrogate pair"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found = "isn't a JSON object" if isinstance(error, ValueError) else f"has no string '{field}'"
-        if number == 1 and line.lstrip().startswith("["):
-            found = "isn't a JSON object but an array, whose items jq -c '.[]' would write a line each"
-        elif number == 1 and line.strip() == "{":
-            found = "has only the beginning of a JSON object, which jq -c . would write into one line"
-    raise UserError(
-        f'{path}: line {number:,} {found}; write one {{"{field}": "..."}} a line, or name the field '
-        "with the text (text_field)"
-    )
+        if (text := from_json(line)[field]) is None:
+            return ""
+        text.encode("utf-8")  # a lone surrogate, "\ud800", is valid JSON but not valid text
+        return text
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{path}: line {number:,} isn't a JSON object with a string '{field}'; write one a line (jq -c . or '.[]' "
+            "may help), or name the field with the text (text_field)"
+        ) from None
 
 
 def _open_parquet(path: str | os.PathLike, field: str):
@@ -180,33 +177,26 @@ def _open_parquet(path: str | os.PathLike, field: str):
     except pyarrow.ArrowInvalid:
         raise UserError(f"{path}: this isn't a whole Parquet file; get it again") from None
     names = file.schema_arrow.names
-    if names.count(field) > 1:
-        raise UserError(f"{path}: there are several columns '{field}' among {names}; keep one of them")
-    if field not in names:
-        raise UserError(
-            f"{path}: there is no column '{field}' among {names}; name the one with the text (text_field), or rename it"
-        )
+    if names.count(field) != 1:
+        found = "are several columns" if field in names else "is no column"
+        raise UserError(f"{path}: there {found} '{field}' among {names}; name the one with the text (text_field)")
     column = file.schema_arrow.field(field).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
     if str(values).removeprefix("large_").removesuffix("_view") not in ("string", "binary", "null"):
         raise UserError(f"{path}: column '{field}' holds {column} instead of strings; convert it")
-    if not file.metadata.num_rows:
-        raise UserError(f"{path}: the file has no rows; put one with text there")
     return file
 
 
 def _strings(path: str | os.PathLike, column, row: int) -> list[str]:
     """The texts of a pyarrow column that begins at `row`. It can hold nulls, and bytes that aren't UTF-8."""
     if hasattr(column, "dictionary"):
-        words = _strings(path, column.dictionary, row)
-        return ["" if index is None else words[index] for index in column.indices.to_pylist()]
+        column = column.dictionary_decode()
     if column.nbytes > LARGEST:
         raise UserError(f"{path}: the texts from row {row:,} on have more than {LARGEST:,} bytes; cut them")
     try:
-        texts = [text.decode("utf-8") if isinstance(text, bytes) else text or "" for text in column.to_pylist()]
+        return [text.decode("utf-8") if isinstance(text, bytes) else text or "" for text in column.to_pylist()]
     except UnicodeDecodeError:
         raise UserError(f"{path}: a text from row {row:,} on isn't UTF-8; convert the file to UTF-8") from None
-    return texts
 
 
 def _parquet_texts(path: str | os.PathLike, field: str) -> Iterator[str]:
@@ -220,8 +210,6 @@ def _parquet_texts(path: str | os.PathLike, field: str) -> Iterator[str]:
                 columns = [about.column(number) for number in range(about.num_columns)]
                 [size] = [column.total_uncompressed_size for column in columns if column.path_in_schema == field]
                 rows = min(ROWS_AT_ONCE, max(1, LARGEST // max(1, size)))
-                if pyarrow.types.is_dictionary(file.schema_arrow.field(field).type):
-                    rows = ROWS_OF_DICTIONARY
                 for batch in file.iter_batches(rows, [group], columns=[field]):
                     yield from _strings(path, batch.column(0), row)
                     row += batch.num_rows
@@ -235,3 +223,91 @@ def count_texts(path: str | os.PathLike) -> int:
         with _open_parquet(path, Layout().field) as file:
             return file.metadata.num_rows
     return sum(1 for _ in read_texts(path))
+
+
+class NoFile(UserError):
+    """A text isn't here: no file matches a pattern, or one can't be read."""
+
+
+def layout_of(data: ConfigDict) -> Layout:
+    """How documents lie in the local files of a config's `data` part."""
+    return Layout(data.text_field, data.separator)
+
+
+def local_files(data: ConfigDict) -> dict[str, list[str]] | None:
+    """The local files of each split that replace the task, if any: its `matching_files`, of which none is in both."""
+    if not data.train_files:
+        return None
+    files = {split: matching_files(data[f"{split}_files"], f"config.data.{split}_files") for split in SPLITS}
+    trained = set(map(os.path.realpath, files["train"]))
+    for path in files["validation"]:
+        if os.path.realpath(path) in trained:
+            raise UserError(f"config.data.train_files: {path} is a validation file, too; leave it out of one of them")
+    return files
+
+
+def matching_files(patterns: str, option: str) -> list[str]:
+    """The files that comma-separated names and patterns mean; the matches of each pattern are sorted by path.
+
+    A name that is there means itself, whatever characters it has, and so does the folder before a pattern.
+    """
+    files, seen = [], set()
+    names = [patterns] if os.path.lexists(patterns) else patterns.split(",")
+    for name in (name for name in names if name.strip() or not files):  # a comma may be at the end
+        found = _matches(name) or _matches(name.strip())
+        if not found:
+            raise NoFile(f"{option}: no file matches '{name.strip()}'")
+        for path in found:
+            if os.path.isdir(path):
+                raise UserError(f"{option}: {path} is a folder; name the files in it, such as '{path}/*.txt'")
+            if not os.access(path, os.R_OK):
+                raise NoFile(f"{option}: {path} can't be read; put a readable file there")
+            if not os.path.isfile(path):
+                raise UserError(f"{option}: {path} isn't a file that can be read twice; write its text into one")
+            if not os.path.getsize(path):
+                raise UserError(f"{option}: {path} is empty; put a file with text there")
+            kind(path)
+            if (target := os.path.realpath(path)) in seen:
+                raise UserError(f"{option}: {path} is named twice; leave one of them out")
+            seen.add(target)
+        files += found
+    return files
+
+
+def _matches(pattern: str) -> list[str]:
+    if os.path.lexists(pattern):
+        return [pattern]
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
+
+
+class Fingerprint(NamedTuple):
+    """Hashes that identify the text of local files; empty if there are none.
+
+    text: of their formats, sizes, and first and last 64 KiB, and of their layout, whatever their names and order.
+    order: the same in their order.
+    earlier: as earlier versions made it, of names in their order instead of formats.
+    """
+
+    text: str = ""
+    order: str = ""
+    earlier: str = ""
+
+
+def fingerprint(files: dict[str, list[str]] | None, layout: Layout = Layout()) -> Fingerprint:
+    """The hashes of the local files of both splits, if there are any."""
+    if not files:
+        return Fingerprint()
+    each, earlier = [], hashlib.sha256()
+    for split, path in [(name, path) for name in SPLITS for path in files[name]]:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            beginning = file.read(1 << 16)
+            file.seek(max(0, size - (1 << 16)))
+            content = (size, beginning, file.read())
+        earlier.update(repr((split, os.path.basename(path), *content)).encode())
+        each.append(hashlib.sha256(repr((split, kind(path), *content)).encode()).hexdigest())
+    text, order = (hashlib.sha256(repr((layout, *found)).encode()).hexdigest() for found in (sorted(each), each))
+    return Fingerprint(text, order, earlier.hexdigest() if layout == Layout() else text)

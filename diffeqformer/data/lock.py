@@ -10,9 +10,7 @@ from typing import IO
 from etils import epath
 
 from diffeqformer.console.results import check_links
-from diffeqformer.errors import UserError, reachable
-
-ATTEMPTS = 1000  # at creating a folder that other processes may rename or remove at the same time
+from diffeqformer.errors import reachable
 
 
 def acquire(lock: IO, waiting: str) -> None:
@@ -48,39 +46,20 @@ def only_run(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_process(partial: pathlib.Path) -> Iterator[IO]:
-    """Create the folder of an unfinished store and lock it, after waiting for other processes to release it.
+    """Lock the folder of an unfinished store, after waiting for other processes to release it, and create it.
 
-    It stays locked for as long as any process keeps the returned file open.
+    It stays locked for as long as any process keeps the returned file open. The file lies beside the folder and stays.
     """
-    obstacle = partial
-    for _ in range(ATTEMPTS):
+    with reachable("config.data.dir", partial):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(partial.with_name(f".{partial.name}.lock"))
+    with lock:
+        with reachable("config.data.dir", partial):
+            acquire(lock, f"{partial}: another process is preparing this store; waiting for it")
+            partial.mkdir(exist_ok=True)
+        check_links(partial, "config.data.dir")
         try:
-            partial.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(partial / "lock")
-        except (FileNotFoundError, FileExistsError) as error:  # another process has just renamed or removed it
-            obstacle = pathlib.Path(error.filename)
-            continue
-        except OSError as error:
-            raise UserError(f"config.data.dir: {error.filename}: {error.strerror}; choose another folder") from None
-        with lock:
-            try:
-                acquire(lock, f"{partial}: another process is preparing this store; waiting for it")
-            except OSError as error:
-                reason = f"{partial} can't be locked ({error.strerror})"
-                raise UserError(f"config.data.dir: {reason}; choose a folder of another file system") from None
-            try:
-                still_there = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
-            except FileNotFoundError:
-                still_there = False
-            if still_there:
-                check_links(partial, "config.data.dir")
-                try:
-                    yield lock
-                finally:
-                    with contextlib.suppress(OSError):  # another process may have started using it
-                        if os.listdir(partial) == ["lock"]:  # nothing to resume
-                            (partial / "lock").unlink()
-                            partial.rmdir()
-                return
-    reason = "is a link to nothing" if obstacle.is_symlink() and not obstacle.exists() else "can't be made a folder"
-    raise UserError(f"config.data.dir: {obstacle} {reason}; choose another folder")
+            yield lock
+        finally:
+            with contextlib.suppress(OSError):
+                partial.rmdir()  # if it is empty, so that there is nothing to resume

@@ -7,12 +7,10 @@ written to `<store>.partial`, which is renamed once all of it has been verified.
 import contextlib
 import itertools
 import json
-import os
 import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,14 +20,13 @@ from ml_collections import ConfigDict
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.console.terminal import duration
-from diffeqformer.data.files import check_first
-from diffeqformer.data.local_files import NoFile, fingerprint, layout_of, local_files
+from diffeqformer.data.files import NoFile, check_first, fingerprint, layout_of, local_files
 from diffeqformer.data.lock import only_process
 from diffeqformer.data.remote import stage
 from diffeqformer.data.seals import from_json, sealed
 from diffeqformer.data.store import FORMAT, Split, number_of_cores, open_store, read_about, token_type, verify
 from diffeqformer.data.tokenizers import NoTokenizer, Tokenizer, describe_lost, open_tokenizer, restore_tokenizer
-from diffeqformer.errors import UserError, counted
+from diffeqformer.errors import UserError, counted, reachable
 
 
 def store_folder(data: ConfigDict, tokenizer: Tokenizer) -> pathlib.Path:
@@ -100,26 +97,31 @@ def prepare(data: ConfigDict, tokenizer: Tokenizer) -> None:
     """Make the token store of a config's `data` part, unless it exists. After an error, the next call continues."""
     folder, files = store_folder(data, tokenizer), local_files(data)
     partial = folder.with_name(f"{folder.name}.partial")
-    with only_process(partial) as lock, contextlib.ExitStack() as running:
+    with only_process(partial) as lock, reachable("config.data.dir", partial):
         if folder.exists():
             return
+        workers = []
         try:
-            running.callback(remove_unfinished, partial)  # runs last, when no process is left
-            temporary = running.enter_context(tempfile.TemporaryDirectory())
-            _prepare(data, tokenizer, files, partial, lambda task: running.enter_context(Worker(task, lock, temporary)))
-        except OSError as error:
-            raise UserError(f"config.data.dir: {error.filename or partial}: {error.strerror or error}") from None
+            _prepare(data, tokenizer, files, partial, lock, workers)
+        finally:
+            for worker in workers:
+                worker.process.terminate()
+                worker.process.wait()
+            for path in partial.glob("*.partial*"):  # of processes that were stopped; frees space on a full disk
+                path.unlink()
 
 
-def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Path, start) -> None:
+def _prepare(
+    data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Path, lock: IO, workers: list["Worker"]
+) -> None:
     layout, folder = layout_of(data), partial.with_suffix("")
     for path in itertools.chain.from_iterable((files or {}).values()):
         check_first(path, layout)  # rather than when its turn comes
     print(f"Preparing {data.task} into {folder}", flush=True)
     task = dict(task=data.task, module=data.module, files=files, layout=layout)
     task["tokenizer"] = [tokenizer.name, tokenizer.save()]
-    workers = [start(task)]
-    plan, text = workers[0].plan(), fingerprint(files, layout)
+    workers.append(Worker(task, lock))
+    plan, text = next(workers[0].answers()), fingerprint(files, layout)
     about = dict(
         format=FORMAT, task=data.task, origin=plan["origin"], files=text.text, tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size, dtype=token_type(tokenizer.vocab_size).str,
@@ -129,22 +131,16 @@ def _prepare(data: ConfigDict, tokenizer: Tokenizer, files, partial: pathlib.Pat
     every = [(split, index, count) for split, count in plan["shards"].items() for index in range(count)]
     todo = [shard for shard in every if finished(partial, *shard[:2]) is None]
     task["found"] = plan["found"]
-    workers += [start(task) for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1)]
-    write_shards(workers, partial, ShardProgress(len(every), len(todo)), todo)
+    for _ in range(min(data.processes or number_of_cores(), len(todo)) - 1):
+        workers.append(Worker(task, lock))
+    write_shards(workers, partial, len(every), todo)
     about["splits"] = {split: account_of(partial, split, count) for split, count in plan["shards"].items()}
-    about["patterns"] = patterns_of(data)
-    about["tokenizer_data"] = tokenizer.save()  # so that the store can be used where the tokenizer's file isn't
+    about |= {"patterns": patterns_of(data), "tokenizer_data": tokenizer.save()}  # for where their files aren't
     finish(partial, folder, about)
     for split, paths in (files or {}).items():
         texts = sum(shard["documents"] + shard["empty"] for shard in about["splits"][split]["shards"])
         if data.separator and texts <= len(paths):
             print(f"  {split}: no file has the separator {data.separator!r}; each is one document", flush=True)
-
-
-def remove_unfinished(partial: pathlib.Path) -> None:
-    """Remove the shards that processes left unfinished, to free space on a full disk."""
-    for path in partial.glob("*.partial*"):
-        path.unlink()
 
 
 def begin_or_go_on(partial: pathlib.Path, about: dict) -> None:
@@ -169,46 +165,29 @@ class Worker:
     Args:
         task: the first request, which names the text and the tokenizer.
         lock: stays held while it runs, even if this process is killed.
-        temporary: folder for temporary files that TensorFlow leaves behind.
     """
 
-    def __init__(self, task: dict, lock: IO, temporary: str):
-        self.failure = None  # its error message, if it failed
+    def __init__(self, task: dict, lock: IO):
         command = [sys.executable, "-m", "diffeqformer.data.worker"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[lock.fileno()])
-        self.process = subprocess.Popen(command, env={**os.environ, "TMPDIR": temporary}, **pipes)
+        self.process = subprocess.Popen(command, **pipes)
         self.ask(task)
 
     def ask(self, request: dict | list) -> None:
-        """Send a request. After a failure, `answers` sets the reason."""
+        """Send a request. After a failure, `answers` says the reason."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
 
     def answers(self) -> Iterator[dict]:
-        """Its answers until it ends. If it failed, `failure` then holds the reason."""
+        """Its answers. A UserError says why there are no more."""
         for line in self.process.stdout:
             answer = json.loads(line)
             if "error" in answer:
-                self.failure = answer["error"]
-            else:
-                yield answer
-        if self.process.wait() and not self.failure:
-            killed = " (killed, perhaps because memory ran out)" * (self.process.returncode == -signal.SIGKILL)
-            self.failure = f"a process that prepares the store ended with status {self.process.returncode}{killed}"
-
-    def plan(self) -> dict:
-        """Let it fetch the corpus and return the plan of the work. A UserError says why it can't."""
-        for answer in self.answers():
-            return answer
-        raise UserError(self.failure)
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.terminate()
-        self.process.wait()
+                raise UserError(answer["error"])
+            yield answer
+        killed = " (killed, perhaps because memory ran out)" * (self.process.wait() == -signal.SIGKILL)
+        raise UserError(f"a process that prepares the store ended with status {self.process.returncode}{killed}")
 
 
 def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
@@ -219,63 +198,48 @@ def finished(partial: pathlib.Path, split: str, index: int) -> dict | None:
         return None
 
 
-def write_shards(workers: list[Worker], partial: pathlib.Path, progress: "ShardProgress", todo: list) -> None:
-    """Let the workers write the shards `todo`. Each takes the next one as soon as it is free. Progress is printed."""
-    remaining = iter(todo)  # taking the next one is atomic
+def write_shards(workers: list[Worker], partial: pathlib.Path, shards: int, todo: list) -> None:
+    """Let the workers write the shards `todo` of all `shards`. Each takes the next one as soon as it is free."""
+    start = shown = time.monotonic()
+    remaining, told, failures = iter(todo), {}, []  # taking the next one is atomic
+
+    def follow(worker: Worker) -> None:
+        try:
+            for shard in remaining:
+                worker.ask([str(partial), shard])
+                for answer in worker.answers():
+                    told[answer["split"], answer["shard"]] = answer
+                    if answer["done"]:
+                        break
+        except Exception as error:  # otherwise the main thread would wait forever
+            failures.append(error)
+
     for worker in workers:
-        threading.Thread(target=_follow, args=(worker, partial, progress, remaining), daemon=True).start()
-    while progress.done() < len(todo):
+        threading.Thread(target=follow, args=(worker,), daemon=True).start()
+    done = 0
+    while done < len(todo):
         time.sleep(0.05)
-        progress.show()
-        if failures := [worker.failure for worker in workers if worker.failure]:
-            done = progress.done()
+        done = sum(each["done"] for each in list(told.values()))
+        if failures:
             goes_on = (
                 f" ({done} of {len(todo)} shards were finished now and stay; the same command continues from them, "
                 "unless the text has to change)"
             )
-            raise UserError(failures[0] + goes_on * (done > 0))
-    progress.show(last=True)
+            raise UserError(f"{failures[0]}{goes_on * (done > 0)}")
+        if told and (time.monotonic() - shown > 2 or done == len(todo)):
+            shown = time.monotonic()
+            _show_progress(list(told.values()), shards, len(todo) - done, shown - start)
 
 
-def _follow(worker: Worker, partial: pathlib.Path, progress: "ShardProgress", remaining: Iterator) -> None:
-    """Let a worker write shards until none remains, or it fails."""
-    try:
-        for shard in remaining:
-            worker.ask([str(partial), shard])
-            for answer in worker.answers():
-                progress.told[answer["split"], answer["shard"]] = answer
-                if answer["done"]:
-                    break
-            if worker.failure:
-                return
-    except Exception as error:  # otherwise the main thread would wait forever
-        worker.failure = f"a process that prepares the store can't be understood: {error!r}"
-
-
-class ShardProgress:
-    """The progress line of the processes that write `todo` shards of `shards`; `told` has what they say of each."""
-
-    def __init__(self, shards: int, todo: int):
-        self.start = self.shown = time.monotonic()
-        self.shards, self.todo, self.told = shards, todo, {}
-
-    def done(self) -> int:
-        """The number of shards that were finished now."""
-        return sum(told["done"] for told in list(self.told.values()))
-
-    def show(self, last: bool = False) -> None:
-        """Print the line, at most every two seconds except for the last one."""
-        now = time.monotonic()
-        if now - self.shown < 2 and not last or not self.told:
-            return
-        self.shown, seconds, told, done = now, now - self.start, list(self.told.values()), self.done()
-        tokens, documents = (sum(shard[what] for shard in told) for what in ("tokens", "documents"))
-        left = f"  {duration(seconds / done * (self.todo - done))} left" if done and not last else ""
-        print(
-            f"  shard {self.shards - self.todo + done:,}/{self.shards:,}  {documents:,} documents  {tokens:,} tokens  "
-            f"{tokens / seconds:,.0f} tokens/s{left}",
-            flush=True,
-        )
+def _show_progress(told: list[dict], shards: int, left: int, seconds: float) -> None:
+    """Print what workers have told of the shards that they began, of which some are `left`."""
+    tokens, documents, done = (sum(each[what] for each in told) for what in ("tokens", "documents", "done"))
+    time_left = f"  {duration(seconds / done * left)} left" if done and left else ""
+    print(
+        f"  shard {shards - left:,}/{shards:,}  {documents:,} documents  {tokens:,} tokens  "
+        f"{tokens / seconds:,.0f} tokens/s{time_left}",
+        flush=True,
+    )
 
 
 def account_of(partial: pathlib.Path, split: str, shards: int) -> dict:
@@ -300,7 +264,7 @@ def finish(partial: pathlib.Path, folder: pathlib.Path, about: dict) -> None:
     read_about(partial)
     partial.rename(folder)
     for path in folder.iterdir():  # only now: after an earlier kill, every record is still there
-        if path.name in ("plan.json", "lock") or path.name.endswith(".bin.json"):
+        if path.name == "plan.json" or path.name.endswith(".bin.json"):
             path.unlink()
     for split, entry in about["splits"].items():
         empty = sum(shard["empty"] for shard in entry["shards"])

@@ -42,39 +42,26 @@ def _opened(remote: str, name: str, verb: str = "read") -> Iterator[tuple[fsspec
 
 
 def upload(folder: pathlib.Path, remote: str) -> None:
-    """Copy a complete local store to a URL. `store.json` comes last, so that no host takes an unfinished store.
-
-    `uploading.json` identifies the store that is being copied, so that an interrupted copy can be resumed.
-    """
-    about, ours, name = read_about(folder), (folder / "store.json").read_bytes(), f"{remote}/{folder.name}"
+    """Copy a complete local store to a URL. `store.json` comes last, so that no host takes an unfinished store."""
+    about, name = read_about(folder), f"{remote}/{folder.name}"
     with _opened(remote, folder.name, "written") as (system, there):
-        records = (f"{there}/store.json", f"{there}/uploading.json")
-        theirs, unfinished = (system.cat_file(path) if system.exists(path) else None for path in records)
-        if theirs is not None and _ids(parse_about(theirs, f"{name}/store.json")) == _ids(about):
+        if system.exists(f"{there}/store.json"):
+            if _ids(parse_about(system.cat_file(f"{there}/store.json"), f"{name}/store.json")) != _ids(about):
+                raise UserError(
+                    f"config.data.remote: {name} is a token store with other content, which is never replaced; name "
+                    "another URL, or delete it there"
+                )
             print(f"{name}: this token store is there already", flush=True)
             return
-        if theirs is not None or unfinished not in (None, ours):
-            what = "a token store" if theirs is not None else "an unfinished copy of a token store"
-            raise UserError(
-                f"config.data.remote: {name} is {what} with other content, which is never replaced; name another URL, "
-                "or delete it there"
-            )
-        shards = shards_of(about, folder / "store.json")
         system.makedirs(there, exist_ok=True)
-        system.pipe_file(f"{there}/uploading.json", ours)
-        put = functools.partial(_put, system, there, folder, unfinished is not None)
-        each_shard(put, shards, f"Copying {folder} to {remote}")
-        system.pipe_file(f"{there}/store.json", ours)
-        system.rm(f"{there}/uploading.json")
+        put = functools.partial(_put, system, there, folder)
+        each_shard(put, shards_of(about), f"Copying {folder} to {remote}")
+        put({"file": "store.json"})
 
 
-def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, goes_on: bool, shard: dict) -> None:
-    """Copy a shard to a URL, unless an upload `goes_on` that has done it."""
-    path, target = folder / shard["file"], f"{there}/{shard['file']}"
-    size = path.stat().st_size
-    if not (goes_on and system.exists(target) and system.size(target) == size):
-        with open(path, "rb") as source, system.open(target, "wb") as file:
-            shutil.copyfileobj(source, file, CHUNK)
+def _put(system: fsspec.AbstractFileSystem, there: str, folder: pathlib.Path, shard: dict) -> None:
+    """Copy a file to a URL."""
+    system.put_file(str(folder / shard["file"]), f"{there}/{shard['file']}")
 
 
 def _ids(about: dict) -> list[str]:
@@ -107,13 +94,13 @@ def stage(remote: str, folder: pathlib.Path) -> None:
                 f"config.data.remote: there is no token store {folder.name} at {remote}; make it with "
                 "`python -m diffeqformer.prepare` and the same config"
             )
-        content, place = system.cat_file(f"{there}/store.json"), f"{name}/store.json"
+        content = system.cat_file(f"{there}/store.json")
+        about = parse_about(content, f"{name}/store.json")
         get = functools.partial(_get, system, there, partial, name)
-        each_shard(get, shards_of(parse_about(content, place), place), f"Copying {name} to {folder}")
+        each_shard(get, shards_of(about), f"Copying {name} to {folder}")
         write_whole(partial / "store.json", content.decode("utf-8"))
         read_about(partial)
         partial.rename(folder)
-        (folder / "lock").unlink()
 
 
 def _get(system: fsspec.AbstractFileSystem, there: str, partial: pathlib.Path, name: str, shard: dict) -> None:

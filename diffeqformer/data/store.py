@@ -1,11 +1,9 @@
 """The token store: a corpus's ids on disk, and `batch(step)` as a pure function.
 
-A store is a folder with two kinds of files. `<split>-<number>.bin` has the ids of documents one after another, with
-end-of-text after each: little-endian, 16 bits wide if the vocabulary allows it, else 32. `store.json` has the task, the
-tokenizer and the origin, and for each split the tokens, documents, bytes of text, unknown ids, documents that the
-tokenizer altered, SHA-256 and shards (with their own). Stores of earlier versions lack what was lost.
-It has a seal (`diffeqformer.data.seals`). The folder gets its final name only when it is complete.
-`diffeqformer.data.preparation` makes it.
+A store is a folder that `diffeqformer.data.preparation` makes. `<split>-<number>.bin` has the ids of documents one
+after another, with end-of-text after each: little-endian, 16 bits wide if the vocabulary allows it, else 32.
+`store.json` has the task, the tokenizer, the origin, and counts and SHA-256 of splits and shards, under a seal
+(`diffeqformer.data.seals`). Those of earlier versions lack the seal and what the tokenizer loses.
 """
 
 import concurrent.futures
@@ -16,7 +14,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.pool import ThreadPool
 
 import numpy as np
@@ -130,20 +128,13 @@ def token_type(vocab_size: int) -> np.dtype:
 REMEDY = "delete the folder and start again to prepare it anew"
 
 
-def shards_of(about: dict, place: str | os.PathLike) -> list[dict]:
-    """The shards of a store's splits, as its `store.json` at `place` lists them.
-
-    Each `file` must be a plain file name: a foreign store could name any file on this machine.
-    """
-    shards = [shard for split in about["splits"].values() for shard in split["shards"]]
-    for shard in shards:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
-            raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
-    return shards
+def shards_of(about: dict) -> list[dict]:
+    """The shards of a store's splits, as its `store.json` lists them."""
+    return [shard for split in about["splits"].values() for shard in split["shards"]]
 
 
 def _is_account(about: dict) -> bool:
-    """Whether a `store.json` has entries of the right types. A KeyError or TypeError means that it hasn't, either."""
+    """Whether a `store.json` has entries of the right types. A KeyError or TypeError means the same as False."""
     texts = [about[name] for name in ("task", "tokenizer", "origin", "files")]
     numbers, sums = [], about["dtype"] in ("<u2", "<u4") and set(about["splits"]) == set(SPLITS)
     for split in about["splits"].values():
@@ -161,7 +152,9 @@ def parse_about(content: bytes, place: str | os.PathLike) -> dict:
         unsealed(about)
         if about["format"] != FORMAT:
             raise UserError(f"{place}: this token store has format {about['format']}, but {FORMAT} is needed; {REMEDY}")
-        shards_of(about, place)
+        for shard in shards_of(about):  # a foreign store could name any file on this machine
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", shard["file"]):
+                raise UserError(f"{place}: 'file' must be a plain file name, but it is {shard['file']!r}; {REMEDY}")
         if _is_account(about):
             return about
     except UserError:
@@ -181,7 +174,7 @@ def read_about(folder: pathlib.Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; {REMEDY}") from None
     width = np.dtype(about["dtype"]).itemsize
-    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about, path)):
+    for file, tokens in ((shard["file"], shard["tokens"]) for shard in shards_of(about)):
         size = (folder / file).stat().st_size if (folder / file).exists() else 0
         if size != tokens * width:
             raise UserError(
@@ -189,13 +182,6 @@ def read_about(folder: pathlib.Path) -> dict:
                 f"{REMEDY}"
             )
     return about
-
-
-def _blocks(path: pathlib.Path) -> Iterator[bytes]:
-    """The content of a file, in parts that hold whole ids."""
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            yield block
 
 
 def sha256(*paths: pathlib.Path) -> str:
@@ -212,28 +198,25 @@ def verify(
     about: dict,
     vocab_size: int | None = None,
     splits: Iterable[str] = SPLITS,
-    by_seal: bool = False,
 ) -> None:
     """Read a store's shards again and compare them with `about`: the SHA-256 of each, and of each split's ids.
 
     The hash of a split identifies its text, independently of the shards. It is added to `about` if it is missing there.
-    Half of the processor's cores read files side by side, at most `MOST_THREADS`.
+    Under a seal it isn't computed again, because shards as written are the split as written.
 
     Args:
         vocab_size: the tokenizer's, to check that all ids are below it; None: they aren't checked.
-        by_seal: leave the hash of a split out if `about` has a seal: then shards as written are the split as written.
     """
-    shards_of(about, folder / "store.json")  # their names are safe
     chosen = [about["splits"][name] for name in splits]
     checks = [
         functools.partial(_check_shard, folder / shard["file"], shard["sha256"], about["dtype"], vocab_size)
         for split in chosen
         for shard in split["shards"]
     ]
-    if not (by_seal and "sha256" in about):
+    if "sha256" not in about:
         checks += [functools.partial(_check_split, folder, split) for split in chosen]
     try:
-        with ThreadPool(max(1, min(MOST_THREADS, number_of_cores() // 2))) as pool:  # which end with the process
+        with ThreadPool(max(1, min(MOST_THREADS, number_of_cores() // 2))) as pool:
             for _ in pool.imap(lambda check: check(), checks):
                 pass
     except OSError as error:
@@ -250,10 +233,11 @@ def _check_split(folder: pathlib.Path, split: dict) -> None:
 
 def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int | None) -> None:
     digest, largest = hashlib.sha256(), -1
-    for block in _blocks(path):
-        digest.update(block)
-        if vocab_size is not None:
-            largest = max(largest, int(np.frombuffer(block, dtype).max()))
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):  # which holds whole ids
+            digest.update(block)
+            if vocab_size is not None:
+                largest = max(largest, int(np.frombuffer(block, dtype).max()))
     if digest.hexdigest() != recorded:
         raise UserError(f"{path}: its content isn't what was written, by its SHA-256; {REMEDY}")
     if vocab_size is not None and largest >= vocab_size:
@@ -262,12 +246,12 @@ def _check_shard(path: pathlib.Path, recorded: str, dtype: str, vocab_size: int 
 
 
 def verifying(folder: pathlib.Path, vocab_size: int) -> concurrent.futures.Future:
-    """`verify` by seal in the background, where hashing leaves Python free. Ask the result if the store is whole."""
+    """`verify` in the background, where hashing leaves Python free. Ask the result if the store is whole."""
     done = concurrent.futures.Future()
 
     def work():
         try:
-            done.set_result(verify(folder, read_about(folder), vocab_size, by_seal=True))
+            done.set_result(verify(folder, read_about(folder), vocab_size))
         except Exception as error:  # whoever asks for the result gets it
             done.set_exception(error)
 
@@ -285,7 +269,7 @@ def open_store(
     """The training and validation splits of the store in `folder`, after checking that it is complete and fits.
 
     Args:
-        files: fingerprints of the local files that replace the task (`diffeqformer.data.local_files.Fingerprint`), of
+        files: fingerprints of the local files that replace the task (`diffeqformer.data.files.Fingerprint`), of
             which the store must have one; empty for no files, None for any.
     """
     folder = pathlib.Path(folder)

@@ -10,26 +10,24 @@ and openwebtext_gpt2, unless another program has taken that name. Nothing is ope
 
 Without a sequence length, a task's examples are documents: `targets`, their ids with end-of-text last, and
 `targets_pretokenized`, their text. With one, they are windows of as many ids (`windows`). Documents of white space
-alone are left out, as in training. An evaluator measures `diffeqformer.data.language_model.Perplexity`.
+alone are left out, as in training. An evaluator measures `Perplexity`.
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import flax
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from diffeqformer.data import TASK_NAME, TASK_NAME_SAYS
-from diffeqformer.data.corpora import CORPORA, add_corpus, rekey  # noqa: F401 (users add corpora from here)
+from diffeqformer.data.corpora import CORPORA, Documents, add_corpus, rekey  # noqa: F401 (users add corpora from here)
 from diffeqformer.data.files import Layout
-from diffeqformer.data.language_model import CONVERTER, Perplexity  # noqa: F401 (users take the converter from here)
+from diffeqformer.data.perplexities import WITHHELD, text_results
 from diffeqformer.data.texts import LocalTexts
 from diffeqformer.data.tokenizers import Tokenizer, open_tokenizer
 from diffeqformer.errors import UserError
-
-TEXT = tf.TensorSpec([], tf.string)
 
 
 class TokenizerVocabulary(seqio.Vocabulary):
@@ -84,25 +82,6 @@ class TokenizerVocabulary(seqio.Vocabulary):
         return isinstance(other, TokenizerVocabulary) and self.name == other.name
 
 
-class LocalFiles(seqio.DataSource):
-    """Documents in local files that replace a corpus, as a SeqIO source (`diffeqformer.data.texts.LocalTexts`)."""
-
-    supports_arbitrary_sharding = False
-
-    def __init__(self, files: dict[str, Sequence[str]], corpus: str = "", layout: Layout = Layout()):
-        super().__init__(splits=files, caching_permitted=False)
-        self.texts = LocalTexts(files, corpus, layout)
-
-    def list_shards(self, split: str):
-        return [files[0] for files in self.texts.groups(split)]
-
-    def get_dataset(self, split, shuffle=False, seed=None, shard_info=None, **_):
-        part = (shard_info.index, shard_info.num_shards) if shard_info else ()
-        return tf.data.Dataset.from_generator(
-            lambda: ({"text": text} for text in self.texts.documents(split, *part)), output_signature={"text": TEXT}
-        )
-
-
 def with_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The documents that aren't blank, as in a token store."""
     blank = r"[\t-\r\x1c-\x20\x{85}\p{Z}]*"  # Python's white space
@@ -119,6 +98,88 @@ def windows(dataset: tf.data.Dataset, sequence_length: Mapping[str, int | None] 
         return dataset
     ids = dataset.map(lambda example: {"targets": example["targets"]})
     return ids.rebatch(sequence_length["targets"], drop_remainder=True)
+
+
+class NextToken(seqio.FeatureConverter):
+    """Inputs, the ids that follow them, and weights, each of the task's length S, padded with 0.
+
+    The weight is 1 where the next id is known, so 0 at an example's last id and on padding. Of a window of S ids, S - 1
+    are predicted. SeqIO's own converter takes id 0 for padding, which is "!" in GPT-2's vocabulary.
+    """
+
+    TASK_FEATURES = {"targets": seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)}
+    MODEL_FEATURES = {
+        name: seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
+        for name in ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
+    }
+
+    def __init__(self):
+        super().__init__(pack=False)
+
+    def _convert_features(self, ds, task_feature_lengths):
+        length = task_feature_lengths["targets"]
+
+        def padded(values: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.pad(values, [[0, length - tf.shape(values)[0]]]), [length])
+
+        def convert(example):
+            ids = example["targets"]
+            features = (ids, ids[1:], tf.ones_like(ids[1:]))
+            return dict(zip(self.MODEL_FEATURES, map(padded, features)))
+
+        return ds.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
+
+    def get_model_feature_lengths(self, task_feature_lengths):
+        return dict.fromkeys(self.MODEL_FEATURES, task_feature_lengths["targets"])
+
+
+CONVERTER = NextToken()
+"""For whatever asks for a feature converter."""
+
+
+@flax.struct.dataclass
+class Perplexity(seqio.metrics.Metric):
+    """Perplexity per token and per word, and bits per byte, of all ids but the first of each example.
+
+    With windows, `perplexity` is the paper's. With whole documents, their end-of-text ids are among the tokens; they
+    have no words and no bytes. A word that a window cuts counts in both windows. This holds for scores by `CONVERTER`.
+    With unknown ids, what is divided by words or bytes is NaN.
+    """
+
+    model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.SCORE
+    log_likelihood: float = 0.0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+    unknown: int = 0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features, target_field_name="targets", mask=None, indices_2d=None):
+        """Add up scores: for each example, the sum of log-likelihoods in nats with the converter's weights."""
+        tokenizer = features[target_field_name].vocabulary.tokenizer
+        sums = cls()
+        for number, (example, score) in enumerate(zip(inputs, np.asarray(model_output, np.float64), strict=True)):
+            if mask is None or mask[number]:
+                ids = example[target_field_name][1:].tolist()
+                text = tokenizer.decode_bytes(ids)
+                words = len(text.decode("utf-8", errors="replace").split())
+                unknown = ids.count(tokenizer.unknown)
+                one = cls(log_likelihood=score, tokens=len(ids), words=words, bytes=len(text), unknown=unknown)
+                sums = sums.merge(one)
+        return sums
+
+    def merge(self, other: "Perplexity") -> "Perplexity":
+        """The sums over both."""
+        names = ("log_likelihood", "tokens", "words", "bytes", "unknown")
+        return self.replace(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @classmethod
+    def empty(cls) -> "Perplexity":
+        return cls()
+
+    def compute(self) -> dict[str, Any]:
+        found = text_results(float(self.log_likelihood), int(self.tokens), int(self.words), int(self.bytes))
+        return found | WITHHELD if self.unknown else found
 
 
 def task_name(corpus: str, tokenizer: str, suffix: str = "") -> str:
@@ -146,8 +207,6 @@ def add_task(
     """
     if corpus not in CORPORA and not files:
         raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
-    if not re.fullmatch(TASK_NAME, corpus):
-        raise UserError(f"the task {TASK_NAME_SAYS}, but it is '{corpus}'")
     vocabulary = TokenizerVocabulary(tokenizer)
     name = task_name(corpus, vocabulary.name, suffix)
     if name in seqio.TaskRegistry.names():
@@ -155,7 +214,7 @@ def add_task(
     tokenize = [rekey, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
     return seqio.TaskRegistry.add(
         name,
-        source=LocalFiles(files, corpus, layout) if files else CORPORA[corpus].source,
+        source=Documents(LocalTexts(files, corpus, layout)) if files else CORPORA[corpus].source,
         preprocessors=[*tokenize, *preprocessors],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32)},
         **(more if {"metric_objs", "metric_fns"} & more.keys() else {**more, "metric_objs": [Perplexity()]}),

@@ -1,27 +1,66 @@
-"""Documents without SeqIO: those of local files, of Python's standard library, and of the hub's corpora.
+"""Documents: those of local files, of Python's standard library, and of the hub's corpora, without TensorFlow.
 
-Where SeqIO isn't installed, they are prepared and scored as they are.
+Token stores and scores read them from here, and so do SeqIO's tasks (`diffeqformer.data.corpora`). The hub's files lie
+in the folders that TFDS would use.
 """
 
 import contextlib
 import hashlib
+import io
 import itertools
+import math
+import os
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from diffeqformer.data import CORPUS_NAMES, quiet
-from diffeqformer.data.files import PLAIN, Layout, kind, read_texts
-from diffeqformer.data.sources import HUB_CORPORA, FileTexts
+from diffeqformer.data.files import PLAIN, Layout, count_texts, kind, read_lines, read_texts
+from diffeqformer.data.quiet import import_tensorflow
 from diffeqformer.data.store import Split
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.data.wikitext import articles, detokenize
-from diffeqformer.errors import UserError
+from diffeqformer.data.wikitext import articles, articles_of_lines, detokenize
+from diffeqformer.errors import UserError, reachable
 
 VALIDATION_PART = 50  # one in this many files of the standard library
+OPENWEBTEXT_DOCUMENTS = 8_013_769
+VALIDATION_FRACTION, VALIDATION_SEED = 0.0005, 2357
+MOST_SHARDS = 256  # of a split: each costs a tenth of a second, and an open file in training
+
+
+class FileTexts:
+    """Documents in files.
+
+    splits: the names of the splits.
+    origin: a description for readers; written into the token store.
+    found: JSON that says what `fetch` has found, the "files" of each split. Another process can take it from here.
+    """
+
+    splits: Sequence[str] = ("train", "validation")
+    origin: str
+    found = None
+
+    def fetch(self) -> None:
+        """Find or download the files, if they aren't known."""
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        """The files of each shard: one, or some consecutive ones if there are very many."""
+        paths = self.found["files"][split]
+        count = min(len(paths), MOST_SHARDS)
+        return [paths[i * len(paths) // count : (i + 1) * len(paths) // count] for i in range(count)]
+
+    def shards(self, split: str) -> int:
+        return len(self.groups(split))
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        """The documents of every `count`-th shard from `index` on, in the order of the source; by default of all."""
+        return itertools.chain.from_iterable(map(self.texts, itertools.chain(*self.groups(split)[index::count])))
+
+    def texts(self, path: str) -> Iterable[str]:
+        """The documents of a file, by default its rows."""
+        return read_texts(path)
 
 
 CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext103_raw": articles}
@@ -30,8 +69,6 @@ CUTS = {"wikitext103": lambda text: map(detokenize, articles(text)), "wikitext10
 
 class LocalTexts(FileTexts):
     """Documents in local files: plain text, JSON lines or Parquet.
-
-    A shard is one file, or a group of consecutive files if there are very many.
 
     Args:
         corpus: the one that they replace, by which plain text, or its parts between separators, is cut (`CUTS`).
@@ -59,7 +96,6 @@ class StandardLibrary(FileTexts):
     origin = f"standard library of Python {platform.python_version()}"
 
     def groups(self, split: str) -> list[Sequence[str]]:
-        """All files, sorted by path, as one shard."""
         return [list(map(str, stdlib_files(split)))]
 
     def texts(self, path: str) -> Iterator[str]:
@@ -87,40 +123,179 @@ def stdlib_files(split: str) -> list[pathlib.Path]:
     return files
 
 
-def open_texts(corpus: str, files: dict[str, Sequence[str]] | None, layout: Layout = Layout()) -> FileTexts:
-    """The documents of a corpus, or of the local files of each split that replace it."""
-    if files:
-        return LocalTexts(files, corpus, layout)
-    if corpus == "python_stdlib":
-        return StandardLibrary()
-    if corpus in HUB_CORPORA:
-        return HUB_CORPORA[corpus]()
-    if corpus in CORPUS_NAMES:
-        quiet.check_installed(f"config.data.task: {corpus}")
-    raise UserError(f"the task must be one of {', '.join(CORPUS_NAMES)}, but it is '{corpus}'")
+class HubTexts(FileTexts):
+    """The documents of a corpus of the hub.
+
+    name: the folder of its files in manual_dir.
+    dataset, config: of the hub.
+    on_hub: the splits that it has there.
+    """
+
+    name: str
+    dataset: str
+    config: str | None = None
+    splits = on_hub = ("train", "validation", "test")
+
+    def fetch(self) -> None:
+        """Find the files: those of manual_dir, or else those of an earlier download, or else download them."""
+        home = os.environ.get("TFDS_DATA_DIR", os.path.join("~", "tensorflow_datasets"))
+        if "://" in home:
+            raise UserError(
+                "TFDS_DATA_DIR: a corpus must be written to this machine's disk first, and not to "
+                f"{home}; choose a folder here"
+            )
+        downloads = pathlib.Path(os.path.expanduser(home), "downloads")
+        folder = downloads / "manual" / self.name
+        with reachable("TFDS_DATA_DIR", downloads):
+            if folder.is_dir():
+                paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+                print(f"{self.name}: reading {len(paths)} files of {folder}")
+                found = self.parted(folder, paths)
+            else:
+                from diffeqformer.data.hub import download
+
+                found = download(downloads, self.dataset, self.config, self.on_hub)
+        self.found = {"files": {split: list(map(str, paths)) for split, paths in found.items()}}
+
+    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+        """The files of manual_dir by split, by the beginnings of their names."""
+        found = {}
+        for split in self.on_hub:  # `valid` is short for validation
+            found[split] = [path for path in paths if path.name.removeprefix("wiki.").startswith(split[:5])]
+            if not found[split]:
+                raise UserError(
+                    f"{folder}: no file of split '{split}'; put one there ({split}.parquet, ...), or remove the folder "
+                    "to download all"
+                )
+        return found
+
+
+class DetokenizedWikitext(HubTexts):
+    """WikiText-103 as prose. The hub's rows are used unchanged. Whether each is one article couldn't be checked."""
+
+    name, dataset = "wikitext103/detokenized", "dlwh/wikitext_103_detokenized"
+    origin = "WikiText-103, detokenized: dlwh/wikitext_103_detokenized of the Hugging Face hub, or files of manual_dir"
+
+    def texts(self, path: str) -> Iterable[str]:
+        if kind(path) == PLAIN:
+            return map(detokenize, articles_of_lines(read_lines(path)))
+        return super().texts(path)
+
+
+class RawWikitext(HubTexts):
+    """WikiText-103 as tokens, one article per document. A file may end within an article, so a split is one shard."""
+
+    name, dataset, config = "wikitext103/raw", "Salesforce/wikitext", "wikitext-103-raw-v1"
+    origin = "WikiText-103, raw: Salesforce/wikitext of the Hugging Face hub, or files of manual_dir"
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        return [self.found["files"][split]]
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        return articles_of_lines(itertools.chain.from_iterable(map(self.lines, self.found["files"][split])))
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of a file, each with a line feed. On the hub a row is a line; blank rows have no line feed."""
+        if kind(path) == PLAIN:
+            yield from read_lines(path)
+        else:
+            for row in read_texts(path):
+                yield from io.StringIO(row if row.endswith("\n") else row + "\n", newline="\n")
+
+
+def validation_rows(count: int) -> np.ndarray:
+    """The rows of OpenWebText that make up the validation split, in order, as int64 of shape [ceil(0.0005 count)].
+
+    They are the test part of Hugging Face datasets' `train_test_split(test_size=0.0005, seed=2357, shuffle=True)`.
+    """
+    return np.random.default_rng(VALIDATION_SEED).permutation(count)[: math.ceil(VALIDATION_FRACTION * count)]
+
+
+class OpenWebText(HubTexts):
+    """OpenWebText: `train` in the order of the source's rows, `validation` in the order of `validation_rows`.
+
+    The split is the published one if the hub's rows are still in their original order, which couldn't be checked. Their
+    number, 8,013,769, is checked, and a difference is printed. `validation` is one shard, because it needs all files.
+    """
+
+    name, dataset = "openwebtext", "Skylion007/openwebtext"
+    splits, on_hub = ("train", "validation"), ("train",)
+    origin = (
+        "OpenWebText: Skylion007/openwebtext of the Hugging Face hub, or files of manual_dir; "
+        f"{VALIDATION_FRACTION} of it is validation"
+    )
+
+    def fetch(self) -> None:
+        """As in the other corpora. Then count the rows of each file."""
+        super().fetch()
+        paths = self.found["files"]["train"]
+        self.found["counts"] = dict(zip(paths, map(count_texts, paths)))
+        count = sum(self.found["counts"].values())
+        if count != OPENWEBTEXT_DOCUMENTS:
+            print(
+                f"{self.name}: {count:,} documents instead of {OPENWEBTEXT_DOCUMENTS:,},"
+                " so the validation split isn't the published one"
+            )
+
+    def parted(self, folder: pathlib.Path, paths: list[pathlib.Path]) -> dict[str, list[pathlib.Path]]:
+        """All files are of the split that the hub has. Whatever else lies in the folder would be taken for text."""
+        for path in paths:
+            if kind(path) == PLAIN:
+                raise UserError(f"{path}: OpenWebText is read from .parquet and .jsonl files; move this one away")
+        if not paths:
+            raise UserError(f"{folder}: the folder is empty; put the files there, or remove it to download them")
+        return {"train": paths}
+
+    def groups(self, split: str) -> list[Sequence[str]]:
+        return super().groups(split) if split == "train" else [self.found["files"]["train"]]
+
+    def documents(self, split: str, index: int = 0, count: int = 1) -> Iterator[str]:
+        counts = self.found["counts"]
+        starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
+        chosen = dict.fromkeys(validation_rows(sum(counts.values())).tolist())
+        paths = itertools.chain(*self.groups(split)[index::count])
+        rows = itertools.chain.from_iterable(enumerate(self.texts(path), starts[path]) for path in paths)
+        if split == "validation":
+            texts = {row: text for row, text in rows if row in chosen}
+            return (texts[row] for row in chosen)
+        return (text for row, text in rows if row not in chosen)
+
+
+CORPORA: dict[str, type[FileTexts]] = {
+    "python_stdlib": StandardLibrary,
+    "wikitext103": DetokenizedWikitext,
+    "wikitext103_raw": RawWikitext,
+    "openwebtext": OpenWebText,
+}
+"""The corpora of this package. A module of the user's can add others by `diffeqformer.data.corpora.add_corpus`."""
 
 
 def open_corpus(
     corpus: str,
     files: dict[str, Sequence[str]] | None,
-    layout: Layout,
+    layout: Layout = Layout(),
     module: str = "",
     option: str = "config.data.module",
 ):
-    """The same, or `corpora.SourceTexts`: a corpus is read by SeqIO if that is installed.
+    """The documents of a corpus, or of the local files of each split that replace it.
+
+    Returns:
+        a `FileTexts`, or with a module the like of it (`diffeqformer.data.corpora.SourceTexts`).
 
     Args:
-        module: one that adds corpora, which the option named.
+        module: one that adds corpora, which SeqIO then reads; the option named it.
     """
-    if module and not files:
-        quiet.check_installed(f"{option}: {module}")
-    if files or quiet.not_installed():
-        return open_texts(corpus, files, layout)
-    quiet.import_tensorflow()
-    from diffeqformer.data import corpora
+    if files:
+        return LocalTexts(files, corpus, layout)
+    if module:
+        import_tensorflow(f"{option}: {module}")
+        from diffeqformer.data import corpora
 
-    corpora.configure(module, option)
-    return corpora.SourceTexts(corpus)
+        corpora.configure(module, option)
+        return corpora.SourceTexts(corpus)
+    if corpus not in CORPORA:
+        raise UserError(f"the task must be one of {', '.join(CORPORA)}, but it is '{corpus}'")
+    return CORPORA[corpus]()
 
 
 def stored_documents(stored: Split, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:

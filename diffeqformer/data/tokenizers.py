@@ -1,11 +1,4 @@
-"""Tokenizers: plain objects with `encode` and `decode`, no TensorFlow.
-
-Each has a `name` (two tokenizers with the same name give the same ids), a `vocab_size`, and the id `end_of_text`, which
-ends a document. `encode` never returns that id: the spelling of a special token in a text is ordinary text. `unknown`
-is the id that stands for whatever has none of its own, or None. `exact` tells whether every text comes back from its
-ids as it was. `save` returns the data to store in a checkpoint, so that the checkpoint can be opened without the
-tokenizer's file.
-"""
+"""Tokenizers: plain objects with `encode` and `decode`, no TensorFlow."""
 
 import base64
 import hashlib
@@ -24,50 +17,56 @@ class NoTokenizer(UserError):
     """A tokenizer's files aren't here, and can't be downloaded."""
 
 
-class _BytePieces:
-    """A tokenizer whose ids stand for bytes."""
+class Tokenizer:
+    """What all tokenizers are. `open` reads their file, and `restore` what `data` gave.
 
-    exact = True
+    `encode` never gives `end_of_text`: the spelling of a special token in a text is ordinary text.
+
+    name: two tokenizers with the same name give the same ids.
+    end_of_text: the id that ends a document.
+    unknown: the id that stands for whatever has none of its own, or None.
+    exact: whether every text comes back from its ids as it was. Then ids stand for bytes, or else for text.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_text: int
+    unknown: int | None = None
+    exact: bool = True
+
+    def data(self) -> bytes:
+        """All that it consists of, besides its kind."""
+        return b""
+
+    def save(self) -> str:
+        """The same as text for a checkpoint, which can then be opened without the tokenizer's file."""
+        return base64.b85encode(zlib.compress(data, 9)).decode() if (data := self.data()) else ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids: end-of-text is left out, broken UTF-8 becomes U+FFFD."""
+        """The text of some ids: special ones are left out, broken UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-
-class _TextPieces:
-    """A tokenizer whose ids stand for text."""
-
-    exact = False
-
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The text of some ids in UTF-8."""
+        """The same as bytes, which may begin or end within a character."""
         return self.decode(ids).encode()
 
 
-class ByteTokenizer(_BytePieces):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, plus one id that ends a document."""
 
-    name = "bytes"
-    end_of_text, unknown = 256, None
-    vocab_size = 257
+    name, vocab_size, end_of_text = "bytes", 257, 256
 
     @classmethod
-    def open(cls, file: str = "") -> "ByteTokenizer":
+    def open(cls, file: str | bytes) -> "ByteTokenizer":
         return cls()
 
     restore = open
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id."""
         return list(text.encode("utf-8"))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of some ids, which may begin or end within a character."""
         return bytes(i for i in ids if i < 256)
-
-    def save(self) -> str:
-        """An empty string: the name is enough."""
-        return ""
 
 
 def _content(path: str, remedy: str) -> bytes:
@@ -86,14 +85,14 @@ GPT2_FILES = {
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 
 
-class GPT2Tokenizer(_BytePieces):
+class GPT2Tokenizer(Tokenizer):
     """Byte-level byte-pair encoding with GPT-2's way of splitting text into words, by `tiktoken`.
 
     Args:
         ranks: the id of every piece, from 0 in the order in which pieces are merged; end-of-text comes after them.
     """
 
-    name, unknown = "gpt2", None
+    name = "gpt2"
 
     def __init__(self, ranks: dict[bytes, int]):
         import tiktoken
@@ -126,7 +125,6 @@ class GPT2Tokenizer(_BytePieces):
             raise UserError(f"{source}: GPT-2's vocabulary can't be read ({error}); {remedy}") from None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id."""
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:  # a pyo3 exception, which no module exports
@@ -138,26 +136,25 @@ class GPT2Tokenizer(_BytePieces):
             ) from None
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The same as bytes, which may begin or end within a character."""
         return self._encoding.decode_bytes([i for i in ids if i < self.end_of_text])
 
-    def save(self) -> str:
-        """All pieces, in the order of their ids."""
-        pieces = sorted(self.ranks, key=self.ranks.get)
-        return _pack(b"\n".join(base64.b64encode(piece) for piece in pieces))
+    def data(self) -> bytes:
+        return b"\n".join(base64.b64encode(piece) for piece in sorted(self.ranks, key=self.ranks.get))
 
     @classmethod
-    def restore(cls, saved: str) -> "GPT2Tokenizer":
-        return cls({base64.b64decode(line): i for i, line in enumerate(_unpack(saved).split(b"\n"))})
+    def restore(cls, data: bytes) -> "GPT2Tokenizer":
+        return cls({base64.b64decode(line): i for i, line in enumerate(data.split(b"\n"))})
 
 
-class SentencePieceTokenizer(_TextPieces):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, whose end-of-sentence id ends a document. Its name holds the model's SHA-256."""
+
+    exact = False
 
     def __init__(self, model: bytes):
         import sentencepiece
 
-        self._model = model
+        self.model = model
         try:
             with quiet():  # it would log its own words first
                 self._processor = sentencepiece.SentencePieceProcessor()
@@ -174,26 +171,23 @@ class SentencePieceTokenizer(_TextPieces):
 
     @classmethod
     def open(cls, path: str) -> "SentencePieceTokenizer":
-        """The model in a file. A UserError says why it can't be read or used."""
         return cls(_content(path, "name the file of a SentencePiece model in config.data.tokenizer_file"))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id. Some models normalise the text first."""
         return self._processor.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids: end-of-text and other control ids are left out."""
         return self._processor.decode(list(map(int, ids)))
 
-    def save(self) -> str:
-        return _pack(self._model)
+    def data(self) -> bytes:
+        return self.model
 
     @classmethod
-    def restore(cls, saved: str) -> "SentencePieceTokenizer":
-        return cls(_unpack(saved))
+    def restore(cls, data: bytes) -> "SentencePieceTokenizer":
+        return cls(data)
 
 
-class HuggingFaceTokenizer(_TextPieces):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of Hugging Face's, by `tokenizers`. Its name holds the SHA-256 of the file and of `end_of_text`.
 
     The spelling of special tokens is ordinary text, no token is added at the beginning, and nothing is cut or padded,
@@ -202,6 +196,8 @@ class HuggingFaceTokenizer(_TextPieces):
     Args:
         end_of_text: the token that ends a document, or its id.
     """
+
+    exact = False
 
     def __init__(self, file: bytes, end_of_text: str | int):
         import tokenizers
@@ -228,32 +224,26 @@ class HuggingFaceTokenizer(_TextPieces):
         self.end_of_text_token = self._encoding.id_to_token(self.end_of_text)
         self._encoding.add_special_tokens([self.end_of_text_token])  # not all files say so
         self._encoding.encode_special_tokens = True
-        self.name = f"huggingface-{hashlib.sha256(self._data()).hexdigest()[:12]}"
+        self.name = f"huggingface-{hashlib.sha256(self.data()).hexdigest()[:12]}"
 
     @classmethod
     def open(cls, path: str) -> "HuggingFaceTokenizer":
-        """The tokenizer in a file. A UserError says why it can't be read or used."""
         file = _content(path, "name a tokenizer.json in config.data.tokenizer_file")
         return cls(file, _end_of_text(pathlib.Path(path).parent))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without the end-of-text id. Some tokenizers normalise the text first."""
         return self._encoding.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids. Special ones are left out, and those that pad the model's vocabulary."""
         return self._encoding.decode(list(map(int, ids)), skip_special_tokens=True)
 
-    def _data(self) -> bytes:
+    def data(self) -> bytes:
+        """The file, after the id that ends a document."""
         return b"%d\n%s" % (self.end_of_text, self.file)
 
-    def save(self) -> str:
-        """The file, after the id that ends a document."""
-        return _pack(self._data())
-
     @classmethod
-    def restore(cls, saved: str) -> "HuggingFaceTokenizer":
-        end_of_text, _, file = _unpack(saved).partition(b"\n")
+    def restore(cls, data: bytes) -> "HuggingFaceTokenizer":
+        end_of_text, _, file = data.partition(b"\n")
         return cls(file, int(end_of_text))
 
 
@@ -273,9 +263,6 @@ def _end_of_text(folder: pathlib.Path) -> str | int:
         "config.data.tokenizer_file: what ends a text isn't known; name it as eos_token in tokenizer_config.json "
         "beside the file"
     )
-
-
-Tokenizer = ByteTokenizer | GPT2Tokenizer | SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def lost_in(tokenizer: Tokenizer, text: str, ids: list[int]) -> tuple[int, bool]:
@@ -311,22 +298,14 @@ def open_tokenizer(kind: str, file: str = "") -> Tokenizer:
 
 
 def restore_tokenizer(name: str, saved: str) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its name and what its `save` gave."""
-    return TOKENIZERS[name.partition("-")[0]].restore(saved)
-
-
-def _pack(data: bytes) -> str:
-    return base64.b85encode(zlib.compress(data, 9)).decode()
-
-
-def _unpack(saved: str) -> bytes:
-    """The reverse of `_pack`. A small record could hold any number of bytes.
+    """The tokenizer of a checkpoint, from its name and what its `save` gave.
 
     Raises:
-        ValueError: if it has more than `LARGEST` bytes, or isn't whole.
+        ValueError: if it has more than `LARGEST` bytes, as a small record could have, or isn't whole.
     """
-    unpacking = zlib.decompressobj()
-    data = unpacking.decompress(base64.b85decode(saved), LARGEST)
-    if not unpacking.eof:
-        raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
-    return data
+    unpacking, data = zlib.decompressobj(), b""
+    if saved:
+        data = unpacking.decompress(base64.b85decode(saved), LARGEST)
+        if not unpacking.eof:
+            raise ValueError(f"its tokenizer isn't whole, or has more than {LARGEST:,} bytes")
+    return TOKENIZERS[name.partition("-")[0]].restore(data)

@@ -4,9 +4,10 @@ Requests arrive as lines of JSON on standard input. Answers are lines of JSON on
 else that is printed goes to standard error. The first request names the task. If it doesn't say what was `found`, the
 corpus is fetched, and the answer is the list of work. Each other request is a folder and a shard to write into it.
 Shard i of n holds the documents of the i-th of the source's n files, so the shards don't depend on the number of
-processes. SeqIO reads a corpus if it is installed.
+processes.
 """
 
+import collections
 import hashlib
 import json
 import os
@@ -19,7 +20,6 @@ import numpy as np
 
 from diffeqformer.console.results import write_whole
 from diffeqformer.data.files import Layout
-from diffeqformer.data.quiet import quiet
 from diffeqformer.data.store import SPLITS, token_type
 from diffeqformer.data.texts import open_corpus
 from diffeqformer.data.tokenizers import Tokenizer, lost_in, restore_tokenizer
@@ -48,30 +48,26 @@ def write_shard(texts, tokenizer: Tokenizer, folder: pathlib.Path, split: str, i
     """Write one shard and its record. Each gets its final name only when it is complete."""
     name = f"{split}-{index:05d}.bin"
     digest, told, dtype = hashlib.sha256(), time.monotonic(), token_type(tokenizer.vocab_size)
-    sums = dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0)
+    sums = collections.Counter(dict.fromkeys(("tokens", "documents", "empty", "bytes", "unknown", "altered"), 0))
     partial = folder / f"{name}.partial"
-    try:
-        with open(partial, "wb") as file:
-            for text in texts.documents(split, index, count):
-                if not text.strip():
-                    sums["empty"] += 1
-                    continue
-                ids = tokenizer.encode(text)
-                data = np.array([*ids, tokenizer.end_of_text], dtype).tobytes()
-                file.write(data)
-                digest.update(data)
-                unknown, altered = lost_in(tokenizer, text, ids)
-                found = dict(tokens=len(ids) + 1, documents=1, bytes=len(text.encode()))
-                for what, number in (*found.items(), ("unknown", unknown), ("altered", altered)):
-                    sums[what] += number
-                if time.monotonic() - told > 0.5:
-                    told = time.monotonic()
-                    answer(split=split, shard=index, done=False, **sums)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)  # frees space on a full disk
-        raise
+    with open(partial, "wb") as file:
+        for text in texts.documents(split, index, count):
+            if not text.strip():
+                sums["empty"] += 1
+                continue
+            ids = tokenizer.encode(text)
+            data = np.array([*ids, tokenizer.end_of_text], dtype).tobytes()
+            file.write(data)
+            digest.update(data)
+            unknown, altered = lost_in(tokenizer, text, ids)
+            sums.update(
+                tokens=len(ids) + 1, documents=1, bytes=len(text.encode()), unknown=unknown, altered=int(altered)
+            )
+            if time.monotonic() - told > 0.5:
+                told = time.monotonic()
+                answer(split=split, shard=index, done=False, **sums)
+        file.flush()
+        os.fsync(file.fileno())
     partial.rename(folder / name)
     write_whole(folder / f"{name}.json", json.dumps({"file": name, **sums, "sha256": digest.hexdigest()}))
     answer(split=split, shard=index, done=True, **sums)
@@ -92,8 +88,7 @@ def main() -> None:
             plan(texts, first["task"])
         for line in sys.stdin:
             folder, shard = json.loads(line)
-            with quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-                write_shard(texts, tokenizer, pathlib.Path(folder), *shard)
+            write_shard(texts, tokenizer, pathlib.Path(folder), *shard)
     except OSError as error:
         answer(error=f"{error.filename or 'config.data.dir'}: {error.strerror or error}")
     except UserError as error:

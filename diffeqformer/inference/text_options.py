@@ -7,13 +7,11 @@ from absl import flags
 
 from diffeqformer.checkpoints.checkpoint import Checkpoint
 from diffeqformer.console import command_line
-from diffeqformer.data import CORPUS_NAMES, quiet
-from diffeqformer.data.files import OPENERS
-from diffeqformer.data.local_files import layout_of, matching_files
+from diffeqformer.data.files import OPENERS, layout_of, matching_files
 from diffeqformer.data.preparation import store_folder
 from diffeqformer.data.remote import read_split
 from diffeqformer.data.store import SPLITS, Split, open_store, read_about, verify
-from diffeqformer.data.texts import open_corpus, stored_documents
+from diffeqformer.data.texts import CORPORA, open_corpus, stored_documents
 from diffeqformer.errors import UserError, printable
 from diffeqformer.inference.perplexity import Evaluation
 
@@ -87,19 +85,16 @@ def open_text(
     layout, own = layout_of(opened.config.data), {"field": options.text_field, "separator": options.separator}
     layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
     module, tokenizer = opened.config.data.module, opened.tokenizer
-    if module and options.module is None and not (files or task in CORPUS_NAMES):
+    if module and options.module is None and not (files or task in CORPORA):
         raise UserError(  # importing what a checkpoint names would run its code
             f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
             "--module=NAME"
         )
-    if options.module:
-        quiet.check_installed(f"--module: {options.module}")
     texts = open_corpus(task, {options.split: files} if files else None, layout, options.module or "", "--module")
     texts.fetch()
     if options.split not in texts.splits:
         raise UserError(f"--split: {task} has {', '.join(texts.splits)}, but it is '{options.split}'")
-    with quiet.quiet():  # otherwise TensorFlow reports a broken document, too, with a full traceback
-        every = [text for text in texts.documents(options.split) if text.strip()]
+    every = [text for text in texts.documents(options.split) if text.strip()]
     documents = ((text, [*tokenizer.encode(text), tokenizer.end_of_text]) for text in every)
     return Evaluation(documents, name, window, stride)
 

@@ -1,4 +1,4 @@
-"""Corpora: WikiText as prose, texts from files, and (in a process with TensorFlow) TFDS builders and SeqIO tasks."""
+"""Documents in files: WikiText as prose, JSON lines, Parquet and plain text."""
 
 import bz2
 import gzip
@@ -14,7 +14,6 @@ from diffeqformer.data import files
 from diffeqformer.data.files import Layout, check_first, count_texts, read_texts
 from diffeqformer.data.wikitext import articles, detokenize
 from diffeqformer.errors import UserError
-from runs import command
 
 FIRST = " = The Old Kettle = \n \n A kettle whistled . \n = Not a Title = \n It whistled twice . \n \n"
 SECOND = " = Foo ( 1 = 2 ) = \n \n = = Section = = \n \n = = = Deeper = = = \n \n = = = \n \n Text\u2028here . \n"
@@ -50,21 +49,19 @@ TOKENS = {
 }
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_detokenized_text_is_prose_and_has_the_same_characters(tokens):
+def test_detokenized_text_is_prose_and_has_the_same_characters():
     def characters(text):
         for mark in ("@-@", "@,@", "@.@"):
             text = text.replace(mark, mark[1])
         return "".join(text.split())
 
-    text = detokenize(tokens)
-    assert text == TOKENS[tokens] and characters(text) == characters(tokens)
-    assert detokenize(f"{tokens}\n\n{tokens}") == f"{text}\n\n{text}"
+    for tokens, prose in TOKENS.items():
+        text = detokenize(tokens)
+        assert text == prose and characters(text) == characters(tokens)
+        assert detokenize(f"{tokens}\n\n{tokens}") == f"{text}\n\n{text}"
 
 
 DOCUMENTS = ["one\ntwo\u2028", "", "  ", "três 🙂"]
-
-
 PACKED = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
@@ -78,26 +75,23 @@ def pack(name: str, data: bytes) -> bytes:
     return PACKED.get(os.path.splitext(name)[1].lower(), bytes)(data)
 
 
-@pytest.mark.parametrize(
-    "name", ["a.parquet", "a.jsonl", "a.ndjson", "A.JSONL", "a.jsonl.gz", "a.jsonl.bz2", "a.json.xz", "a.b.jsonl.zst"]
-)
-def test_documents_of_a_file_come_as_they_are(tmp_path, name):
-    path, lines = tmp_path / name, "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
-    path.write_bytes(parquet(text=DOCUMENTS, id=range(4)) if name == "a.parquet" else pack(name, lines.encode()))
-    assert list(read_texts(path)) == DOCUMENTS and count_texts(path) == 4
-
-
 def parquet(table: pa.Table | None = None, **columns):
     sink = pa.BufferOutputStream()
     pq.write_table(table or pa.table(columns), sink, row_group_size=2)
     return sink.getvalue().to_pybytes()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "wiki.train.tokens", "README", "a.py", "a.md.zst", "a.TXT.GZ", "a.2024"])
-def test_a_plain_file_is_one_document(tmp_path, name):
-    data = "a \r\n\n é\u2028x".encode()
-    (tmp_path / name).write_bytes(pack(name, data))
-    assert list(read_texts(tmp_path / name)) == [data.decode()] and count_texts(tmp_path / name) == 1
+@pytest.mark.parametrize("name", ["a.parquet", "A.JSONL", "a.jsonl.gz", "a.ndjson.bz2", "a.json.xz", "a.b.jsonl.zst"])
+def test_documents_of_a_file_come_as_they_are(tmp_path, name):
+    path, lines = tmp_path / name, "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    path.write_bytes(parquet(text=DOCUMENTS, id=range(4)) if name == "a.parquet" else pack(name, lines.encode()))
+    assert list(read_texts(path)) == DOCUMENTS and count_texts(path) == 4
+
+
+def test_a_plain_file_is_one_document(tmp_path):
+    for name in ("wiki.train.tokens", "README", "a.md.zst", "a.TXT.GZ"):
+        (tmp_path / name).write_bytes(pack(name, data := "a \r\n\n é\u2028x".encode()))
+        assert list(read_texts(tmp_path / name)) == [data.decode()] and count_texts(tmp_path / name) == 1
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é", "aa"])
@@ -119,26 +113,16 @@ def test_the_field_of_the_text_has_any_name(tmp_path):
     pq.write_table(pa.table({"text": [3], "a.b": ["one"]}), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         assert list(read_texts(tmp_path / name, Layout("a.b"))) == ["one"]
-        with pytest.raises(UserError, match=r"no (string|column) 'words'.* \(text_field\)"):
+        with pytest.raises(UserError, match=r"(string|column) 'words'.* \(text_field\)"):
             check_first(tmp_path / name, Layout("words"))
 
 
-STRINGS = pa.array(["é", None, "", "é"])
-BINARY = pa.array(["é".encode(), None, b"", "é".encode()])
-TYPES = {
-    **{str(kind): STRINGS.cast(kind) for kind in (pa.string(), pa.large_string())},
-    **{str(kind): BINARY.cast(kind) for kind in (pa.binary(), pa.large_binary())},
-    "string_view": pa.array(STRINGS.to_pylist(), pa.string_view()),
-    "binary_view": pa.array(BINARY.to_pylist(), pa.binary_view()),
-    "dictionary": STRINGS.dictionary_encode(),
-    "large_dictionary": STRINGS.cast(pa.large_string()).dictionary_encode(),
-}
-
-
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["string", "large_binary", "string_view", "dictionary"])
 def test_parquet_holds_text_in_many_types_and_a_null_is_an_empty_document(tmp_path, kind):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": TYPES[kind]}), path)
+    texts, path = ["é", None, "", "é"], tmp_path / "a.parquet"
+    data = [text and text.encode() for text in texts] if kind == "large_binary" else texts
+    column = pa.array(data).dictionary_encode() if kind == "dictionary" else pa.array(data, getattr(pa, kind)())
+    pq.write_table(pa.table({"text": column}), path)
     assert list(read_texts(path)) == ["é", "", "", "é"] and count_texts(path) == 4
 
 
@@ -146,11 +130,6 @@ def test_a_row_without_text_is_an_empty_document(tmp_path):
     """So that rows keep their numbers, and preparation counts it."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n \r\n{"text": null}\n{"text": "b"}\n\n')
     assert list(read_texts(tmp_path / "a.jsonl")) == ["a", "", "", "", "b", ""]
-    assert count_texts(tmp_path / "a.jsonl") == 6
-
-
-TWO_COLUMNS = parquet(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]))
-NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
 
 
 @pytest.mark.parametrize(
@@ -159,29 +138,18 @@ NOT_UTF8 = pa.array([b"fine", b"\xff"]).view(pa.string())
         ("a.txt", None, r"a\.txt: No such file or directory; put"),
         ("a.txt", b"", r"a\.txt: the file is empty"),
         ("a.txt", b"\xef\xbb\xbfabc\xff", r"a\.txt: byte 6 isn't UTF-8"),  # after a byte order mark
-        ("a.txt.gz", b"plain", r"a\.txt\.gz: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-9], r"a\.txt\.gz: .*end-of-stream"),
         ("a.txt.xz", b"plain", r"a\.txt\.xz: Input format not supported"),
-        ("a.txt.zst", b"plain", r"a\.txt\.zst: ZSTD decompress failed"),
         ("a.txt.zst", pa.compress(b"plain", "zstd", asbytes=True)[:-2], r"a\.txt\.zst: Truncated compressed stream"),
-        ("a.png", b"\x89PNG\r\n", r"a\.png: byte 0 isn't UTF-8; convert the file to UTF-8, or leave it out"),
         ("a.txt", "naïve".encode("utf-16-le"), r"a\.txt: byte 1 is 0, so this isn't text"),
         ("a.parquet.gz", b"x", r"a\.parquet\.gz: texts can't be read"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object"),
-        ("a.jsonl", b'{"words": "a"}\n', r"a\.jsonl: line 1 has no string 'text'"),
-        ("a.jsonl", b'{"text": "a"}\n["text"]\n', r"a\.jsonl: line 2 has no string 'text'"),
-        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 isn't a JSON object but an array, .* jq -c '\.\[\]' would"),
-        ("a.json", b'{\n"text": "a"\n}', r"a\.json: line 1 has only the beginning of a JSON object, which jq -c \. "),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 holds half of a surrogate pair"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl: byte 24 isn't UTF-8"),
-        ("a.parquet", None, r"a\.parquet: .*No such file.*; put"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl: line 2 isn't a JSON object with a string 'text'"),
+        ("a.json", b'[{"text": "a"}]', r"a\.json: line 1 isn't a JSON object .*jq -c \. or '\.\[\]' may"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl: line 1 isn't a JSON object with"),
         ("a.parquet", b"PAR1 and so on", r"a\.parquet: this isn't a whole Parquet file"),
         ("a.parquet", parquet(words=["a"]), r"a\.parquet: there is no column 'text' among \['words'\]"),
-        ("a.parquet", TWO_COLUMNS, r"a\.parquet: there are several columns 'text' among \['text', 'text'\]"),
         ("a.parquet", parquet(text=[1]), r"a\.parquet: column 'text' holds int64 instead of strings"),
-        ("a.parquet", parquet(text=pa.array([], pa.string())), r"a\.parquet: the file has no rows"),
         ("a.parquet", parquet(text=pa.array([b"a", b"\xff"])), r"a\.parquet: a text from row 0 on isn't UTF-8"),
-        ("a.parquet", parquet(text=NOT_UTF8), r"a\.parquet: a text from row 0 on isn't UTF-8"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence):
@@ -190,14 +158,3 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path, name, data, sentence
     with pytest.raises(UserError, match=sentence) as error:
         list(read_texts(tmp_path / name))
     assert "\n" not in str(error.value)
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("builders_process", "tasks_process")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["seqio_process", *SLOW])
-def test_with_tensorflow(name):
-    """Run the tests of another file in a fork of a process with TensorFlow, without the import hook."""
-    done = command("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", f"tests/{name}.py")
-    assert done.returncode == 0, done.stdout[-8000:]

@@ -108,25 +108,6 @@ def test_splash_attention_is_plain_attention(dtype, width, shared, close):
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
 
 
-@pytest.mark.parametrize("parts, bias", [(3, True), (1, False)])
-def test_heads_are_the_same_in_either_order(parts, bias):
-    """Values, and gradients for the weights and the state."""
-    random = np.random.RandomState(0)
-    weights = {"kernel": normal(random, (16, 2 * parts * 8))}
-    if bias:
-        weights["bias"] = normal(random, (2 * parts * 8,))
-    x, cotangents = normal(random, (3, 4, 16)), tuple(normal(random, (parts, 3, 4, 2, 8)))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(heads, *arguments):
-        made, pull_back = jax.vjp(lambda weights, x: heads(weights, x, 8, parts), *arguments)
-        return made, pull_back(cotangents)
-
-    results = both(layers.heads_by_position, weights, x), both(layers.heads, weights, x)
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("field, mesh", [("gpt", (1, 1, 2)), pytest.param("llama", (1, 2, 1), marks=pytest.mark.slow)])
 def test_a_gradient_is_the_same_with_heads_for_tpus(field, mesh, monkeypatch):

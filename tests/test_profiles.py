@@ -56,8 +56,8 @@ def test_the_flops_of_a_step_follow_the_solver_and_what_is_frozen():
     shifted, fixed = (toy_config(model__num_steps=4, model__training_times=how) for how in ("shifted", "fixed"))
     more = utilisation.step_flops(shifted) - utilisation.step_flops(fixed)
     assert more == tokens * (of_depth + 6 * 2 * width * (shifted.model.mlp - mlp))  # one step more
-    adapters = 6 * 3 * (width + mlp)  # of one layer
     lora = {"model__lora_rank": 3, "model__lora_layers": "mlp_up", "model__mlp": mlp}
+    adapters = 6 * 3 * (width + mlp)  # of one layer
     frozen = 4 * (4 * width**2 + feed_forward) + 6 * width * length + adapters
     assert block("discretized", **lora) == frozen
     config = toy_config("discretized", model__num_steps=4, **lora)

@@ -18,6 +18,7 @@ from diffeqformer.rules import decay_start
 from diffeqformer.training.profile import Trace
 from diffeqformer.training.run import Run
 from diffeqformer.training.trackers import SERVICES, InThread
+from diffeqformer.training.utilisation import utilisation
 from diffeqformer.training.validation import validate
 
 
@@ -37,6 +38,8 @@ class Hooks:
         self.progress = Progress(first, config.steps, tokens, trackers)
         self.progress.config(fields_of(config))
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
+        devices = list(run.program.mesh.devices.flat)
+        self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
 
     def train_step(self, number: int, state: dict) -> dict:
@@ -51,7 +54,7 @@ class Hooks:
         if new:
             self.compiled.add(num_steps)
             self.progress.compiled(self.clock.lap("compilation"))
-        self.pending.append((number, run.seconds_at_peak[num_steps], scalars))
+        self.pending.append((number, self.seconds_at_peak[num_steps], scalars))
         return state
 
     def after_step(self, number: int, state: dict) -> bool:

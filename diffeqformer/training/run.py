@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -46,7 +45,6 @@ from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
 from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
-from diffeqformer.training.utilisation import utilisation
 from diffeqformer.transformer import merge_trees
 
 
@@ -91,12 +89,6 @@ class Run:
     def num_steps(self, step: int) -> int:
         """The number of steps of depth in a step of training, counted from 1."""
         return drawn_depth(self.program.depths, self.config.seed, step - 1)
-
-    @functools.cached_property
-    def seconds_at_peak(self) -> dict[int, float]:
-        """By the number of steps of depth: the seconds of a train step at the devices' peak; NaN if it isn't known."""
-        devices = list(self.program.mesh.devices.flat)
-        return {depth: utilisation(self.config, 1.0, devices, depth) for depth in self.program.depths}
 
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""

@@ -14,7 +14,7 @@ from diffeqformer.depth.low_rank import adapted_layers
 from diffeqformer.errors import UserError, did_you_mean
 from diffeqformer.fields import FIELDS
 from diffeqformer.parallel.fit import check_mesh
-from diffeqformer.rules import OF_HEADS, RULES, Rule
+from diffeqformer.rules import OF_HEADS, RULES, UNUSED, Rule
 from diffeqformer.transformer import MODELS, padded_vocabulary, vector_field
 
 
@@ -26,17 +26,13 @@ def base_config(name: str, model: str, field: str = "gpt") -> ConfigDict:
         model: the kind of model, a key of `diffeqformer.transformer.MODELS`.
         field: the vector field, gpt, llama or neox, for a kind that doesn't determine its field.
     """
-    config = ConfigDict(_by_section({field.name: field.default for field in CONFIG_FIELDS}))
+    defaults = {field.name: field.default for field in CONFIG_FIELDS}
+    config = ConfigDict(traverse_util.unflatten_dict(defaults, sep="."))
     config.name = name if model == "diffeqformer" else f"{name}-{model}"
     config.model.kind, config.model.field = model, model if model in FIELDS else field
     if model in MODELS:
         config.model.update(solver=MODELS[model].solver, span=0.0 if MODELS[model].vanilla else 1.0)
     return config.lock()
-
-
-def _by_section(fields: dict[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries, from one with dotted names."""
-    return traverse_util.unflatten_dict(fields, sep=".")
 
 
 REMOVED = {
@@ -56,11 +52,7 @@ REMOVED = {
 
 
 def without_removed(fields: dict) -> dict:
-    """The fields of a saved config without those that are `REMOVED`.
-
-    Raises:
-        ValueError: if one of these has another value than it may have.
-    """
+    """The fields of a saved config without those that are `REMOVED`, or a ValueError if these have other values."""
     fields = traverse_util.flatten_dict(fields, sep=".")
     if step := fields.pop("base_step", ""):  # now a part of `base`
         fields["base"] += f"@{step}"
@@ -69,7 +61,7 @@ def without_removed(fields: dict) -> dict:
     for name, only in REMOVED.items():
         if (value := fields.pop(name, only)) != only is not None:
             raise ValueError(f"config.{name} is {value!r}, but this version only knows {only!r}")
-    return _by_section(fields)
+    return traverse_util.unflatten_dict(fields, sep=".")
 
 
 def saved_config(fields: dict) -> ConfigDict:
@@ -102,12 +94,14 @@ def as_recipe(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
+def fields_of(config: ConfigDict) -> dict[str, Any]:
+    """The values of all fields by their dotted names, in the order of these."""
+    return dict(sorted(traverse_util.flatten_dict(config.to_dict(), sep=".").items()))
+
+
+def field_names(config: ConfigDict) -> list[str]:
     """The dotted names of all fields."""
-    names = []
-    for name, value in config.items():
-        names += field_names(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [prefix + name]
-    return names
+    return list(fields_of(config))
 
 
 def get_field(config: ConfigDict, name: str) -> Any:
@@ -127,11 +121,7 @@ def explain() -> str:
 
 
 def check_fields(config: ConfigDict) -> None:
-    """Check that a config has exactly the fields of `CONFIG_FIELDS`, of the same types.
-
-    Raises:
-        UserError: for the first field that is missing, unknown or of another type.
-    """
+    """Check that a config has exactly the fields of `CONFIG_FIELDS`, of the same types."""
     base = base_config("", "diffeqformer")
     ours, theirs = field_names(base), field_names(config)
     for name in sorted({*ours, *theirs}):
@@ -163,9 +153,6 @@ def check_model(config: ConfigDict) -> None:
     """Check the part of a saved config that describes the model, which can come from elsewhere.
 
     What depends on several fields isn't checked, but for the heads: an earlier version may have allowed more.
-
-    Raises:
-        UserError: for the first error.
     """
     base = base_config("", "diffeqformer")
     for name in field_names(base):
@@ -215,13 +202,8 @@ def sample_length(config: ConfigDict) -> int:
 
 
 def check_overrides(arguments: list[str]) -> None:
-    """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type.
-
-    Raises:
-        UserError: for one that doesn't, with a suggested field or the required type.
-    """
-    base = base_config("", "diffeqformer")
-    known = {f"config.{name}": get_field(base, name) for name in field_names(base)}
+    """Check that every `--config.FIELD=VALUE` among the command's arguments names a field, with a value of its type."""
+    known = {f"config.{name}": value for name, value in fields_of(base_config("", "diffeqformer")).items()}
     parsers = {bool: flags.BooleanParser().parse, int: int, float: float, str: str}
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, text = argument.lstrip("-").partition("=")
@@ -256,23 +238,14 @@ def given_fields(arguments: list[str]) -> set[str]:
 
 
 def check_used(arguments: list[str], config: ConfigDict) -> None:
-    """Check that no `--config.FIELD=VALUE` among the command's arguments sets a field which the run would ignore.
-
-    Args:
-        arguments: those that `check_overrides` has checked.
-        config: the config that they make.
-
-    Raises:
-        UserError: for the first such field, or for one that is missing, unknown or of another type.
-    """
+    """Check that no `--config.FIELD=VALUE` among a command's arguments, which make a config, sets an ignored field."""
     check_fields(config)
     if config.model.kind not in MODELS or config.model.field not in FIELDS:
         return  # `check_config` refuses it
     given = given_fields(arguments)
-    for field in CONFIG_FIELDS:
-        for condition, why in field.ignored if field.name in given else ():
-            if condition(config):
-                raise UserError(f"config.{field.name}: must be left out, because {why.format(c=config)}")
+    for fields, condition, why in UNUSED:
+        if (useless := given.intersection(fields)) and condition(config):
+            raise UserError(f"config.{min(useless)}: must be left out, because {why.format(c=config)}")
 
 
 def place(path: str) -> str:

@@ -3,13 +3,11 @@
 What several fields must satisfy together is in `diffeqformer.rules`.
 """
 
-import dataclasses
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
-
-from ml_collections import ConfigDict
 
 from diffeqformer.data.tokenizers import TOKENIZERS
 from diffeqformer.depth.depths import MOST_STEPS, are_depths
@@ -33,20 +31,12 @@ class Values(NamedTuple):
     names: Iterable[str] = ()
 
 
-def at_least(least: int) -> list[Values]:
-    return [Values(lambda value: value >= least, f"must be at least {least}")]
+def at_least(least: int) -> Values:
+    return Values(lambda value: value >= least, f"must be at least {least}")
 
 
-def at_most(most: int) -> list[Values]:
-    return [Values(lambda value: value <= most, f"must be at most {most:,}")]
-
-
-def one_of(names: Iterable[str]) -> list[Values]:
-    return [Values(lambda value: value in names, f"must be one of {', '.join(names)}", names)]
-
-
-def matching(holds: Callable[[Any], bool], says: str) -> list[Values]:
-    return [Values(holds, says)]
+def one_of(names: Iterable[str]) -> Values:
+    return Values(lambda value: value in names, f"must be one of {', '.join(names)}", names)
 
 
 def traced_steps(text: str) -> range:
@@ -61,99 +51,41 @@ def traced_steps(text: str) -> range:
     return range(int(first), int(last or first) + 1) if text else range(0)
 
 
-def readable(read: Callable[[str], Any], says: str) -> list[Values]:
+def readable(read: Callable[[str], Any], says: str) -> Values:
     """Texts that a function can read."""
 
     def reads(text):
-        try:
+        with contextlib.suppress(ValueError):
             read(text)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
-    return [Values(reads, says)]
+    return Values(reads, says)
 
 
 SCHEDULES = ("cosine", "wsd")
 TRACKERS = ("tensorboard", "wandb", "trackio")
-NOT_NEGATIVE = matching(lambda v: 0 <= v < math.inf, "must not be negative")
-POSITIVE = matching(lambda v: 0 < v < math.inf, "must be a positive number")
-BELOW_ONE = matching(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
-FRACTION = matching(lambda v: 0 <= v <= 1, "must be between 0 and 1")
-PRINTABLE = matching(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
-DEPTHS = matching(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
+NOT_NEGATIVE = Values(lambda v: 0 <= v < math.inf, "must not be negative")
+POSITIVE = Values(lambda v: 0 < v < math.inf, "must be a positive number")
+BELOW_ONE = Values(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
+FRACTION = Values(lambda v: 0 <= v <= 1, "must be between 0 and 1")
+PRINTABLE = Values(lambda v: 0 < len(v) <= 200 and v.isprintable(), "must be printable text of 1 to 200 characters")
+DEPTHS = Values(are_depths, f"must be numbers of steps up to {MOST_STEPS:,}, such as 2,4,8 or, weighted, 2:1,4:3,8:1")
 TRACE = readable(traced_steps, "must be the first and the last step to trace, such as 100-102, or empty")
 SCALING = readable(
     read_scaling, "must be four positive numbers, the second below the third, such as 8,1,4,8192, or empty"
 )
-TRACKER = matching(
+TRACKER = Values(
     lambda v: len({*v.split(",")} & {*TRACKERS}) == len(v.split(",")),
     f"must be one of {', '.join(TRACKERS)}, or several, such as tensorboard,wandb",
 )
-TASK_NAME = matching(
+TASK_NAME = Values(
     lambda v: re.fullmatch(r"\w[\w.-]{0,99}", v),
     "must be a name of letters, digits, dots, hyphens and underscores, at most 100 of them",
 )
-LOCAL = matching(
+LOCAL = Values(
     lambda v: "://" not in v, "must be on this machine's disk, and not a URL; data.remote takes a URL of token stores"
 )
-
-
-class Ignored(NamedTuple):
-    """When a run doesn't use a field. `why` may hold {}-fields, filled from the config `c`.
-
-    Then a command line may not set the field, because nothing would come of it. A file may: it serves several kinds of
-    model. With a base, the model's fields are the base's, and another value is refused
-    (`diffeqformer.training.finetune.inherit`).
-    """
-
-    condition: Callable[[ConfigDict], bool]
-    why: str
-
-
-NO_HYPERNETWORK = Ignored(
-    lambda c: not (c.base or MODELS[c.model.kind].weights.generated),
-    "model.kind {c.model.kind} has no hypernetwork",
-)
-NO_SINES = Ignored(
-    lambda c: not (c.base or MODELS[c.model.kind].weights.sinusoidal),
-    "model.kind {c.model.kind} reads no sines of the time",
-)
-NO_KERNELS = Ignored(
-    lambda c: not c.base and not MODELS[c.model.kind].weights.generates_kernels,
-    "model.kind {c.model.kind} generates no kernels",
-)
-OF_LAYERS = Ignored(
-    lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
-    "layers and adapters generate no weights",
-)
-
-
-def block_reads(config: ConfigDict, name: str) -> bool:
-    """Whether the block of a config, whose values may be wrong, has a field named like that one of the model."""
-    return name in {field.name for field in dataclasses.fields(FIELDS[config.model.field])}
-
-
-def unless_read(name: str) -> Ignored:
-    """For a field of the model that not every block reads."""
-    return Ignored(
-        lambda c: not c.base and not block_reads(c, name), "the block of model.field {c.model.field} doesn't read it"
-    )
-
-
-NO_SUCH_NORM = Ignored(
-    lambda c: not c.base and (MODELS[c.model.kind].vanilla or not block_reads(c, "norm_of_norm")),
-    "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm",
-)
-NO_ADAPTERS = Ignored(lambda c: not c.model.lora_rank, "lora_rank is 0")
-NOT_BINOMIAL = Ignored(lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}")
-NO_DECAY = Ignored(lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0")
-WITH_WSD = Ignored(lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps")
-WITHOUT_WSD = Ignored(
-    lambda c: c.optimizer.schedule != "wsd",
-    "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well",
-)
-NO_FILES = Ignored(lambda c: not c.data.train_files, "this text doesn't come from files")
 
 
 class ConfigField(NamedTuple):
@@ -161,9 +93,8 @@ class ConfigField(NamedTuple):
 
     name: dotted.
     default: also says the type.
-    values: what any value of it must satisfy.
+    values: what any value of it must satisfy, if anything.
     help: unit, consequence or choices.
-    ignored: when a run doesn't use it.
     change: what may change it after a run began. resuming: it affects results by rounding at most; host: even each
         process of a run may have its own (the text is identified by the SHA-256 of its ids); decay: it decides the end
         of the schedule wsd, and may change while that hasn't begun; nothing: nothing.
@@ -173,9 +104,8 @@ class ConfigField(NamedTuple):
 
     name: str
     default: bool | int | float | str
-    values: list[Values]
+    values: Values | None
     help: str
-    ignored: tuple[Ignored, ...] = ()
     change: Literal["nothing", "decay", "resuming", "host"] = "nothing"
     base: Literal["base", "run", "either"] = "base"
 
@@ -183,16 +113,15 @@ class ConfigField(NamedTuple):
 # fmt: off
 CONFIG_FIELDS = [
     ConfigField("name", "", PRINTABLE, "also names the folder of its runs", change="resuming"),
-    ConfigField("base", "", [],
+    ConfigField("base", "", None,
         "Folder of a run to start from, which also sets the model's shape; empty: random weights. runs/a@1000 is its "
         "checkpoint of that training step, and runs/a@best that of the best validation, instead of the newest."),
-    ConfigField("seed", 0, matching(lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
+    ConfigField("seed", 0, Values(lambda v: 0 <= v < 2**32, "must be at least 0 and below 2**32"),
         "of initial parameters, order of data and dropout"),
     ConfigField("steps", 20_000, at_least(1), "optimizer steps", change="decay"),
     ConfigField("batch_size", 512, at_least(1), "sequences in one step, over all devices"),
     ConfigField("kernels", "auto", one_of(KERNELS),
-        "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)",
-        ignored=(OF_LAYERS, NO_KERNELS), change="resuming"),
+        "what computes with a hypernetwork's P: auto, pallas or xla (see docs/scaling.md)", change="resuming"),
     ConfigField("microbatches", 1, NOT_NEGATIVE,
         "parts of the batch, processed one after the other to save memory for activations; 0: the fewest that fit the "
         "devices", change="resuming"),
@@ -202,34 +131,29 @@ CONFIG_FIELDS = [
     ConfigField("model.kind", "diffeqformer", one_of(MODELS),
         "diffeqformer, alternative, looped, interpolated, discretized, shared, gpt, llama or neox"),
     ConfigField("model.field", "gpt", one_of(FIELDS), "the type of block: gpt, llama or neox"),
-    ConfigField("model.norm_of_norm", True, [],
+    ConfigField("model.norm_of_norm", True, None,
         "The second norm reads the first one's output, as published. Applies to a llama field, except in the kind "
-        "llama.", ignored=(NO_SUCH_NORM,)),
+        "llama."),
     ConfigField("model.width", 768, at_least(1), "D, width of the residual stream"),
     ConfigField("model.heads", 12, at_least(1), "attention heads; must divide the width, unless head_width is given"),
     ConfigField("model.head_width", 0, NOT_NEGATIVE, "K, width of a head; 0: width / heads"),
     ConfigField("model.key_value_heads", 0, NOT_NEGATIVE,
-        "of a llama field: keys and values, each shared by as many heads; 0: heads",
-        ignored=(unless_read("key_value_heads"),)),
+        "of a llama field: keys and values, each shared by as many heads; 0: heads"),
     ConfigField("model.mlp", 3072, at_least(1), "F, width of the feed-forward's hidden layer"),
     ConfigField("model.biases", "none", one_of(BIASES),
-        "linear layers of a llama field that have a bias: none, qkv, attention or all",
-        ignored=(unless_read("biases"),)),
+        "linear layers of a llama field that have a bias: none, qkv, attention or all"),
     ConfigField("model.norm_epsilon", 0.0, NOT_NEGATIVE,
         "of all norms; 0: 1e-5, but 1e-6 within a llama field, except in the kind llama"),
-    ConfigField("model.tied_head", False, [],
-        "logits come from the token embedding in a llama or neox field, too, as in a gpt",
-        ignored=(unless_read("tied_head"),)),
+    ConfigField("model.tied_head", False, None,
+        "logits come from the token embedding in a llama or neox field, too, as in a gpt"),
     ConfigField("model.rope_theta", 10_000.0, POSITIVE,
-        "of a llama or neox field: pair k of R / 2 turns by theta^(-2 k / R) per position",
-        ignored=(unless_read("rope_theta"),)),
+        "of a llama or neox field: pair k of R / 2 turns by theta^(-2 k / R) per position"),
     ConfigField("model.rope_scaling", "", SCALING,
         "Slower rotations as in Llama 3: factor, low_freq_factor, high_freq_factor and "
-        "original_max_position_embeddings, such as 8,1,4,8192; empty: none.", ignored=(unless_read("rope_scaling"),)),
-    ConfigField("model.rotary_fraction", 0.25, matching(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-        "part of a head that positions rotate in a neox field; a llama's is 1",
-        ignored=(unless_read("rotary_fraction"),)),
-    ConfigField("model.num_steps", 12, at_least(1) + at_most(MOST_STEPS),
+        "original_max_position_embeddings, such as 8,1,4,8192; empty: none."),
+    ConfigField("model.rotary_fraction", 0.25, Values(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+        "part of a head that positions rotate in a neox field; a llama's is 1"),
+    ConfigField("model.num_steps", 12, at_least(1),
         "solver steps, or layers; the parameters of a diffeqformer don't grow with it"),
     ConfigField("model.solver", "euler", one_of(SOLVERS),
         "The solver through depth: euler, midpoint, heun, rk4, lie_trotter, strang, adams_bashforth, or one that can "
@@ -243,12 +167,9 @@ CONFIG_FIELDS = [
     ConfigField("model.max_length", 1024, at_least(1),
         "tokens of the longest text; a gpt field learns as many positions"),
     ConfigField("model.time_embed_dim", 20, at_least(1),
-        "E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: the number of knots.",
-        ignored=(NO_HYPERNETWORK,)),
-    ConfigField("model.sinusoidal_dim", 128, at_least(1), "number of frequencies of the time features",
-        ignored=(NO_SINES,)),
-    ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth",
-        ignored=(NO_SINES,)),
+        "E, the paper's d_emb: parameters grow as E + 1 times one block. Of interpolated weights: their knots."),
+    ConfigField("model.sinusoidal_dim", 128, at_least(1), "number of frequencies of the time features"),
+    ConfigField("model.time_frequency", 1000.0, POSITIVE, "c: radians of the fastest feature over the whole depth"),
     ConfigField("model.training_times", "fixed", one_of(TRAINING_TIMES),
         "Times at which weights are trained: fixed or shifted (see diffeqformer.depth.grid, docs/ode.md).",
         base="either"),
@@ -256,23 +177,20 @@ CONFIG_FIELDS = [
         "Steps of depth among which each training step draws, such as 2,4,8, or 2:1,4:3,8:1 with weights; empty: "
         "num_steps.", base="either"),
     ConfigField("model.generator_start", "published", one_of(GENERATOR_STARTS),
-        "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated).",
-        ignored=(NO_KERNELS,)),
+        "Initialisation of the hypernetwork: published, constant, varying or unit (see diffeqformer.depth.generated)."),
     ConfigField("model.base_width", 0, NOT_NEGATIVE,
         "The width for which the learning rate is meant: kernels and logits are scaled by base_width / width; 0: by "
         "1."),
     ConfigField("model.lora_rank", 0, NOT_NEGATIVE,
         "rank of adapters to frozen weights per layer; 0: no adapters, everything is trained", base="run"),
-    ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank",
-        ignored=(NO_ADAPTERS,), base="run"),
-    ConfigField("model.lora_layers", ".*", [], "a regular expression: the linear layers that get adapters",
-        ignored=(NO_ADAPTERS,), base="run"),
+    ConfigField("model.lora_alpha", 8.0, POSITIVE, "adapters are scaled by alpha / rank", base="run"),
+    ConfigField("model.lora_layers", ".*", None, "a regular expression: the linear layers that get adapters",
+        base="run"),
     ConfigField("model.lora_start", "zero", one_of(ADAPTER_STARTS),
-        "initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)",
-        ignored=(NO_ADAPTERS,), base="run"),
+        "initialisation of adapters: zero or published (see diffeqformer.depth.low_rank)", base="run"),
     ConfigField("model.dropout", 0.1, BELOW_ONE, "on the embedding and on each branch's output", base="run"),
     ConfigField("model.dtype", "bfloat16",
-        matching(lambda v: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
+        Values(lambda v: v in ("float32", "bfloat16"), "must be float32 or bfloat16"),
         "Type of matrix products; parameters and times are float32. float32 means fp32 on every device.", base="run"),
     ConfigField("model.remat", "step", one_of(REMAT),
         "What the backward pass recomputes. none: nothing; step: every step, of which the states between are stored; "
@@ -282,7 +200,7 @@ CONFIG_FIELDS = [
         "solver, such as reversible_euler.", change="resuming", base="run"),
     ConfigField("model.snapshots", 8, at_least(1),
         "States between steps that are stored with the remat binomial, the first among them; with chunks, between "
-        "these.", ignored=(NOT_BINOMIAL,), change="resuming", base="run"),
+        "these.", change="resuming", base="run"),
     ConfigField("model.generate_chunk", 0, NOT_NEGATIVE,
         "Training generates the weights of at most so many steps at a time, of the largest number that divides the "
         "steps; 0: of all. Saves memory in many steps, with the remat step, binomial or reversible; see "
@@ -294,8 +212,7 @@ CONFIG_FIELDS = [
     ConfigField("optimizer.learning_rate", 6e-4, POSITIVE, "peak rate, after the warm-up", change="decay"),
     ConfigField("optimizer.weight_decay", 0.1, NOT_NEGATIVE, "decoupled"),
     ConfigField("optimizer.decay", "as_published", one_of(("as_published", "everything", "matrices")),
-        "What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask).",
-        ignored=(NO_DECAY,)),
+        "What decays: as_published, everything or matrices (see diffeqformer.training.optimizer.decay_mask)."),
     ConfigField("optimizer.beta1", 0.9, BELOW_ONE, "decay of Adam's first moment, per step; that of Muon's is 0.95"),
     ConfigField("optimizer.beta2", 0.999, BELOW_ONE, "decay of its second moment"),
     ConfigField("optimizer.epsilon", 1e-8, POSITIVE, "added to the second moment's root"),
@@ -304,43 +221,42 @@ CONFIG_FIELDS = [
     ConfigField("optimizer.schedule", "cosine", one_of(SCHEDULES),
         "After the warm-up, which is linear from 0: cosine, or wsd: stable, then a linear decay. A run with wsd can be "
         "given more steps, and goes on from before its decay."),
-    ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps",
-        ignored=(WITH_WSD,)),
-    ConfigField("optimizer.warmup_steps", 200, NOT_NEGATIVE, "the warm-up of wsd, in steps", ignored=(WITHOUT_WSD,)),
+    ConfigField("optimizer.warmup_fraction", 0.01, FRACTION, "the warm-up of cosine, as a part of the steps"),
+    ConfigField("optimizer.warmup_steps", 200, NOT_NEGATIVE, "the warm-up of wsd, in steps"),
     ConfigField("optimizer.decay_fraction", 0.2, FRACTION, "the decay of wsd, as a part of the steps, at their end",
-        ignored=(WITHOUT_WSD,), change="decay"),
+        change="decay"),
     ConfigField("optimizer.final_fraction", 0.1, FRACTION, "part of the peak rate at which the run ends",
         change="decay"),
 
     # The number of devices on each axis of the mesh
-    ConfigField("mesh.data", -1, [],
+    ConfigField("mesh.data", -1, None,
         "devices that each hold all parameters, but for a hypernetwork's; -1: all the rest", change="resuming"),
-    ConfigField("mesh.fsdp", 1, [],
+    ConfigField("mesh.fsdp", 1, None,
         "devices that divide the parameters, which are gathered step by step; -1: all the rest", change="resuming"),
-    ConfigField("mesh.tensor", 1, [], "devices that divide heads, hidden units and the vocabulary; -1: all the rest",
+    ConfigField("mesh.tensor", 1, None, "devices that divide heads, hidden units and the vocabulary; -1: all the rest",
         change="resuming"),
 
     # The text
     ConfigField("data.task", "openwebtext", TASK_NAME,
         "a corpus in diffeqformer.data.texts.CORPORA or data.module; or a name for files"),
-    ConfigField("data.module", "", [],
+    ConfigField("data.module", "", None,
         "your own Python module that calls diffeqformer.data.corpora.add_corpus", change="host"),
     ConfigField("data.train_files", "", LOCAL,
         "Local files to use instead of a corpus: comma-separated names or patterns of text, .jsonl or .parquet files.",
         change="host"),
     ConfigField("data.validation_files", "", LOCAL, "the same for the validation split", change="host"),
-    ConfigField("data.text_field", "text", matching(bool, "must name the field or column that has the text"),
-        "of JSON lines, or the column of Parquet files, that has the text", ignored=(NO_FILES,), change="host"),
-    ConfigField("data.separator", "", [],
+    ConfigField("data.text_field", "text", Values(bool, "must name the field or column that has the text"),
+        "of JSON lines, or the column of Parquet files, that has the text", change="host"),
+    ConfigField("data.separator", "", None,
         "What separates documents in plain-text files, such as <|endoftext|>; empty: a file is one document.",
-        ignored=(NO_FILES,), change="host"),
+        change="host"),
     ConfigField("data.tokenizer", "gpt2", one_of(TOKENIZERS), "bytes, gpt2, sentencepiece or huggingface"),
     ConfigField("data.tokenizer_file", "", LOCAL,
         "a SentencePiece model, a tokenizer.json, or a folder with GPT-2's files", change="host"),
     ConfigField("data.dir", "token_stores", LOCAL,
         "folder of the token stores, one subfolder per task and tokenizer", change="host"),
     ConfigField("data.remote", "",
-        matching(lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
+        Values(lambda v: not v or "://" in v, "must be a URL such as gs://bucket/stores, or empty"),
         "URL of a folder of token stores (gs://bucket/stores), copied to data.dir before use", change="host"),
     ConfigField("data.processes", 0, NOT_NEGATIVE,
         "number of processes that prepare a store; 0: one per core", change="host"),
@@ -357,7 +273,7 @@ CONFIG_FIELDS = [
         "steps between checkpoints; of validations at such steps the best is kept", change="resuming"),
     ConfigField("checkpoints_kept", 2, at_least(1),
         "number of newest checkpoints to keep, beside the one that validated best", change="resuming"),
-    ConfigField("sample.prompt", "\n", [], "the text that the sample at the end of training continues",
+    ConfigField("sample.prompt", "\n", None, "the text that the sample at the end of training continues",
         change="resuming"),
 ]
 # fmt: on

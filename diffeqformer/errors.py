@@ -24,11 +24,7 @@ class UserErrorEverywhere(UserError):
 
 
 class Stopped(Exception):
-    """A run was told to stop and has saved a checkpoint.
-
-    Args:
-        status: of the process: 128 and the signal's number, so 143 after SIGTERM.
-    """
+    """A run was told to stop and has saved a checkpoint. Its status is 128 and the signal's number: 143 for SIGTERM."""
 
     def __init__(self, message: str, status: int = 143):
         super().__init__(message)
@@ -42,18 +38,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     initials (`lr` is `learning_rate`) count as well.
     """
     section, _, last = name.rpartition(".")
-    known = list(known)
-    beside = [other for other in known if other.rpartition(".")[0] == section]
-    for names, cutoff in ((known, 1.0), (beside, 0.6), (known, 0.8 if beside else 0.6)):
-        parts = {other.rpartition(".")[2]: other for other in reversed(names)}
-        close = difflib.get_close_matches(last, parts, 1, cutoff)
-        if names is beside:
-            close += [part for part in parts if last == "".join(word[:1] for word in part.split("_"))]
-            holding = [part for part in parts if len(last) > 3 and last in part]
-            close += difflib.get_close_matches(last, holding, 1, 0.0)
-        if close:
-            return f"; did you mean {parts[close[0]]}?"
-    return ""
+    known = {other.rpartition(".")[::2]: other for other in known}
+    beside = {part: other for (there, part), other in known.items() if there == section}
+    parts = {part: other for (_, part), other in reversed(known.items())} | beside
+    close = [last] if last in parts else difflib.get_close_matches(last, beside or parts, 1)
+    close += [part for part in beside if last == "".join(word[:1] for word in part.split("_"))]
+    close += difflib.get_close_matches(last, [part for part in beside if len(last) > 3 and last in part], 1, 0.0)
+    return f"; did you mean {parts[close[0]]}?" if close else ""
 
 
 def counted(number: int, what: str) -> str:

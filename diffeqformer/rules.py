@@ -1,13 +1,21 @@
 """The requirements on a config as a table: on each field by itself, then on several together."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
+<<<<<<< HEAD
 from diffeqformer.data.texts import CORPORA
 from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
+=======
+from diffeqformer.data import CORPUS_NAMES
+from diffeqformer.depth.depths import MOST_STEPS, chunk_length, longest_grid, trained_depths
+from diffeqformer.depth.weights import DepthWeights
+from diffeqformer.fields import FIELDS
+>>>>>>> clear-training
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import MODELS, vector_field
@@ -27,19 +35,16 @@ class Rule(NamedTuple):
     alone: bool = False
 
 
-def _without_hypernetwork(field: str, holds: Callable[[Any], bool], must_be: str) -> Rule:
-    return Rule(
-        field,
-        lambda value, c: holds(value) or MODELS[c.model.kind].weights.generated,
-        f"must be {must_be} for model.kind {{c.model.kind}}, which has no hypernetwork",
-    )
-
-
 def decay_start(config: ConfigDict) -> int | None:
     """The step after which the learning rate of the schedule `wsd` decays; None for another schedule."""
     if config.optimizer.schedule != "wsd":
         return None
     return config.steps - round(config.optimizer.decay_fraction * config.steps)
+
+
+def weights_of_kind(config: ConfigDict) -> type[DepthWeights]:
+    """The class of the config's depth weights."""
+    return MODELS[config.model.kind].weights
 
 
 def remembers(config: ConfigDict) -> bool:
@@ -53,115 +58,73 @@ def rotated(config: ConfigDict) -> int:
     return vector_field(config.model).rotated
 
 
+def chunks_have_steps(config: ConfigDict) -> bool:
+    """Whether chunks of weights have more than one step, in training and in the validation, if they may."""
+    model, most = config.model, config.model.generate_chunk
+    depths = trained_depths(model)
+    lengths = {model.num_steps, *depths, *(longest_grid(model, depth) for depth in depths)}
+    return all(steps == 1 or chunk_length(steps, most) > 1 for steps in lengths)
+
+
 OF_HEADS = ("model.heads", "model.head_width", "model.key_value_heads", "model.rotary_fraction")
 """Fields whose rules a saved config must satisfy, too, even those that depend on other fields."""
 
+NO_HYPERNETWORK = "for model.kind {c.model.kind}, which has no hypernetwork"
+REVERSIBLE = ", ".join(name for name, solver in SOLVERS.items() if solver.reversible)
+EVERY_STEP = ", ".join(MODELS["gpt"].solvers(unit_steps=True))
+
+# fmt: off
 RULES = [
     *(
-        Rule(field.name, lambda value, _, holds=holds: holds(value), says, names, alone=True)
-        for field in CONFIG_FIELDS
-        for holds, says, names in field.values
+        Rule(name, lambda value, _, holds=values.holds: holds(value), values.says, values.names, alone=True)
+        for name, _, values, *_ in CONFIG_FIELDS
+        if values
     ),
-    Rule(
-        "optimizer.warmup_steps",
-        lambda v, c: v <= decay_start(c) if c.optimizer.schedule == "wsd" else True,
+    Rule("model.num_steps", lambda v, c: v <= MOST_STEPS, f"must be at most {MOST_STEPS:,}", alone=True),
+    Rule("optimizer.warmup_steps", lambda v, c: c.optimizer.schedule != "wsd" or v <= decay_start(c),
         "must not be above the steps before the decay, of which config.steps ({c.steps}) and optimizer.decay_fraction "
-        "({c.optimizer.decay_fraction}) leave fewer",
-    ),
-    Rule(
-        "model.field",
-        lambda v, c: v == (MODELS[c.model.kind].field or v),
-        "must be the same as model.kind, {c.model.kind}",
-    ),
-    Rule(
-        "model.solver",
-        lambda v, c: len(SOLVERS[v].nodes) == 1 or not MODELS[c.model.kind].weights.fixed_depth,
-        "must take weights once in each step, as model.kind {c.model.kind} has one set per step "
-        f"(such as {', '.join(MODELS['gpt'].solvers(unit_steps=True))})",
-    ),
-    Rule(
-        "model.span",
-        lambda v, c: not v or not MODELS[c.model.kind].vanilla,
-        "must be 0 for model.kind {c.model.kind}, all of whose steps have the length 1",
-    ),
-    Rule(
-        "model.span",
-        lambda v, c: v or not MODELS[c.model.kind].weights.generated,
-        "must be a positive number for model.kind {c.model.kind}, whose depth is a time from 0 to 1",
-    ),
-    Rule(
-        "model.solver",
-        lambda v, c: not SOLVERS[v].reversible or c.model.span,
-        "must not be reversible where every step has the length 1 (model.span is 0)",
-    ),
-    Rule(
-        "kernels",
-        lambda v, c: v != "pallas" or MODELS[c.model.kind].weights.generates_kernels,
-        "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
-    ),
-    _without_hypernetwork("model.training_times", lambda v: v == "fixed", "fixed"),
-    Rule(
-        "model.training_depths",
-        lambda v, c: not v or not MODELS[c.model.kind].weights.fixed_depth,
-        "must be left out for model.kind {c.model.kind}, which has weights for one number of steps",
-    ),
-    Rule(
-        "model.training_times",
-        lambda v, c: v == "fixed" or not remembers(c),
+        "({c.optimizer.decay_fraction}) leave fewer"),
+    Rule("model.field", lambda v, c: v == (MODELS[c.model.kind].field or v),
+        "must be the same as model.kind, {c.model.kind}"),
+    Rule("model.solver", lambda v, c: len(SOLVERS[v].nodes) == 1 or not weights_of_kind(c).fixed_depth,
+        f"must take weights once in each step, as model.kind {{c.model.kind}} has one set per step (such as "
+        f"{EVERY_STEP})"),
+    Rule("model.span", lambda v, c: not v or not MODELS[c.model.kind].vanilla,
+        "must be 0 for model.kind {c.model.kind}, all of whose steps have the length 1"),
+    Rule("model.span", lambda v, c: v or not weights_of_kind(c).generated,
+        "must be a positive number for model.kind {c.model.kind}, whose depth is a time from 0 to 1"),
+    Rule("model.solver", lambda v, c: not SOLVERS[v].reversible or c.model.span,
+        "must not be reversible where every step has the length 1 (model.span is 0)"),
+    Rule("kernels", lambda v, c: v != "pallas" or weights_of_kind(c).generates_kernels,
+        "must be auto or xla for model.kind {c.model.kind}, whose kernels no hypernetwork generates"),
+    Rule("model.training_times", lambda v, c: v == "fixed" or weights_of_kind(c).generated,
+        f"must be fixed {NO_HYPERNETWORK}"),
+    Rule("model.training_depths", lambda v, c: not v or not weights_of_kind(c).fixed_depth,
+        "must be left out for model.kind {c.model.kind}, which has weights for one number of steps"),
+    Rule("model.training_times", lambda v, c: v == "fixed" or not remembers(c),
         "must be fixed for model.solver {c.model.solver}, which extrapolates from the step before, as the first step "
-        "of a moved grid can be much shorter than the second",
-    ),
-    Rule(
-        "profile_steps",
-        lambda v, c: not v or 1 <= traced_steps(v).start < traced_steps(v).stop <= c.steps + 1,
-        "must be steps of the run, which has {c.steps}, the first one first",
-    ),
-    Rule(
-        "model.lora_rank",
-        lambda v, c: not v or MODELS[c.model.kind].weights.fixed_depth,
-        "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt",
-    ),
+        "of a moved grid can be much shorter than the second"),
+    Rule("profile_steps", lambda v, c: not v or 1 <= traced_steps(v).start < traced_steps(v).stop <= c.steps + 1,
+        "must be steps of the run, which has {c.steps}, the first one first"),
+    Rule("model.lora_rank", lambda v, c: not v or weights_of_kind(c).fixed_depth,
+        "must be 0 for model.kind {c.model.kind}, which has no weights per layer to adapt"),
     Rule("model.lora_layers", lambda v, c: v == ".*" or c.model.lora_rank, "must be left out without model.lora_rank"),
-    Rule(
-        "model.lora_rank",
-        lambda v, c: not v or c.base,
-        "must come with config.base, the run whose weights it adapts",
-    ),
-    Rule(
-        "model.base_width",
-        lambda v, c: not v or MODELS[c.model.kind].weights.generates_kernels or c.model.kind == "discretized",
-        "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates",
-    ),
-    Rule(
-        "model.remat",
-        lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
-        "must not be reversible for model.solver {c.model.solver}; a solver that can be undone is one of "
-        f"{', '.join(name for name, solver in SOLVERS.items() if solver.reversible)}",
-    ),
-    _without_hypernetwork("model.generate_chunk", lambda v: not v, "0"),
-    Rule(
-        "microbatches",
-        lambda v, c: v or not c.model.generate_chunk,
-        "must be at least 1 with model.generate_chunk ({c.model.generate_chunk}), whose memory isn't known beforehand",
-    ),
-    Rule(
-        "model.generate_chunk",
-        lambda v, c: not v or not remembers(c),
-        "must be 0 for model.solver {c.model.solver}, which remembers more than states",
-    ),
-    Rule(
-        "model.generate_chunk",
-        lambda v, c: (
-            v < 2
-            or all(
-                steps == 1 or chunk_length(steps, v) > 1
-                for steps in (
-                    c.model.num_steps,  # of the validation
-                    *(n for depth in trained_depths(c.model) for n in (depth, longest_grid(c.model, depth))),
-                )
-            )
-        ),
+    Rule("model.lora_rank", lambda v, c: not v or c.base,
+        "must come with config.base, the run whose weights it adapts"),
+    Rule("model.base_width",
+        lambda v, c: not v or weights_of_kind(c).generates_kernels or c.model.kind == "discretized",
+        "must be 0 for model.kind {c.model.kind}, whose kernels no hypernetwork generates"),
+    Rule("model.remat", lambda v, c: v != "reversible" or SOLVERS[c.model.solver].reversible,
+        f"must not be reversible for model.solver {{c.model.solver}}; a solver that can be undone is one of "
+        f"{REVERSIBLE}"),
+    Rule("model.generate_chunk", lambda v, c: not v or weights_of_kind(c).generated, f"must be 0 {NO_HYPERNETWORK}"),
+    Rule("microbatches", lambda v, c: v or not c.model.generate_chunk,
+        "must be at least 1 with model.generate_chunk ({c.model.generate_chunk}), whose memory isn't known beforehand"),
+    Rule("model.generate_chunk", lambda v, c: not v or not remembers(c),
+        "must be 0 for model.solver {c.model.solver}, which remembers more than states"),
+    Rule("model.generate_chunk", lambda v, c: v < 2 or chunks_have_steps(c),
         "must be 0, 1, or no less than a divisor above 1 of model.num_steps and the steps at every depth of training "
+<<<<<<< HEAD
         "(of shifted grids, which have one more, too), or else each chunk would be one step",
     ),
     Rule(
@@ -180,47 +143,79 @@ RULES = [
         f"must be one of {', '.join(CORPORA)}, one that config.data.module adds, or a name for your "
         "config.data.train_files",
     ),
+=======
+        "(of shifted grids, which have one more, too), or else each chunk would be one step"),
+    Rule("kernels", lambda v, c: v != "pallas" or not c.model.generate_chunk,
+        "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient"),
+    Rule("model.remat", lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
+        "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})"),
+    Rule("data.task", lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
+        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
+        "config.data.train_files"),
+>>>>>>> clear-training
     Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
-    Rule(
-        "data.tokenizer_file",
-        lambda v, c: v or c.data.tokenizer not in ("sentencepiece", "huggingface"),
-        "must name the file of a SentencePiece model, or a tokenizer.json",
-    ),
-    Rule(
-        "data.tokenizer_file",
-        lambda v, c: not v or c.data.tokenizer != "bytes",
-        "must be empty for the tokenizer bytes, which needs none",
-    ),
-    Rule(
-        "model.heads",
-        lambda v, c: c.model.head_width or c.model.width % v == 0,
-        "must divide model.width ({c.model.width})",
-    ),
-    Rule(
-        "model.rotary_fraction",
-        lambda v, c: c.model.field != "neox" or (rotated(c) > 0 and rotated(c) % 2 == 0),
-        "must leave an even number of entries of each head to rotate",
-    ),
-    Rule(
-        "model.head_width",
-        lambda v, c: not v or rotated(c) % 2 == 0,
-        "must be even for model.field {c.model.field}, which rotates the halves of heads",
-    ),
-    Rule(
-        "model.heads",
-        lambda v, c: rotated(c) % 2 == 0,
-        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})",
-    ),
-    Rule(
-        "model.key_value_heads",
-        lambda v, c: not v or c.model.heads % v == 0,
-        "must divide model.heads ({c.model.heads}), which share them evenly",
-    ),
-    Rule(
-        "sequence_length",
-        lambda v, c: v <= c.model.max_length,
-        "must not exceed the number of positions, model.max_length ({c.model.max_length})",
-    ),
+    Rule("data.tokenizer_file", lambda v, c: v or c.data.tokenizer not in ("sentencepiece", "huggingface"),
+        "must name the file of a SentencePiece model, or a tokenizer.json"),
+    Rule("data.tokenizer_file", lambda v, c: not v or c.data.tokenizer != "bytes",
+        "must be empty for the tokenizer bytes, which needs none"),
+    Rule("model.heads", lambda v, c: c.model.head_width or c.model.width % v == 0,
+        "must divide model.width ({c.model.width})"),
+    Rule("model.rotary_fraction", lambda v, c: c.model.field != "neox" or (rotated(c) > 0 and rotated(c) % 2 == 0),
+        "must leave an even number of entries of each head to rotate"),
+    Rule("model.head_width", lambda v, c: not v or rotated(c) % 2 == 0,
+        "must be even for model.field {c.model.field}, which rotates the halves of heads"),
+    Rule("model.heads", lambda v, c: rotated(c) % 2 == 0,
+        "must leave an even width for each head, whose halves are rotated (model.width is {c.model.width})"),
+    Rule("model.key_value_heads", lambda v, c: not v or c.model.heads % v == 0,
+        "must divide model.heads ({c.model.heads}), which share them evenly"),
+    Rule("sequence_length", lambda v, c: v <= c.model.max_length,
+        "must not exceed the number of positions, model.max_length ({c.model.max_length})"),
 ]
 """Every requirement on a config, in the order in which they are checked."""
+
+
+class Unused(NamedTuple):
+    """Fields that a run doesn't use under a condition, so that a command line may not set them.
+
+    A file may: it serves several kinds of model. `why` may hold {}-fields, filled from the config `c`.
+    """
+
+    fields: tuple[str, ...]
+    condition: Callable[[ConfigDict], bool]
+    why: str
+
+
+def blocks_lack(config: ConfigDict, name: str) -> bool:
+    """Whether the block of a config, which is not a base's, has no field named like that one of the model."""
+    return not config.base and name not in {field.name for field in dataclasses.fields(FIELDS[config.model.field])}
+
+
+UNUSED = [
+    Unused(("kernels",), lambda c: c.base and (c.model.kind == "discretized" or c.model.lora_rank),
+        "layers and adapters generate no weights"),
+    Unused(("kernels", "model.generator_start"), lambda c: not (c.base or weights_of_kind(c).generates_kernels),
+        "model.kind {c.model.kind} generates no kernels"),
+    Unused(("model.time_embed_dim",), lambda c: not (c.base or weights_of_kind(c).generated),
+        "model.kind {c.model.kind} has no hypernetwork"),
+    Unused(("model.sinusoidal_dim", "model.time_frequency"), lambda c: not (c.base or weights_of_kind(c).sinusoidal),
+        "model.kind {c.model.kind} reads no sines of the time"),
+    Unused(("model.norm_of_norm",),
+        lambda c: blocks_lack(c, "norm_of_norm") or (not c.base and MODELS[c.model.kind].vanilla),
+        "model.kind {c.model.kind} with the block of model.field {c.model.field} has no such norm"),
+    *(
+        Unused((f"model.{name}",), lambda c, name=name: blocks_lack(c, name),
+            "the block of model.field {c.model.field} doesn't read it")
+        for name in ("key_value_heads", "biases", "tied_head", "rope_theta", "rope_scaling", "rotary_fraction")
+    ),
+    Unused(("model.lora_alpha", "model.lora_layers", "model.lora_start"), lambda c: not c.model.lora_rank,
+        "lora_rank is 0"),
+    Unused(("model.snapshots",), lambda c: c.model.remat != "binomial", "model.remat is {c.model.remat}"),
+    Unused(("optimizer.decay",), lambda c: not c.optimizer.weight_decay, "optimizer.weight_decay is 0"),
+    Unused(("optimizer.warmup_fraction",), lambda c: c.optimizer.schedule == "wsd", "wsd takes optimizer.warmup_steps"),
+    Unused(("optimizer.warmup_steps", "optimizer.decay_fraction"), lambda c: c.optimizer.schedule != "wsd",
+        "optimizer.schedule is {c.optimizer.schedule}; give optimizer.schedule=wsd as well"),
+    Unused(("data.text_field", "data.separator"), lambda c: not c.data.train_files,
+        "this text doesn't come from files"),
+]
+# fmt: on

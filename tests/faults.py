@@ -69,26 +69,18 @@ class Life:
     processes: int = 1
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def start(self, *options: str, prelude: str = "", limit: int | None = None) -> list[subprocess.Popen]:
-        """Start it, or let it go on.
-
-        Args:
-            prelude: what a single process does first.
-            limit: of the sizes of its files.
-        """
-        module, *given = *self.command, *options
+    def start(self, limit: int | None = None) -> list[subprocess.Popen]:
+        """Start it, or let it go on. `limit` is that of the sizes of its files."""
+        module, *given = self.command
         if self.processes > 1:
             return start_command(module, self.processes, 1, [[*given, "--join_timeout=120"]] * self.processes)
 
         before = ["env", "--default-signal=INT"]  # what a shell starts in the background ignores it
         if limit is not None:
             before += ["prlimit", f"--fsize={limit}"]
-        how = ["-m", f"diffeqformer.{module}"]
-        if prelude:
-            how = ["-c", f"{prelude}\nimport runpy\nrunpy.run_module('{how[1]}', run_name='__main__', alter_sys=True)"]
         return [
             subprocess.Popen(
-                [*before, sys.executable, *how, *given], cwd=ROOT, text=True,
+                [*before, sys.executable, "-m", f"diffeqformer.{module}", *given], cwd=ROOT, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env={**os.environ, "XLA_FLAGS": for_a_process(1), **self.environment},
             )
@@ -138,13 +130,13 @@ def wait_for_a_moment(campaign: Campaign, running: subprocess.Popen) -> None:
     time.sleep(campaign.at.uniform(0, 3))
 
 
-def signalled(which: signal.Signals, campaign: Campaign, life: Life, prelude: str = "") -> bool:
+def signalled(which: signal.Signals, campaign: Campaign, life: Life) -> bool:
     """A signal at a random moment, to one process. Several processes end if one is killed.
 
     Returns:
         whether the process still ran, as of all faults that come at a moment.
     """
-    running = life.start(prelude=prelude)
+    running = life.start()
     chosen = campaign.at.choice(running)
     wait_for_a_moment(campaign, running[0])
     met = chosen.poll() is None
@@ -174,34 +166,6 @@ def limited_files(campaign: Campaign, life: Life) -> None:
     """Files that can't grow beyond a random size."""
     size = int(2 ** campaign.at.uniform(10, 21))
     end(campaign, life, life.start(limit=size), (1, 0), "File too large")
-
-
-def clock(campaign: Campaign, life: Life) -> bool:
-    """A clock that goes wrong by up to two hours, and then a kill."""
-    shift = campaign.at.uniform(-7200, 7200)
-    prelude = f"import time; real = time.time; time.time = lambda: real() + {shift}\n"
-    return signalled(signal.SIGKILL, campaign, life, prelude)
-
-
-SLOW = """
-import os, random, time
-delays = random.Random(SEED)
-
-def slow(operation):
-    def late(*given, **named):
-        time.sleep(delays.uniform(0, 0.2))
-        return operation(*given, **named)
-    return late
-
-for name in ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink"):
-    setattr(os, name, slow(getattr(os, name)))
-"""
-
-
-def slow_disk(campaign: Campaign, life: Life) -> bool:
-    """A disk on which every change of a folder takes a while, and then a kill. What C++ does isn't slower."""
-    prelude = SLOW.replace("SEED", str(campaign.at.randrange(2**32)))
-    return signalled(signal.SIGKILL, campaign, life, prelude)
 
 
 def damaged(campaign: Campaign, file: pathlib.Path) -> bytes:
@@ -304,11 +268,7 @@ def read_only_disk(campaign: Campaign, life: Life) -> bool | None:
 
 
 SIGNALS = {which.name: functools.partial(signalled, which) for which in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
-OF_DISKS = {
-    "full disk": filled_disk, "limit on file sizes": limited_files, "read-only disk": read_only_disk,
-    "slow disk": slow_disk,
-}  # fmt: skip
+OF_DISKS = {"full disk": filled_disk, "limit on file sizes": limited_files, "read-only disk": read_only_disk}
 OF_RUNS = {
-    **SIGNALS, **OF_DISKS, "pauses": paused, "wrong clock": clock, "damaged checkpoint": damaged_checkpoint,
-    "damaged store": damaged_store,
+    **SIGNALS, **OF_DISKS, "pauses": paused, "damaged checkpoint": damaged_checkpoint, "damaged store": damaged_store,
 }  # fmt: skip

@@ -29,7 +29,6 @@ def test_chunks_divide_the_steps():
         ((1, 1, 1), "step", {"solver": "heun", "training_times": "shifted", "num_steps": 7, "dropout": 0.3}),
         ((1, 1, 1), "binomial", {"snapshots": 1, "field": "llama"}),
         ((1, 1, 1), "reversible", {"solver": "reversible_euler", "dropout": 0.3, "microbatches": 2}),
-        ((1, 1, 1), "step", {"solver": "reversible_heun", "dropout": 0.3, "microbatches": 2}),
         ((2, 2, 2), "step", {"dropout": 0.3, "kind": "looped"}),
         pytest.param((2, 2, 2), "reversible", {"solver": "reversible_heun", "dropout": 0.3}, marks=pytest.mark.slow),
         ((4, 2, 1), "step", {"microbatches": 2, "batch_size": 16, "dtype": "bfloat16"}),
@@ -102,25 +101,19 @@ def test_chunks_cost_no_walk_unless_states_are_left_out():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
-def test_states_alone_need_more_memory_in_more_steps(shape):
-    mesh, config = make_mesh(shape, jax.devices()[: math.prod(shape)]), toy_config()
+def test_states_alone_need_more_memory_in_more_steps():
+    mesh, config = make_mesh((2, 2, 2)), toy_config()
     few, many = (
         temporaries(steps, mesh=mesh, vocab_multiple=16, remat="step", generate_chunk=4) for steps in (256, 512)
     )
     state = config.batch_size * config.sequence_length * config.model.width * 4
-    np.testing.assert_allclose((many - few) / 256, state / (shape[0] * shape[1]), rtol=0.05)
+    np.testing.assert_allclose((many - few) / 256, state / 4, rtol=0.05)  # on devices that share the work
 
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_depth():
-    reversible = {"solver": "reversible_euler", "remat": "reversible", "generate_chunk": 4}
-    few, many = (temporaries(steps, **reversible) for steps in (12, 1024))
-    assert many < 1.2 * few
-    few, many = (temporaries(steps, evaluating=True, **reversible) for steps in (12, 1024))
-    assert many < 1.2 * few
-    binomial = {"remat": "binomial", "snapshots": 4, "generate_chunk": 4}
-    few, many = (temporaries(steps, **binomial) for steps in (12, 1024))
-    assert many < 1.3 * few
-    few, many = (temporaries(steps, evaluating=True, **binomial) for steps in (12, 1024))
-    assert many < 1.2 * few
+    reversible = {"solver": "reversible_euler", "remat": "reversible"}
+    binomial = {"remat": "binomial", "snapshots": 4}
+    for how, evaluating, most in ((reversible, False, 1.2), (reversible, True, 1.2), (binomial, False, 1.3)):
+        few, many = (temporaries(steps, evaluating, **how, generate_chunk=4) for steps in (12, 1024))
+        assert many < most * few

@@ -26,7 +26,7 @@ from diffeqformer.materialize import materialize
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop
 from diffeqformer.training.goodput import Stopwatch
-from diffeqformer.training.hooks import Hooks, Step
+from diffeqformer.training.hooks import Hooks
 from diffeqformer.training.run import Run, set_aside_if_damaged
 from helpers import drawn, save_params, toy_config
 
@@ -46,14 +46,14 @@ def test_a_checksum_depends_on_all_bits_and_places_and_on_nothing_else(monkeypat
     assert checksums.of_array(array) == checksums.of_array(np.asfortranarray(array)) == expected
 
     seen = {expected}
-    for number in range(200):
+    for number in range(64):
         changed, bit = array.copy(), number % 32
         changed.view(np.uint32)[tuple(random.randint(array.shape))] ^= np.uint32(1 << bit)
         seen.add(checksums.of_array(changed))
     swapped = array.copy()
     swapped[0, 0, :2] = array[0, 0, 1::-1]
     seen |= {checksums.of_array(other) for other in (swapped, array.reshape(8, 16, 6)[:, :, ::-1], -array, 0 * array)}
-    assert len(seen) == 1 + 200 + 4
+    assert len(seen) == 1 + 64 + 4
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int32", "uint8"])
@@ -85,7 +85,7 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
     files.sort(key=lambda path: (str(path.parent), path.stat().st_size, path.name))
     sizes = np.array([path.stat().st_size for path in files], float)
     random, noticed = np.random.RandomState(0), 0
-    chosen = [*range(len(files)), *random.choice(len(files), 40, p=sizes / sizes.sum())]
+    chosen = [*range(len(files)), *random.choice(len(files), 24, p=sizes / sizes.sum())]
     for number, file in enumerate(files[index] for index in chosen if sizes[index]):
         whole = file.read_bytes()
         if number % 8 == 7:
@@ -103,7 +103,7 @@ def test_no_flipped_bit_and_no_cut_file_of_a_checkpoint_changes_anything_unnotic
             jax.tree.map(lambda *both: np.testing.assert_array_equal(*both, str(file)), found, state)
             assert (said.config, said.data_sha256, best) == (about.config, "hash", 7)
         file.write_bytes(whole)
-    assert noticed > 40
+    assert noticed > 24
 
 
 def hurt_arrays(checkpoint_folder: pathlib.Path) -> None:
@@ -127,12 +127,10 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
     [record] = (hurt / "checkpoints" / "4" / "about").glob("data.json")
     record.write_text(record.read_text().replace('"steps": 6', '"steps": 7'))
     said = "hurt/checkpoints/6: this checkpoint can't be read: .*; restore its files"
-    for use, end in (
-        (lambda: checkpoint.load(hurt), ", or take the one before it with --step=4$"),
-        (lambda: inspect_run(hurt), " or, if a running training has replaced it, start again$"),
-    ):
-        with pytest.raises(UserError, match=said + end):
-            use()
+    with pytest.raises(UserError, match=f"{said}, or take the one before it with --step=4$"):
+        checkpoint.load(hurt)
+    with pytest.raises(UserError, match=f"{said} or, if a running training has replaced it, start again$"):
+        inspect_run(hurt)
     assert not (hurt / "damaged").exists()
 
     (hurt / "checkpoints" / "6" / "metrics" / "metrics").write_text("{")
@@ -156,14 +154,6 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
     with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files, as there is none before it$"):
         loop.train(toy_config("gpt", **changes), hurt)
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
-
-
-def run_with(**attributes) -> Run:
-    """A run with no more than a function under test needs."""
-    run = object.__new__(Run)
-    for name, value in attributes.items():
-        object.__setattr__(run, name, value)
-    return run
 
 
 @pytest.fixture
@@ -198,7 +188,6 @@ def test_only_damaged_bytes_with_a_checkpoint_before_them_are_set_aside(item, ch
     "error, damaged",
     [
         (KeyboardInterrupt(), False),
-        (MemoryError(), False),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
         (OSError(5, "Input/output error"), True),
         (ValueError("RESOURCE_EXHAUSTED: opening \"0\": Too many open files [os_error_code='24']"), True),
@@ -274,17 +263,14 @@ def test_a_run_checks_its_token_store_before_it_saves_anything(tmp_path, short_s
 
 
 def test_a_save_follows_the_check_of_the_store_and_the_curves_unless_the_run_is_to_stop(monkeypatch):
-    done, verified, hooks = [], mock.Mock(concurrent.futures.Future), mock.Mock()
-    verified.done.return_value, verified.result.side_effect = False, lambda: done.append("check")
+    done, hooks = [], mock.Mock(clock=Stopwatch(0.0))
+    hooks.run.about = checkpoint.About({}, "bytes")
+    hooks.run.check_store.side_effect = lambda wait: done.append("check") if wait else None
+    hooks.run.config.eval_every = 1
     hooks.progress.flush.side_effect = lambda: done.append("curves")
     monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("state"))
-    hooks.clock = Stopwatch(0.0)
-    hooks.run = run_with(
-        config=toy_config("gpt"), verified=verified, checkpoints=None, about=checkpoint.About({}, "bytes"),
-        program=types.SimpleNamespace(trained=lambda params: params),
-    )  # fmt: skip
-    for stopping, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
-        Hooks.save(hooks, Step(1, {"params": {}}, validates=False, saves=True, stops=stopping))
+    for stops, expected in ((True, ["curves", "state"]), (False, ["check", "curves", "state"])):
+        Hooks.save(hooks, 1, {"params": {}}, None, stops)
         assert done == expected
         done.clear()
 

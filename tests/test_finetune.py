@@ -58,9 +58,6 @@ def new_config(base, kind="diffeqformer", **changes):
         ("diffeqformer", "llama", [(9, 2, (4, 2, 1))]),
         ("gpt", "gpt", [(6, 2, None)]),
         ("shared", "gpt", [(9, 0, None)]),
-        pytest.param("diffeqformer", "llama", [(6, 0, None), (4, 2, None)], marks=pytest.mark.slow),
-        pytest.param("gpt", "gpt", [(6, 0, (4, 2, 1))], marks=pytest.mark.slow),
-        pytest.param("shared", "gpt", [(6, 0, None), (9, 0, (4, 2, 1))], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_path):
@@ -85,7 +82,7 @@ def test_a_run_begins_as_its_base_at_any_number_of_steps(kind, field, runs, tmp_
 
 
 def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
-    """The default of the kind is not taken for a wish, nor the base's folder for the new run's."""
+    """The default of the kind is not taken for a wish."""
     save_base(tmp_path / "base", toy_config(model__solver="lie_trotter"))
     config = new_config(tmp_path / "base")  # which has the default, euler
     assert finetune.inherit(config, tmp_path / "new", {"model.dropout", "steps"}).model.solver == "lie_trotter"
@@ -94,20 +91,6 @@ def test_what_is_given_must_be_the_bases_even_if_it_is_the_default(tmp_path):
     config.model.kind = "foo"
     with pytest.raises(UserError, match="^config.model.kind: must be one of .* but it is 'foo'"):
         finetune.inherit(config, tmp_path / "new")
-    save_base(tmp_path / "gpt", toy_config("gpt", model__solver="strang"))  # whose default is lie_trotter
-    assert finetune.inherit(new_config(tmp_path / "gpt", "gpt"), tmp_path / "new").model.solver == "strang"
-    layers = finetune.inherit(new_config(tmp_path / "base", "discretized"), tmp_path / "base")  # the same folder
-    assert layers.model.kind == "discretized"
-
-
-def test_a_base_whose_checkpoint_is_replaced_meanwhile_is_named(tmp_path):
-    """Its newest one is taken when the text is ready. From then on it must stay."""
-    save_base(tmp_path / "base", toy_config(), step=5)
-    config = finetune.inherit(new_config(tmp_path / "base"), tmp_path / "new")
-    with pytest.raises(UserError, match="^config.base: .*base is still being trained, and .* at step 3 has"):
-        finetune.initial_params(config, 3, ONE_DEVICE)
-    with pytest.raises(UserError, match="^config.base: .* at step 3 has been replaced"):
-        finetune.check_base_fits(config, 3, ONE_DEVICE)
 
 
 def test_a_run_may_begin_with_an_earlier_checkpoint_of_its_base(tmp_path):
@@ -141,6 +124,7 @@ def test_a_folder_whose_name_ends_like_a_step_is_one(tmp_path):
 
 @pytest.mark.long
 def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_path, short_stores, monkeypatch):
+    """From then on it must stay."""
     save_base(tmp_path / "base", toy_config(), step=5)
     opened = run.open_prepared
 
@@ -153,14 +137,13 @@ def test_the_newest_checkpoint_of_the_base_when_the_text_is_ready_is_taken(tmp_p
     config = finetune.inherit(new_config(tmp_path / "base", data__dir=str(short_stores)), tmp_path / "new")
     _, about = run.agree(config, epath.Path(tmp_path / "new"), ByteTokenizer())
     assert about.base["step"] == 8
+    with pytest.raises(UserError, match="^config.base: .*base is still being trained, and .* at step 5 has been repl"):
+        finetune.initial_params(config, 5, ONE_DEVICE)
 
 
 def test_a_store_is_prepared_for_a_base_that_is_elsewhere(short_stores, capsys):
-    config = new_config("runs/absent", model__lora_rank=2, data__dir=str(short_stores))
-    prepare.run(config)
+    prepare.run(new_config("runs/absent", model__lora_rank=2, data__dir=str(short_stores)))
     assert "is there already, whole" in capsys.readouterr().out
-    with pytest.raises(UserError, match="^config.data.processes: must not be negative"):
-        prepare.run(change(config, data__processes=-1))
 
 
 ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted"}
@@ -177,10 +160,8 @@ ELASTIC = {"model__training_depths": "2,4", "model__training_times": "shifted"}
 def test_a_model_with_a_hypernetwork_goes_on_as_itself(kind, changes, shape, tmp_path):
     """Bit for bit, with a new optimizer; the config may name the kind. Other depths and times are its own wish."""
     base = save_base(tmp_path / "base", toy_config(kind, **changes))
-    for name, own in (
-        (kind, {}),
-        ("diffeqformer", {"model__training_times": "shifted", "model__training_depths": "3,6"}),
-    ):
+    elsewhere = {"model__training_times": "shifted", "model__training_depths": "3,6"}
+    for name, own in ((kind, {}), ("diffeqformer", elsewhere)):
         config = finetune.inherit(new_config(tmp_path / "base", name, **own), tmp_path / "new", frozenset())
         check_config(config, 8)
         expected = {"kind": kind, "num_steps": 6, **{field[7:]: value for field, value in {**changes, **own}.items()}}
@@ -203,7 +184,7 @@ def test_another_depth_has_two_ways(tmp_path):
     sentence = "^config.model.num_steps: must be the base's, 6, but it is {}; for layers at other times name .* "
     sentence += "--config=tiny:discretized, and to train .* add --config.model.training_depths={}$"
     cases = (5, None, "2,4,5"), (5, {"seed"}, "2,4,5"), (12, {"base", "model.num_steps"}, "2,4,12")
-    for steps, given, depths in (*cases, (4, {"base", "model.num_steps"}, "2,4")):
+    for steps, given, depths in cases:
         config = new_config(tmp_path / "base", model__num_steps=steps)
         with pytest.raises(UserError, match=sentence.format(steps, depths)):
             finetune.inherit(config, tmp_path / "new", given)
@@ -227,7 +208,7 @@ def test_the_file_that_trained_a_base_can_fine_tune_its_layers(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 0), ("discretized", 2)])
+@pytest.mark.parametrize("kind, rank", [("diffeqformer", 0), ("discretized", 2)])
 def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_stores, monkeypatch, one_device_loop):
     """Bit for bit as if it had not been interrupted, also in another folder.
 
@@ -267,7 +248,6 @@ def test_a_fine_tuning_run_resumes_without_its_base(kind, rank, tmp_path, short_
         expected = opened.model(TOKENS, opened.model.weights())
         np.testing.assert_allclose(merged(TOKENS, merged.weights()), expected, atol=1e-5)
 
-        assert opened.about.base == {"workdir": str(base), "step": 3, "data_sha256": ""}
         others = opened.about.base | {"step": 5}
         checkpoint.save_frozen(epath.Path(tmp_path / "parts"), {"other": jnp.zeros(1)}, others)
         with pytest.raises(UserError, match="frozen: these frozen weights belong to other adapters than this run's"):

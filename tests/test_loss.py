@@ -33,9 +33,9 @@ def example(rows: int, dtype):
     return jax.device_put((x, matrix, targets, weights))
 
 
-@pytest.mark.parametrize("dtype, close", [("float32", 2e-6), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("rows", [24, 20, 5])  # whole chunks, a part of one, and less than one
-def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, monkeypatch):
+@pytest.mark.parametrize("rows, dtype, close", [(24, "float32", 2e-6), (20, "bfloat16", 1e-2), (5, "float32", 2e-6)])
+def test_chunks_give_the_loss_and_gradient_of_all_logits(rows, dtype, close, monkeypatch):
+    """Whole chunks, a part of one, and less than one."""
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
     x, matrix, targets, weights = example(rows, dtype)
     results = []
@@ -52,10 +52,9 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits(dtype, close, rows, mon
     assert not np.any(results[0][2][41:])  # rows that fill up the vocabulary learn nothing
 
 
-@pytest.mark.parametrize("rows", [24, 20])
-def test_scores_are_those_of_all_logits(rows, monkeypatch):
+def test_scores_are_those_of_all_logits(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 8)
-    x, matrix, targets, _ = example(rows, "float32")
+    x, matrix, targets, _ = example(20, "float32")
     logits = jnp.einsum("nd,vd->nv", x, matrix)[:, :41]
     scores, likeliest = jax.jit(cross_entropy.log_probabilities, static_argnums=3)(x, matrix, targets, 41)
     expected = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
@@ -90,7 +89,7 @@ def test_all_logits_never_exist():
 @pytest.mark.long
 @pytest.mark.parametrize(
     "dtype, width, shared, close",
-    [("float32", 64, 1, 1e-5), ("bfloat16", 64, 1, 2e-2), ("float32", 128, 1, 1e-5), ("float32", 64, 2, 1e-5)],
+    [("bfloat16", 64, 1, 2e-2), ("float32", 128, 1, 1e-5), ("float32", 64, 2, 1e-5)],
 )
 def test_splash_attention_is_plain_attention(dtype, width, shared, close):
     """Values and gradients, the kernel interpreted. A key and a value are `shared` by so many heads."""
@@ -107,25 +106,6 @@ def test_splash_attention_is_plain_attention(dtype, width, shared, close):
     for ours, plain in zip(both(interpreted, *arrays), both(attention.plain, *arrays)):
         ours, plain = np.float32(ours), np.float32(plain)
         assert np.linalg.norm(ours - plain) <= close * np.linalg.norm(plain)
-
-
-@pytest.mark.parametrize("parts, bias", [(3, True), (1, False)])
-def test_heads_are_the_same_in_either_order(parts, bias):
-    """Values, and gradients for the weights and the state."""
-    random = np.random.RandomState(0)
-    weights = {"kernel": normal(random, (16, 2 * parts * 8))}
-    if bias:
-        weights["bias"] = normal(random, (2 * parts * 8,))
-    x, cotangents = normal(random, (3, 4, 16)), tuple(normal(random, (parts, 3, 4, 2, 8)))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(heads, *arguments):
-        made, pull_back = jax.vjp(lambda weights, x: heads(weights, x, 8, parts), *arguments)
-        return made, pull_back(cotangents)
-
-    results = both(layers.heads_by_position, weights, x), both(layers.heads, weights, x)
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
 @pytest.mark.long

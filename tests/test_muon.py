@@ -60,7 +60,7 @@ def test_matrices_of_blocks_move_orthogonally_and_all_else_as_by_adamw():
             assert abs(np.sqrt(np.mean(one**2)) / rate - 0.2) < 0.05
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize(
     "name, sizes", [("projection", (64, 20, 192)), ("kernel", (6, 64, 192)), ("constant", (64, 192))]
 )

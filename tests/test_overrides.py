@@ -15,16 +15,11 @@ from runs import command
         ("--config.model.widht=3", r"config\.model\.widht: .* did you mean config\.model\.width\?"),
         ("--config.optimizer.lr=1", r"config\.optimizer\.lr: .* did you mean config\.optimizer\.learning_rate\?"),
         ("--config.modl.widht=3", r"config\.modl\.widht: .* did you mean config\.model\.width\?"),
-        ("--config.optimizer.warmup_step=9", r" did you mean config\.optimizer\.warmup_steps\?"),
         ("--config.optimizer.final=0", r" did you mean config\.optimizer\.final_fraction\?"),
         ("--config.data.file=a", r" did you mean config\.data\.train_files\?"),
         ("--config.mesh.model=2", r"config\.mesh\.model: there is no such field$"),
-        ("--config.optimizer.xyz=3", r"config\.optimizer\.xyz: there is no such field$"),
         ("--config.steps=many", r"config\.steps: must be of type int, but it is 'many'"),
-        ("--config.steps=1.5", r"config\.steps: must be of type int"),
-        ("--config.optimizer.learning_rate=fast", r"config\.optimizer\.learning_rate: must be of type float"),
         ("--config.model.kind=gpt", r"config\.model\.kind: choose the model .*--config=tiny:gpt"),
-        ("--config.model=gpt", r"config\.model: choose the model .*--config=tiny:gpt"),
         ("--config.model.num_steps", r"config\.model\.num_steps: must be of type int"),
         ("--config.model.norm_of_norm=maybe", r"config\.model\.norm_of_norm: must be of type bool"),
     ],
@@ -39,13 +34,8 @@ def test_a_wrong_override_is_refused_by_name(argument, sentence):
     [
         ("gpt", "--config.model.generator_start=constant", "model.kind gpt generates no kernels"),
         ("shared", "--config.model.time_embed_dim=8", "model.kind shared has no hypernetwork"),
-        ("gpt", "--config.kernels=xla", "model.kind gpt generates no kernels"),
-        ("looped", "--config.kernels=xla", "model.kind looped generates no kernels"),
-        ("looped", "--config.model.generator_start=constant", "model.kind looped generates no kernels"),
         ("diffeqformer", "--config.model.lora_alpha=4", "lora_rank is 0"),
         ("diffeqformer", "--noconfig.model.norm_of_norm", "model.kind diffeqformer with the block of model.field gpt "),
-        ("llama", "--config.model.norm_of_norm=true", "model.kind llama with the block of model.field llama has no"),
-        ("gpt", "--config.model.tied_head=true", "the block of model.field gpt doesn't read it"),
         ("neox", "--config.model.biases=qkv", "the block of model.field neox doesn't read it"),
     ],
 )
@@ -62,11 +52,9 @@ def test_a_wrong_value_is_left_to_the_check_of_all_fields():
         check_used(["main.py", "--noconfig.model.norm_of_norm"], toy_config("diffeqformer", "llama", **wrong))
 
 
-def test_what_a_base_has_may_be_said_again():
+def test_layers_and_adapters_of_a_base_have_no_hypernetwork_to_compute_with():
+    """What a base has may be said again."""
     check_used(["main.py", "--config.model.time_embed_dim", "12"], toy_config("discretized", base="b"))
-
-
-def test_layers_and_adapters_have_no_hypernetwork_to_compute_with():
     check_used(["main.py", "--config.kernels=xla"], toy_config(base="b"))
     for config in (toy_config("discretized", base="b"), toy_config(base="b", model__lora_rank=2)):
         with pytest.raises(UserError, match="^config.kernels: must be left out, because layers and adapters"):
@@ -90,12 +78,9 @@ ABSENT = ["--config=llama_1b", "--config.data.tokenizer_file=absent.model"]
         (["--config=configs/tiny.py:bert"], "config.model.kind: must be one of diffeqformer, alternative, looped, "),
         (["--config=tiny:gtp"], "but it is 'gtp'; did you mean gpt?\n"),
         (["--config=configs/absent.py"], "--config: there is no file configs/absent.py; name a file, or one of fine"),
-        (["--config", "elsewhere/tiny.py"], "--config: there is no file elsewhere/tiny.py; did you mean tiny?\n"),
         (["--config=tin:gpt"], "--config: there is no config tin; did you mean tiny?\n"),
         (["--config.steps=3", "--config=tiny"], "config.steps: must come after --config, for example --config=tiny --"),
-        (["--config=tiny", "--config.stepz=3"], "config.stepz: there is no such field; did you mean config.steps?"),
         (["--config=tiny", "--verbos"], "verbos"),
-        (["--config=tiny", "--config.data.task=pile"], "config.data.task: must be one of python_stdlib, wiki"),
         (UP, "config.data.task: must be a name of letters, digits, dots"),
         (ABSENT, "config.data.tokenizer_file: absent.model: No such file or directory"),
         (["--config=configs/tiny.py", *PATTERN], "config.data.train_files: no file matches 'absent*'"),

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffeqformer.config import check_config
 from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
 from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.discretize import discretized_config, discretized_params
+from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
@@ -71,10 +70,8 @@ def of_training(config, mesh=(1, 1, 1), attend=None) -> list[Product]:
 
     def train_and_evaluate(state):
         weights = program.weights(state["params"], None)
-        return (
-            program.evaluate(state["params"], weights, tokens, np.ones((len(tokens), 1), bool)),
-            program.train_step(state, tokens),
-        )
+        scores = program.evaluate(state["params"], weights, tokens, np.ones((len(tokens), 1), bool))
+        return scores, program.train_step(state, tokens)
 
     return products(train_and_evaluate, program.state_shapes)
 
@@ -102,13 +99,7 @@ def of_inference(config) -> list[Product]:
 @pytest.mark.parametrize(
     "kind, field, mesh, attend, changes",
     [
-        (
-            "diffeqformer",
-            "gpt",
-            (1, 1, 1),
-            (attention.splash, "splash"),
-            {"kernels": "pallas", "model__dropout": 0.1},
-        ),
+        ("diffeqformer", "gpt", (1, 1, 1), (attention.splash, ""), {"kernels": "pallas", "model__dropout": 0.1}),
         ("diffeqformer", "llama", (1, 2, 2), None, {"microbatches": 2, "model__remat": "products"}),
         ("discretized", "gpt", (1, 2, 1), None, {"base": "base", "model__lora_rank": 2}),
     ],
@@ -128,11 +119,6 @@ def test_in_bfloat16_what_reads_p_has_the_devices_precision():
     assert not any(each.highest and not each.of_generator for each in found)
     assert sum(each.of_generator and not each.highest for each in found) >= 28
     assert sum(each.of_generator and each.highest for each in found) >= 28
-
-
-def test_weights_that_are_generated_in_chunks_are_stored_without():
-    config = toy_config(model__generate_chunk=2, model__solver="reversible_heun", model__remat="reversible")
-    check_config(discretized_config(config, 3, "bfloat16"), 1)
 
 
 def test_adapters_are_merged_in_full_precision():

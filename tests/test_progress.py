@@ -7,15 +7,6 @@ from diffeqformer.console.progress import Progress, TensorBoard, read_curves
 from runs import EventAccumulator, curves
 
 
-def test_curves_from_beyond_the_checkpoint_are_dropped(tmp_path):
-    for first, value in ((0, 1.0), (2, 2.0)):  # the second process resumes at step 2
-        progress = Progress(first, 5, 1, [TensorBoard(tmp_path, first)])
-        for step in range(first + 1, 5 if first == 0 else 4):
-            progress.train(step, {"loss": value})
-        progress.close()
-    assert curves(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 2.0}
-
-
 def test_a_start_without_a_checkpoint_drops_all_that_another_start_wrote(tmp_path):
     """Which may have had another base, whose validation at step 0 is not this one's."""
     for value in (1.0, 2.0):

@@ -30,9 +30,9 @@ def short(stores, **changes):
 
 
 def stop(calls: list) -> None:
-    """Interrupt at the second call."""
+    """Interrupt at the third call."""
     calls.append(1)
-    if len(calls) == 2:
+    if len(calls) == 3:
         raise KeyboardInterrupt
 
 
@@ -57,6 +57,7 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
     first = split_model(loop.train(config, ours))[1]
     assert steps_of(folder_of(ours)) == [4, 6, 8]  # the newest two, and that before the decay
 
+    (ours / "trackers").mkdir()
     config, moved = change(short(short_stores), steps=16), []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(resuming, "move_aside", lambda *paths: stop(moved) or move_aside(*paths))
@@ -70,6 +71,7 @@ def test_a_run_that_is_given_more_steps_is_the_longer_run(tmp_path, short_stores
 
     ended = checkpoint.load(ours / "ended-8")
     assert ended.step == 8 and ended.config.steps == 8
+    assert (ours / "ended-8" / "trackers").is_dir() and not (ours / "trackers").exists()
     jax.tree.map(np.testing.assert_array_equal, split_model(ended.model)[1], first)
     assert max(curves(ours / "ended-8")["validation/loss"]) == 8
     assert compare.read_run(str(ours / "ended-8")).end() == curves(ours / "ended-8")["validation/bits_per_byte"][8]

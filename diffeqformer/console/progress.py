@@ -4,7 +4,6 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from etils import epath
 from google.protobuf.message import DecodeError
 from tensorboardX import record_writer, summary
@@ -109,9 +108,6 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._write(step, summary.text(name, text))
-
-    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self._write(step, summary.image(name, pixels, dataformats="HWC"))
 
     def flush(self) -> None:
         """Return when everything written so far is on disk."""

@@ -45,12 +45,8 @@ STATES = jax.checkpoint_policies.save_only_these_names("state")
 class Chunks:
     """The walk of one device's examples through depth, a chunk of steps at a time.
 
-    States, keys and their cotangents have a leading axis of microbatches, which are processed one after the other.
-
-    Args:
-        loss: that of the model, on a mesh.
-        model: the model; its depth weights aren't used.
-        microbatches: their number.
+    States, keys and their cotangents have a leading axis of microbatches, which are processed one after the other. The
+    model's own depth weights aren't used.
     """
 
     def __init__(self, loss: ShardedLoss, model: Transformer, microbatches: int):
@@ -63,7 +59,7 @@ class Chunks:
         return gathered(in_type(made, self.summed_type), self.loss.generator_specs, self.made_type)
 
     def steps(self, layers: dict, number: Int[Array, ""], step_sizes, keys) -> tuple[Steps, StackedWeights]:
-        """The steps of a chunk, and their weights. `number` is that of the chunk, counted from 0."""
+        """The steps of a chunk, counted from 0, and their weights."""
         weights = self.loss.gathering(self.model.stack(layers, step_sizes))
         context = self.loss.context_on_device(self.model, keys)
         return Steps(self.model.solver, self.model.field, weights, context, number * len(step_sizes)), weights
@@ -170,11 +166,7 @@ class ChunkedSteps(NamedTuple):
 
 
 class ChunkedLoss(ShardedLoss):
-    """The same loss, where weights exist for a chunk of the steps at a time.
-
-    Args:
-        chunk: the highest number of steps in a chunk; the number is the largest that divides the steps.
-    """
+    """The same loss, where weights exist for a chunk of at most `chunk` steps at a time, a number that divides them."""
 
     def __init__(self, graph: nnx.GraphDef, params: dict, mesh: Mesh, attend: Callable, chunk: int):
         super().__init__(graph, params, mesh, attend)

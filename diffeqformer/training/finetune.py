@@ -48,45 +48,41 @@ def inherit(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None 
         config.model.kind = "diffeqformer"  # which any base suits
     about, ours = damage.newest_readable(workdir) or (None, None)
     if ours and is_base_of(config, about, ours) and _suits(ours.model.kind, config):
-        return _with_model(config, ours.model, given, meant)
-    model = _model_of_base(config)
-    _check_depth(config, model, given)
+        model = ours.model
+    else:
+        model = _model_of_base(config)
+        _check_depth(config, model, given)
     return _with_model(config, model, given, meant)
 
 
 def _suits(kind: str, config: ConfigDict) -> bool:
-    """Whether a run of this config may have a model of that kind. A config that names no kind takes any.
-
-    Layers that are named, or adapters, are no model with a hypernetwork.
-    """
+    """Whether a run of this config may have a model of that kind. A config that names no kind takes any."""
     named = config.model.kind
     if kind == "discretized" and MODELS[named].weights.generated:
         return True  # the file that trained a model may fine-tune its layers
-    layers = named == "discretized" or config.model.lora_rank
+    layers = named == "discretized" or config.model.lora_rank  # which have no hypernetwork
     return named in ("diffeqformer", kind) and not (layers and MODELS[kind].weights.generated)
 
 
 def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: bool) -> ConfigDict:
-    """The config with a base's `model`, except for what is the run's own.
-
-    Args:
-        meant: fields that aren't the default are meant for this base, so that they must be the base's.
-    """
+    """The config with a base's `model`, except for what is the run's own. What is `meant` for it must be the base's."""
     config, default = config.copy_and_resolve_references(), base_config("", config.model.kind).model
     sampled = model.kind == "discretized" and MODELS[config.model.kind].weights.generated
-    for field in (field for field in CONFIG_FIELDS if field.name.startswith("model.")):
-        name, named = field.name.removeprefix("model."), field.name in given
-        ours, theirs = config.model[name], model[name]
+    for field in CONFIG_FIELDS:
+        section, _, name = field.name.partition(".")
+        if section != "model":
+            continue
+        ours, theirs, named = config.model[name], model[name], field.name in given
         differs = ours != default[name]
         if name == "num_steps":
             inherits = not named
         elif sampled and not named and (name == "solver" or field.base == "either"):
             inherits = True  # `discretized_config` has reset it, as only generated weights can have some of its values
-        elif field.base == "run":
+        elif field.base == "run" or (field.base == "either" and (named or differs)):
             inherits = False
         else:
-            inherits = not (field.base == "either" and (named or differs))
-            if inherits and name != "kind" and (named or (meant and differs)) and ours != theirs:
+            inherits = True
+            if name != "kind" and (named or (meant and differs)) and ours != theirs:
                 raise UserError(
                     f"config.model.{name}: must be the base's, {theirs!r}, but it is {ours!r}; leave it out"
                 )
@@ -96,11 +92,7 @@ def _with_model(config: ConfigDict, model: ConfigDict, given: Set[str], meant: b
 
 
 def _check_depth(config: ConfigDict, model: ConfigDict, given: Set[str]) -> None:
-    """Check that a base's model is for the number of steps that is given, if any.
-
-    Raises:
-        UserError: if not; it names the two ways to another one.
-    """
+    """Check that a base's model is for the number of steps that is given, if any; or name the ways to another one."""
     steps, weights = config.model.num_steps, MODELS[model.kind].weights
     if "model.num_steps" not in given or steps == model.num_steps:
         return
@@ -184,11 +176,8 @@ def _model_of_base(config: ConfigDict) -> ConfigDict:
 def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
     """What a new run records about its base: the workdir, the step of the checkpoint, and the data's hash.
 
-    Args:
-        about: what the run's checkpoints will record about the tokenizer.
-
     Raises:
-        UserError: if the base was trained with another tokenizer.
+        UserError: if the base was trained with another tokenizer than `about` has.
     """
     with _reading_base(config):
         folder, step = chosen_base(config.base)
@@ -202,12 +191,7 @@ def base_of(config: ConfigDict, about: checkpoint.About) -> dict:
 
 
 def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
-    """Check that the base's parameters fit into the devices' memory, before a program is compiled.
-
-    Args:
-        step: training step of the base's checkpoint.
-        mesh: the devices over which they are sharded.
-    """
+    """Check that the parameters of the base's checkpoint fit into a mesh's memory, before a program is compiled."""
     with _reading_base(config):
         base = checkpoint.load_config(chosen_base(config.base)[0], step, "config.base")
     remedy = "materialize it on a machine with more memory, and take the folder of that"
@@ -216,13 +200,7 @@ def check_base_fits(config: ConfigDict, step: int, mesh: Mesh) -> None:
 
 
 def initial_params(config: ConfigDict, step: int, mesh: Mesh) -> dict:
-    """The initial parameters of a run, without adapters: the base's, or its weights at the times of this config.
-
-    Args:
-        config: the result of `inherit`.
-        step: training step of the base's checkpoint.
-        mesh: the devices over which the parameters are sharded.
-    """
+    """The initial parameters of a run, without adapters: the base's, or its weights at the times of this config."""
     with _reading_base(config):
         opened = checkpoint.load(chosen_base(config.base)[0], mesh, step, "config.base")
     if config.model.solver != (theirs := opened.config.model.solver):

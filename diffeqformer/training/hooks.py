@@ -1,4 +1,4 @@
-"""What happens after each train step: hooks that log, stop, trace, validate and save."""
+"""What happens at each train step: dispatch, logs, a stop, traces, validation and saves."""
 
 import collections
 import dataclasses
@@ -9,62 +9,42 @@ import jax
 
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.checkpoints.folder import newest
-from diffeqformer.config import field_names, get_field
+from diffeqformer.config import fields_of
 from diffeqformer.config_fields import traced_steps
-from diffeqformer.console.progress import BITS_AT, Progress
+from diffeqformer.console.progress import BITS_AT, Progress, TensorBoard
 from diffeqformer.errors import UserError
 from diffeqformer.parallel import hosts
 from diffeqformer.rules import decay_start
 from diffeqformer.training.profile import Trace
 from diffeqformer.training.run import Run
-from diffeqformer.training.trackers import open_trackers
+from diffeqformer.training.trackers import SERVICES, InThread
+from diffeqformer.training.utilisation import utilisation
 from diffeqformer.training.validation import validate
 
 
-@dataclasses.dataclass
-class Step:
-    """A train step that was dispatched, and what is known of it so far.
-
-    number: counted from 1.
-    state: after it.
-    validates, saves: whether a validation or a checkpoint is due.
-    stops: whether the run was told to stop.
-    validation: its results, if there was one.
-    """
-
-    number: int
-    state: dict
-    validates: bool
-    saves: bool
-    stops: bool = False
-    validation: dict[str, float] | None = None
-
-
 class Hooks:
-    """What happens after each train step, in the order of `all`.
-
-    Args:
-        run: see `Run`.
-        first: the step from which this process trains.
-        notice: of a stop.
-    """
+    """What happens at each train step of a run, from step `first` on, until a notice to stop."""
 
     def __init__(self, run: Run, first: int, notice: hosts.Notice):
         config = run.config
         tokens, resumes = config.batch_size * config.sequence_length, newest(run.checkpoints) is not None
         self.run, self.clock, self.notice = run, run.clock, notice
-        trackers = []
-        if hosts.is_first():
-            trackers = open_trackers(config.tracker, run.folder, first, resumes, run.other_depths())
+        trackers = [
+            InThread(name, run.folder, resumes)
+            if name in SERVICES
+            else TensorBoard(run.folder, first, resumes, run.other_depths())
+            for name in (config.tracker.split(",") if hosts.is_first() else ())
+        ]
         self.progress = Progress(first, config.steps, tokens, trackers)
-        self.progress.config({name: get_field(config, name) for name in field_names(config)})
+        self.progress.config(fields_of(config))
         self.tracer = Trace(traced_steps(config.profile_steps) if hosts.is_first() else range(0), run.folder, run.clock)
+        devices = list(run.program.mesh.devices.flat)
+        self.seconds_at_peak = {depth: utilisation(config, 1.0, devices, depth) for depth in run.program.depths}
         self.compiled, self.pending = set(), collections.deque()
-        self.all = self.log, self.stop, self.trace, self.validate, self.save, self.check
 
-    def train_step(self, number: int, state: dict) -> Step:
-        """Dispatch a step of training. The state is donated."""
-        run, config = self.run, self.run.config
+    def train_step(self, number: int, state: dict) -> dict:
+        """Dispatch a step of training, counted from 1, and return the state after it. `state` is donated."""
+        run = self.run
         self.progress.pause(self.tracer.before(number, state))
         num_steps, batch = run.num_steps(number), run.batch(number)
         if new := num_steps not in self.compiled:
@@ -74,62 +54,50 @@ class Hooks:
         if new:
             self.compiled.add(num_steps)
             self.progress.compiled(self.clock.lap("compilation"))
-        self.pending.append((number, run.seconds_at_peak[num_steps], scalars))
-        last = number == config.steps
-        return Step(
-            number,
-            state,
-            validates=last or number % config.eval_every == 0,
-            saves=last or number % config.checkpoint_every == 0 or number == decay_start(config),
-        )
+        self.pending.append((number, self.seconds_at_peak[num_steps], scalars))
+        return state
 
-    def log(self, step: Step) -> None:
-        """Show the scalars of the step before, so that dispatch never waits; of this one, if more is due after it."""
-        first = step.number == self.progress.first_step + 1
+    def after_step(self, number: int, state: dict) -> bool:
+        """Log, trace, validate and save after a step was dispatched.
+
+        Returns:
+            whether the run was told to stop.
+        """
+        config = self.run.config
+        first, last = number == self.progress.first_step + 1, number == config.steps
+        validates = last or number % config.eval_every == 0
+        saves = last or number % config.checkpoint_every == 0 or number == decay_start(config)
         if first:
-            jax.block_until_ready(step.state)  # raises an error if memory ran out
-        self.show_scalars(0 if first or step.validates or step.saves else 1)
-
-    def stop(self, step: Step) -> None:
-        """Ask for a stop, after the wait of `log`: a notice during the step prevents its validation."""
-        last = step.number == self.run.config.steps
-        step.stops = self.notice.now(step.validates or step.saves)
-        step.validates = step.validates and (last or not step.stops)
-        step.saves = step.saves or step.stops
-
-    def trace(self, step: Step) -> None:
-        """End the trace after its last step."""
-        self.progress.pause(self.tracer.after(step.number, step.state, step.stops))
-
-    def validate(self, step: Step) -> None:
-        """Validate, if it is due, once all steps have ended."""
-        if step.validates or step.saves:
+            jax.block_until_ready(state)  # raises an error if memory ran out
+        # The scalars of the step before, so that dispatch never waits; of this one, if more is due after it.
+        self.show_scalars(0 if first or validates or saves else 1)
+        stops = self.notice.now(validates or saves)  # after the wait: a notice during the step prevents its validation
+        validates, saves = validates and (last or not stops), saves or stops
+        self.progress.pause(self.tracer.after(number, state, stops))
+        if validates or saves:
             self.show_scalars(0)
             self.clock.lap("steps")
-        if step.validates:
-            step.validation = self.show_validation(step.number, step.state["params"])
+        validation = self.show_validation(number, state["params"]) if validates else None
+        if saves:
+            self.save(number, state, validation, stops)
+        checkpoint.check(self.run.checkpoints)
+        self.run.check_store()
+        return stops
 
-    def save(self, step: Step) -> None:
-        """Start saving, if it is due: now that the step's scalars are finite, and no curve lags behind the checkpoint.
+    def save(self, number: int, state: dict, validation: dict | None, stops: bool) -> None:
+        """Start saving: now that the step's scalars are finite, and no curve lags behind the checkpoint.
 
         The token store's check is awaited, unless the run stops: then the next process has it.
         """
-        if not step.saves:
-            return
-        run, config, progress = self.run, self.run.config, self.progress
-        run.check_store(wait=not step.stops)
+        run, progress = self.run, self.progress
+        run.check_store(wait=not stops)
         progress.pause(self.clock.lap("start-up"))  # the wait, if there was one
         progress.flush()
-        trained = {**step.state, "params": run.program.trained(step.state["params"])}  # without frozen parameters
-        due = step.validation is None and step.number % config.eval_every == 0
+        trained = {**state, "params": run.program.trained(state["params"])}  # without frozen parameters
+        due = validation is None and number % run.config.eval_every == 0
         about = dataclasses.replace(run.about, validation_due=due, time_spent=self.clock.record())
-        checkpoint.save(run.checkpoints, step.number, trained, about, step.validation)
+        checkpoint.save(run.checkpoints, number, trained, about, validation)
         progress.pause(self.clock.lap("saves"))
-
-    def check(self, step: Step) -> None:
-        """Raise what went wrong in the background."""
-        checkpoint.check(self.run.checkpoints)
-        self.run.check_store()
 
     def show_scalars(self, left: int) -> None:
         """Wait for steps and show their scalars, until `left` of them are pending.

@@ -5,7 +5,8 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 import jax
 from clu import parameter_overview
@@ -72,7 +73,7 @@ def train(
     config = program.config  # with its microbatches, which the record has
     splits, about = agree(config, folder, tokenizer)
     verified = verifying(pathlib.Path(about.store), tokenizer.vocab_size) if verify else None
-    with open_run(config, folder, program, splits, about, started, verified) as run:
+    with open_run(Run(config, folder, program, splits, about, goodput.Stopwatch(started), verified)) as run:
         run, state = start_or_resume(run)
         describe(run, state["params"])
         finished = int(state["step"]) >= config.steps
@@ -109,29 +110,33 @@ def report_end(run: Run, finished_before: bool) -> None:
 def print_sample(program: Program, params: dict, tokenizer: Tokenizer) -> Transformer:
     """Print the sample, or why there is none: writing needs the weights of all steps at once, and training may not.
 
-    Returns:
-        the model, with a generator that isn't divided among devices if there is room for that.
+    Returns the model, with a generator that isn't divided among devices if there is room for that.
     """
-    text = why = None
-    model = nnx.merge(program.graph, params)
-    try:
-        model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
-        check_weights(model)
-    except Exception as error:
-        if not (isinstance(error, NoRoom) or out_of_memory(error)):
-            raise
-        why = error
+    model, why = with_room(lambda: undivided(program, params))
+    model, text = model or nnx.merge(program.graph, params), None
     if not hosts.any_process(why is not None):  # all processes write it together
-        try:
-            text = sample(program.config, model, tokenizer)
-        except Exception as error:
-            if not (isinstance(error, NoRoom) or out_of_memory(error)):
-                raise
-            why = error
+        text, why = with_room(lambda: sample(program.config, model, tokenizer))
     if text is not None:
         print(f"--- sample ---\n{printable(text)}\n--------------", flush=True)
     else:
         print(f"There is no sample: {reason_of(why) if why else 'another process has no room for it'}", flush=True)
+    return model
+
+
+def with_room(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function makes, or the error if memory doesn't suffice."""
+    try:
+        return make(), None
+    except Exception as error:
+        if not (isinstance(error, NoRoom) or out_of_memory(error)):
+            raise
+        return None, error
+
+
+def undivided(program: Program, params: dict) -> Transformer:
+    """The model with a whole generator on every copy, and room for the weights of all steps."""
+    model = nnx.merge(program.graph, jax.block_until_ready(program.undivided(params)))
+    check_weights(model)
     return model
 
 
@@ -145,33 +150,28 @@ def sample(config: ConfigDict, model: Transformer, tokenizer: Tokenizer) -> str:
 
 def describe(run: Run, params: dict) -> None:
     """Print in four lines what will be trained, and write the table of all parameters to a file."""
-    config, split = run.config, run.splits["train"]
+    config, program, split = run.config, run.program, run.splits["train"]
     if hosts.is_first():
         with checkpoint.reachable("--workdir", run.folder):
             (run.folder / "parameters.txt").write_text(
                 parameter_overview.get_parameter_overview(params, include_stats=False)
             )
-    count, devices = parameter_overview.count_parameters(params), jax.devices()
-    trained = parameter_overview.count_parameters(run.program.trained(params))
-    tokens = config.steps * config.batch_size * config.sequence_length
-    fixed_depth = MODELS[config.model.kind].weights.fixed_depth
-    numbers = ", ".join(map(str, run.program.depths))
-    many = "s" * (list(run.program.depths) != [1])
-    depth = f"{numbers} layer{many}" if fixed_depth else f"{numbers} step{many} of depth"
+    count, trained = map(parameter_overview.count_parameters, (params, program.trained(params)))
     some = f" ({trained:,} train)" if trained < count else ""
-    devices = f"{len(devices)} x {devices[0].device_kind}"
+    many = "s" * (list(program.depths) != [1])
+    unit = f"layer{many}" if MODELS[config.model.kind].weights.fixed_depth else f"step{many} of depth"
+    depth = f"{', '.join(map(str, program.depths))} {unit}"
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     print(f"{title(config)}: {config.model.kind}, {count:,} parameters{some}, {depth}, on {devices}")
     run.check_store()
-    checked = "not checked"
-    if run.verified:
-        checked = "checked" if run.verified.done() else "being checked"
-    print(
-        f"data: {config.data.task}, {split.size:,} training tokens, sha256 {split.sha256[:12]} by its record, {checked}"
-    )
+    checked = ("checked" if run.verified.done() else "being checked") if run.verified else "not checked"
+    hashed = f"sha256 {split.sha256[:12]} by its record, {checked}"
+    print(f"data: {config.data.task}, {split.size:,} training tokens, {hashed}")
     size = f"{config.batch_size} x {config.sequence_length} tokens"
     size += f" in {config.microbatches} microbatches" if config.microbatches > 1 else ""
+    tokens = config.steps * config.batch_size * config.sequence_length
     print(f"run: {counted(config.steps, 'step')} of {size}, {tokens:,} in all, in {run.folder}")
-    print(run.program.describe(), flush=True)
+    print(program.describe(), flush=True)
 
 
 def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
@@ -190,11 +190,8 @@ def train_steps(run: Run, state: dict, notice: hosts.Notice) -> dict:
         hooks.show_validation(first, state["params"])
     with hooks.tracer:
         for number in range(first + 1, run.config.steps + 1):
-            step = hooks.train_step(number, state)
-            for hook in hooks.all:
-                hook(step)
-            state = step.state
-            if step.stops:
+            state = hooks.train_step(number, state)
+            if hooks.after_step(number, state):
                 break
     checkpoint.check(run.checkpoints, wait=True)
     run.clock.lap("saves")

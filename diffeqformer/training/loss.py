@@ -89,12 +89,6 @@ class ShardedLoss:
     ) -> tuple[Float[Array, ""], dict]:
         """The mean loss of the next token in nats, and its gradient: a tree like `params`, without the frozen part.
 
-        With `kernels`, it has `Factors` in the place of each P.
-
-        The depth weights are generated once. Each microbatch is differentiated with respect to these weights and to the
-        other parameters. The cotangents are accumulated in fp32 on each device, then summed once over the devices that
-        hold copies of the same part. Finally they are pulled back through the generator, once.
-
         Args:
             keys: one dropout key for each example, or None.
             microbatches: number of parts of each device's examples, processed one after the other.
@@ -150,11 +144,8 @@ class ShardedLoss:
     ) -> tuple[dict, dict]:
         """The weights at a grid's times, {"depth": {"layers": ...}}: the part that trains, and the frozen part.
 
-        Args:
-            params: all parameters.
-            made_type, summed_type: from `types_of_weights`. Weights are returned in that of their gradient.
-            depth, factors: the trained parameters of the depth weights, and factors in the place of each P
-                (`Projections.factors`). This is differentiated with respect to both.
+        They have the type of their gradient, and are differentiated with respect to `depth`, the trained parameters of
+        the depth weights, and to `factors` in the place of each P.
         """
         model = nnx.merge(self.graph, merge_trees(params, {"depth": depth}))
         made = model.depth(grid, self.projections.projects(factors, made_type)) if factors else model.depth(grid)
@@ -218,11 +209,11 @@ class ShardedLoss:
 
         def on_device(others, layers, step_sizes, tokens, valid):
             here = dataclasses.replace(weights, layers=layers, step_sizes=step_sizes)
+            batch = tokens, scored_positions(tokens, valid)
 
             def sum_of(tokens, scored):
                 return self.local_loss(others, here, tokens, None, scored)
 
-            batch = tokens, scored_positions(tokens, valid)
             return sum_over_devices(accumulate(sum_of, jnp.float32(0.0), batch, microbatches), batch[1])
 
         specs = (self.other_specs, self.layer_specs, EVERYWHERE, BY_EXAMPLE, BY_EXAMPLE)

@@ -47,28 +47,22 @@ def orthogonal_on(place: NamedSharding | None, name: str, update: Array) -> Arra
             columns to the matrices, which is an all-to-all.
     """
     by_matrix = update.swapaxes(0, 1) if name == "projection" else update.reshape(-1, *update.shape[-2:])
-    count = len(by_matrix)
-    if place is None:
-        made = orthogonal(by_matrix)
-    else:
+    count, there, made = len(by_matrix), [], by_matrix
+    if place is not None:
         spec = [*place.spec, *[None] * (update.ndim - len(place.spec))]
         there = _on_the_way(place.mesh, spec[0 if name == "projection" else -2], spec[-1])
-        made = jnp.pad(by_matrix, ((0, -count % place.mesh.size), (0, 0), (0, 0)))
-        for step in there:
-            made = jax.lax.with_sharding_constraint(made, step)
-        made = orthogonal(made)
-        for step in there[::-1]:
-            made = jax.lax.with_sharding_constraint(made, step)
-        made = made[:count]
+        made = jnp.pad(made, ((0, -count % place.mesh.size), (0, 0), (0, 0)))
+    for step in there:
+        made = jax.lax.with_sharding_constraint(made, step)
+    made = orthogonal(made)
+    for step in there[::-1]:
+        made = jax.lax.with_sharding_constraint(made, step)
+    made = made[:count]
     return made.swapaxes(0, 1) if name == "projection" else made.reshape(update.shape)
 
 
 def _on_the_way(mesh: Mesh, *cut: str | tuple[str, ...] | None) -> list[NamedSharding]:
-    """The shardings of matrices [N, inputs, outputs] until each is whole on its device.
-
-    Args:
-        cut: the axes of the mesh that cut inputs, and those that cut outputs.
-    """
+    """The shardings of matrices [N, inputs, outputs], `cut` by axes for both, until each is whole on its device."""
     rows, columns = ((axes,) if isinstance(axes, str) else axes or () for axes in cut)
     rest = tuple(axis for axis in mesh.axis_names if axis not in (*rows, *columns))
     steps = (columns, rows), ((*columns, *rows),), ((*columns, *rows, *rest),)
@@ -83,11 +77,7 @@ def orthogonalize(places: dict | None) -> optax.GradientTransformation:
         names = tuple(part.key for part in path)
         return orthogonal_on(flat.get(names), names[-1], leaf)
 
-    def update(updates, state, params=None):
-        del params
-        return jax.tree_util.tree_map_with_path(made, updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(made, updates))
 
 
 def with_muon(
@@ -97,15 +87,7 @@ def with_muon(
     decays: dict,
     places: dict | None = None,
 ) -> optax.GradientTransformation:
-    """Muon for `MATRICES` of the depth weights, and another optimizer for the rest.
-
-    Args:
-        adamw: the other optimizer.
-        schedule: the learning rate.
-        weight_decay: decoupled.
-        decays: which parameters get weight decay: a tree like the parameters.
-        places: their shardings, if there are several devices, which then share the work.
-    """
+    """Muon for `MATRICES` of the depth weights, and `adamw` for the rest. The others are as in `make_optimizer`."""
     labels = traverse_util.path_aware_map(
         lambda path, _: "muon" if path[0] == "depth" and path[-1] in MATRICES else "adamw", decays
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import traverse_util
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from diffeqformer.depth.projection import Factors
@@ -95,13 +95,9 @@ def make_optimizer(
 
 
 class Optimizer:
-    """Updates from gradients that have `Factors` in the place of each P. The state is that of `make_optimizer`.
+    """Updates from gradients that have `Factors` in the place of each P, by its `projections`.
 
-    Args:
-        config: a checked config.
-        decays: which of the trained parameters get weight decay.
-        projections: how AdamW updates each P; None if the model has none.
-        places: as in `make_optimizer`.
+    The state and the other arguments are those of `make_optimizer`.
     """
 
     def __init__(self, config, decays: dict, projections: Projections | None, places: dict | None = None):
@@ -121,10 +117,12 @@ class Optimizer:
     @at_its_precision
     def update(self, gradient: dict, state: optax.OptState, params: dict) -> tuple[dict, optax.OptState, Array]:
         """The new parameters and state, and the gradient's global norm."""
-        norm, limit = global_norm(gradient), self.config.clip_norm
+        leaves = jax.tree.leaves(gradient, is_leaf=is_factors)
+        norm = jnp.sqrt(sum(leaf.sum_squares if is_factors(leaf) else jnp.sum(leaf**2) for leaf in leaves))
+        limit = self.config.clip_norm
 
         def clip(leaf):
-            leaf = leaf.product() if isinstance(leaf, Factors) else leaf
+            leaf = leaf.product() if is_factors(leaf) else leaf
             return jax.lax.select(norm < limit, leaf, (leaf / norm.astype(leaf.dtype)) * limit) if limit else leaf
 
         clipped = jax.tree.map(clip, self._rest(gradient), is_leaf=is_factors)
@@ -173,9 +171,3 @@ def like_parameters(state: optax.OptState, of_params: dict, otherwise: Any) -> o
 def is_factors(leaf) -> bool:
     """Whether a part of a tree of gradients is a pair of factors."""
     return isinstance(leaf, Factors)
-
-
-def global_norm(gradient: dict) -> Float[Array, ""]:
-    """The root of the sum of the squares of a gradient in which some leaves can be factors."""
-    leaves = jax.tree.leaves(gradient, is_leaf=is_factors)
-    return jnp.sqrt(sum(leaf.sum_squares if is_factors(leaf) else jnp.sum(leaf**2) for leaf in leaves))

@@ -40,12 +40,10 @@ class Trace(contextlib.AbstractContextManager):
 
     Devices are waited for before the first of these steps and after the last one, and at no other time. So the trace
     holds exactly these steps and what comes between them. If it can't be written, the run continues, and a message is
-    printed.
+    printed. `before` and `after` return the seconds that they took, without the wait.
 
     Args:
         steps: of training, counted from 1; empty: none. Those before the first call of `before` aren't traced.
-        workdir: folder of the run, which can be on gs://.
-        clock: counts the time of starting and writing the trace.
     """
 
     def __init__(self, steps: range, workdir: epath.PathLike, clock: Stopwatch):
@@ -53,10 +51,7 @@ class Trace(contextlib.AbstractContextManager):
         self.folder = epath.Path(workdir) / "tensorboard" / "plugins" / "profile"
 
     def before(self, step: int, state: dict) -> float:
-        """Begin the trace before its first step, once the state of the step before is ready.
-
-        Returns the seconds that this took, without the wait.
-        """
+        """Begin the trace before its first step, once the state of the step before is ready."""
         if self.first is not None or step not in self.steps:
             return 0.0
         jax.block_until_ready(state)
@@ -74,10 +69,7 @@ class Trace(contextlib.AbstractContextManager):
         return self.clock.lap("profiling")
 
     def after(self, step: int, state: dict, stopping: bool) -> float:
-        """End and write the trace after its last step, or if the run stops, once the state is ready.
-
-        Returns the seconds that this took, without the wait.
-        """
+        """End and write the trace after its last step, or if the run stops, once the state is ready."""
         if self.first is None or not (stopping or step == self.steps[-1]):
             return 0.0
         jax.block_until_ready(state)

@@ -35,10 +35,8 @@ class Projections:
     description: what is used, and why it isn't the kernels, for the log.
 
     Args:
-        model: a model with a generator; its parameters can be shapes.
         specs: the partition specs of the generator's layers, {layer: {projection | constant | ...: spec}}.
         generator_specs: those of the weights that it makes, {layer: {kernel | bias: spec}}.
-        mesh: the devices.
         wanted: one of `depth.projection.KERNELS`.
 
     Raises:
@@ -48,35 +46,30 @@ class Projections:
     def __init__(self, model: Transformer, specs: dict, generator_specs: dict, mesh: Mesh, wanted: str):
         layers = nnx.to_pure_dict(nnx.state(model.depth))["layers"]
         self.shapes = {name: layer["projection"].shape for name, layer in layers.items() if "projection" in layer}
-        self.specs, self.generator_specs, self.mesh, self.precision = (
-            specs,
-            generator_specs,
-            mesh,
-            model.depth.precision,
-        )
+        self.specs, self.generator_specs, self.mesh = specs, generator_specs, mesh
+        self.precision = model.depth.precision
         platform = mesh.devices.flat[0].platform
         self.interpret, self.on_cpu = platform != "tpu", platform == "cpu"
         self.fused, self.how, self.description = [], {}, "XLA"
-        if wanted == "pallas" or (wanted == "auto" and platform == "tpu"):
-            times = model.most_steps * len(model.solver.nodes)
-            self._take_kernels(times, everywhere=wanted == "pallas")
-
-    def _take_kernels(self, times: int, everywhere: bool) -> None:
+        if not (wanted == "pallas" or (wanted == "auto" and platform == "tpu")):
+            return
         from diffeqformer.kernels.blocks import chip_of, reason_against
 
-        chip = chip_of(self.mesh.devices.flat[0])
+        times, chip = model.most_steps * len(model.solver.nodes), chip_of(mesh.devices.flat[0])
         self.how, against = {"chip": chip, "interpret": self.interpret}, {}
         for name, shape in self.shapes.items():
-            inputs, width, outputs = NamedSharding(self.mesh, self.specs[name]["projection"]).shard_shape(shape)
+            inputs, width, outputs = NamedSharding(mesh, specs[name]["projection"]).shard_shape(shape)
             against[name] = reason_against(times, width, inputs, outputs, chip)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in against.items() if reason)
-        if everywhere and reasons:
+        if wanted == "pallas" and reasons:
             raise UserError(
                 f"config.kernels: must be auto or xla for this model and mesh ({reasons}), but it is 'pallas'"
             )
         self.fused = [name for name, reason in against.items() if reason is None]  # in order: a set has none
-        self.description = ("Pallas, interpreted" if self.interpret else "Pallas") if self.fused else "XLA"
-        self.description += f" (XLA for {reasons})" if reasons and self.fused else f" ({reasons})" if reasons else ""
+        if self.fused:
+            self.description = "Pallas, interpreted" if self.interpret else "Pallas"
+        if reasons:
+            self.description += f" (XLA for {reasons})" if self.fused else f" ({reasons})"
 
     def factors(self, times: int, summed_type: jnp.dtype) -> dict[str, Factors]:
         """For each layer, factors of the right shapes, to differentiate with respect to, with dW in `summed_type`."""
@@ -113,11 +106,10 @@ class Projections:
 
         project_here = functools.partial(project_by_kernel, dtype=made_type, **self.how)
         places = (EVERYWHERE, specs["projection"], specs["constant"])
+        results = EVERYWHERE, specs["constant"], EVERYWHERE
         return Products(
             on_each_device(self.mesh, project_here, places, made),
-            on_each_device(
-                self.mesh, summed_gradients, (*places[:2], made), (EVERYWHERE, specs["constant"], EVERYWHERE)
-            ),
+            on_each_device(self.mesh, summed_gradients, (*places[:2], made), results),
         )
 
     def _xla_gradients(self, h, projection, d_kernel):
@@ -140,7 +132,6 @@ class Projections:
 
         update_here = functools.partial(update, **self.how, **adamw)
         place, made = self.specs[name]["projection"], self.generator_specs[name]["kernel"]
-        on_devices = on_each_device(
-            self.mesh, update_here, (EVERYWHERE, made, place, place, place, EVERYWHERE), (place, place, place)
-        )
+        places = EVERYWHERE, made, place, place, place, EVERYWHERE
+        on_devices = on_each_device(self.mesh, update_here, places, (place, place, place))
         return on_devices(factors.h, factors.d_kernel, projection, mean, variance, scalars)

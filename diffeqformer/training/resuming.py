@@ -4,7 +4,6 @@ Then it goes on from before its decay. The decayed checkpoints move to <workdir>
 then. That folder opens like a run.
 """
 
-import dataclasses
 import os
 
 from etils import epath
@@ -12,72 +11,52 @@ from ml_collections import ConfigDict
 
 from diffeqformer.checkpoints.about import About
 from diffeqformer.checkpoints.folder import folder_of, move_aside, steps_of
-from diffeqformer.config import field_names, get_field
+from diffeqformer.config import fields_of, get_field
 from diffeqformer.config_fields import CHANGEABLE, OF_DECAY
 from diffeqformer.errors import UserError, reachable
 from diffeqformer.rules import decay_start
 
 
-def schedule_changes(config: ConfigDict, saved: ConfigDict) -> bool:
-    """Whether two configs of the schedule `wsd` differ in what a run may change before its decay."""
+def last_stable(config: ConfigDict, saved: ConfigDict) -> int | None:
+    """The last step until which a run of `config` can go on from one of `saved`; None if the schedules are equal."""
     stable = config.optimizer.schedule == saved.optimizer.schedule == "wsd"
-    return stable and any(get_field(config, name) != get_field(saved, name) for name in OF_DECAY)
+    differ = any(get_field(config, name) != get_field(saved, name) for name in OF_DECAY)
+    return min(decay_start(config), decay_start(saved)) if stable and differ else None
 
 
 def check_resumable(config: ConfigDict, saved: ConfigDict, where: os.PathLike) -> None:
-    """Check that a run of `config` continues the one that saved `saved`.
-
-    Raises:
-        UserError: naming the fields that differ.
-    """
-    names = sorted({*field_names(config), *field_names(saved)})
-    differing = {}
-    for name in names:
-        ours, theirs = (get_field(c, name) if name in field_names(c) else "absent" for c in (config, saved))
-        if ours != theirs and name not in CHANGEABLE:
-            differing[name] = f"config.{name} (there {theirs!r}, now {ours!r})"
-    if schedule_changes(config, saved):
-        ours, theirs = config.optimizer.learning_rate, saved.optimizer.learning_rate
-        differing = {name: said for name, said in differing.items() if name not in OF_DECAY}
-        if ours > theirs:
-            what = "config.optimizer.learning_rate"
-            differing[what] = f"{what} (there {theirs!r}, now {ours!r}; it may only be lowered)"
+    """Check that a run of `config` continues the one that saved `saved`, or raise a UserError with what differs."""
+    extends, differing, more = last_stable(config, saved) is not None, [], ""
+    now, there = fields_of(config), fields_of(saved)
+    for name in sorted({*now, *there}):
+        ours, theirs = now.get(name, "absent"), there.get(name, "absent")
+        raised = extends and name == "optimizer.learning_rate" and ours > theirs
+        may_differ = name in CHANGEABLE or (extends and name in OF_DECAY and not raised)
+        if ours != theirs and not may_differ:
+            differing.append(f"config.{name} (there {theirs!r}, now {ours!r}{'; it may only be lowered' * raised})")
+            if name == "steps" and saved.optimizer.schedule == "cosine":
+                more = "; to train its model further, begin a new run with it "
+                more += f"(--config.base={where}); one with config.optimizer.schedule=wsd can be given more steps"
     if differing:
-        more = ""
-        if "steps" in differing and saved.optimizer.schedule == "cosine":
-            more = "; to train its model further, begin a new run with it "
-            more += f"(--config.base={where}); one with config.optimizer.schedule=wsd can be given more steps"
         raise UserError(
-            f"{where}: holds a run with another {', '.join(differing.values())}; use another --workdir, the same "
-            f"config, or delete the folder{more}"
+            f"{where}: holds a run with another {', '.join(differing)}; use another --workdir, the same config, or "
+            f"delete the folder{more}"
         )
 
 
-def check_unchanged(what: str, about: About, saved: About | None, workdir: epath.PathLike) -> None:
-    """Check that the run so far had the same ids (`data_sha256`, `validation_sha256`).
-
-    An earlier version didn't record the last one.
-    """
-    if saved is None or (what == "validation_sha256" and not saved.validation_sha256):
-        return
-    ours, theirs = getattr(about, what), getattr(saved, what)
-    if ours != theirs:
-        raise UserError(
-            f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
-            f"({theirs}); use another --workdir, or the run's own store"
-        )
-
-
-def last_stable(config: ConfigDict, saved: ConfigDict) -> int | None:
-    """The last step until which a run of `config` can go on from one of `saved`; None if the schedules are equal."""
-    return min(decay_start(config), decay_start(saved)) if schedule_changes(config, saved) else None
+def check_unchanged(about: About, saved: About, workdir: epath.PathLike) -> None:
+    """Check that the run so far had the same ids. An earlier version didn't record those of the validation."""
+    for what in ("data_sha256", "validation_sha256"):
+        ours, theirs = getattr(about, what), getattr(saved, what)
+        if theirs and ours != theirs:
+            raise UserError(
+                f"config.data.dir: the token store has another {what} ({ours}) than the run in {workdir} "
+                f"({theirs}); use another --workdir, or the run's own store"
+            )
 
 
 def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathLike) -> None:
-    """Check that a run has a checkpoint from before its decay, if it needs one to go on with this config.
-
-    Args:
-        saved: the config of its newest checkpoint.
+    """Check that a run whose newest checkpoint has the config `saved` has one from before its decay, if it needs one.
 
     Raises:
         UserError: if not, or if it is given no more steps.
@@ -98,11 +77,7 @@ def check_extendable(config: ConfigDict, saved: ConfigDict, workdir: epath.PathL
 
 
 def set_decayed_aside(config: ConfigDict, saved: ConfigDict, workdir: epath.Path) -> None:
-    """Move the checkpoints after which a run of `config` takes another course, if its schedule has changed.
-
-    Args:
-        saved: the config of its newest checkpoint.
-    """
+    """Move the checkpoints after which a run of `config` takes another course than that of `saved`, if any."""
     limit, folder = last_stable(config, saved), folder_of(workdir)
     decayed = [step for step in steps_of(folder) if limit is not None and step > limit]
     if not decayed:
@@ -121,14 +96,8 @@ def set_decayed_aside(config: ConfigDict, saved: ConfigDict, workdir: epath.Path
     )
 
 
-def with_rates(about: About, saved: About, step: int, config: ConfigDict) -> About:
-    """The record of a run that goes on from a checkpoint, with the higher rates that it had until there, if any.
-
-    Args:
-        about: the record of its next checkpoints.
-        saved: that of the checkpoint.
-        step: of the checkpoint.
-    """
+def earlier_rates(saved: About, step: int, config: ConfigDict) -> dict | None:
+    """The higher rates, by their last step, that a run had before it goes on from the checkpoint of a step, if any."""
     before = saved.config["optimizer"]["learning_rate"]
     changed = {str(step): before} if before != config.optimizer.learning_rate else {}
-    return dataclasses.replace(about, earlier_rates={**(saved.earlier_rates or {}), **changed} or None)
+    return {**(saved.earlier_rates or {}), **changed} or None

@@ -62,11 +62,7 @@ def largest_depths(lengths: dict[int, int]) -> list[int]:
 
 
 def check_program(program: Program, part: str, said: str, lowered: jax.stages.Lowered, free: int) -> None:
-    """Compile a part of a program, and check that it needs at most `free` bytes on each device.
-
-    Args:
-        said: the beginning of the message, with {} for the bytes.
-    """
+    """Compile a part of a program, and check that it needs at most `free` bytes. `said` begins the message."""
     try:
         needed = bytes_of_program(lowered.compile())
     except jax.errors.JaxRuntimeError as error:  # the TPU's compiler refuses a program that is too large
@@ -91,7 +87,6 @@ def remedies(config: ConfigDict, devices: int, excess: float, part: str) -> str:
     Args:
         devices: over how many the examples of a batch are divided.
         excess: what is needed divided by what is free; infinite: not known.
-        part: train step, or the weights or evaluation of a validation.
     """
     if part == "weights":
         return "fewer steps, or more devices with config.mesh.fsdp"

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from diffeqformer.checkpoints.folder import (
     set_aside,
     set_validations_aside,
 )
-from diffeqformer.config import check_config, check_fields, field_names, get_field, saved_config
+from diffeqformer.config import check_config, check_fields, fields_of, saved_config
 from diffeqformer.config_fields import OF_ONE_HOST
 from diffeqformer.console.results import check_links
 from diffeqformer.data.lock import only_run
@@ -46,33 +45,32 @@ from diffeqformer.training.goodput import Stopwatch
 from diffeqformer.training.room import check_memory
 from diffeqformer.training.shapes import with_microbatches
 from diffeqformer.training.step import Program
-from diffeqformer.training.utilisation import utilisation
 from diffeqformer.transformer import merge_trees
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """An opened run, ready for its steps.
+    """A run. It is ready for its steps after `open_run` and `start_or_resume`.
 
     Args:
         config: complete and checked, with the model of the base if there is one.
         folder: holds checkpoints and curves; no other run writes there.
         program: the compiled functions.
         splits: the token store's `train` and `validation`.
-        checkpoints: the run's, and the only writer of new ones.
         about: the record of the next checkpoint, except that `validation_due` and `time_spent` are the newest one's.
         clock: counts where the run's time goes.
         verified: the check of the token store, which goes on in the background; None: it isn't checked.
+        checkpoints: the run's, and the only writer of new ones.
     """
 
     config: ConfigDict
     folder: epath.Path
     program: Program
     splits: dict[str, Split]
-    checkpoints: ocp.training.Checkpointer
     about: About
     clock: Stopwatch
     verified: concurrent.futures.Future | None = None
+    checkpoints: ocp.training.Checkpointer | None = None
 
     def check_store(self, wait: bool = False) -> None:
         """Check that the token store hasn't been found damaged so far. With `wait`, first wait for its check to end."""
@@ -92,12 +90,6 @@ class Run:
         """The number of steps of depth in a step of training, counted from 1."""
         return drawn_depth(self.program.depths, self.config.seed, step - 1)
 
-    @functools.cached_property
-    def seconds_at_peak(self) -> dict[int, float]:
-        """By the number of steps of depth: the seconds of a train step at the devices' peak; NaN if it isn't known."""
-        devices = list(self.program.mesh.devices.flat)
-        return {depth: utilisation(self.config, 1.0, devices, depth) for depth in self.program.depths}
-
     def other_depths(self) -> tuple[int, ...]:
         """The numbers of steps of depth in training besides `config.model.num_steps`, which are validated as well."""
         return tuple(depth for depth in self.program.depths if depth != self.config.model.num_steps)
@@ -106,9 +98,6 @@ class Run:
 def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None = None) -> ConfigDict:
     """The config with the model of its base, if it has one, checked for all devices. All processes call this together.
 
-    Args:
-        given: see `diffeqformer.training.finetune.inherit`.
-
     Raises:
         UserError: if it has an error, or isn't the same on all processes.
     """
@@ -116,25 +105,15 @@ def complete(config: ConfigDict, workdir: epath.PathLike, given: Set[str] | None
     with hosts.all_succeed("the base"):
         config = finetune.inherit(config, workdir, given)
     check_config(config, jax.device_count(), jax.default_backend())
-    hosts.check_same_fields({name: get_field(config, name) for name in field_names(config) if name not in OF_ONE_HOST})
+    hosts.check_same_fields({name: value for name, value in fields_of(config).items() if name not in OF_ONE_HOST})
     return config
 
 
 def saved_tokenizer(config: ConfigDict, workdir: epath.PathLike) -> tuple[str, str] | None:
     """Name and data of the tokenizer of a run's newest checkpoint, if it is of the config's kind."""
-    if not (newest := damage.newest_readable(workdir)):
-        return None
-    saved, there = newest
-    return (saved.tokenizer, saved.tokenizer_data) if there.data.tokenizer == config.data.tokenizer else None
-
-
-def data_of(config: ConfigDict, tokenizer: Tokenizer, saved: About | None) -> ConfigDict:
-    """The config's `data` part. If the token store isn't in its folder, then with the one where the run had it."""
-    data, before = config.data.copy_and_resolve_references(), pathlib.Path(saved and saved.store or "")
-    folder = store_folder(data, tokenizer)
-    if not folder.exists() and before.name == folder.name and before.exists():
-        data.dir = str(before.parent)
-    return data
+    saved, there = damage.newest_readable(workdir) or (None, None)
+    same = there and there.data.tokenizer == config.data.tokenizer
+    return (saved.tokenizer, saved.tokenizer_data) if same else None
 
 
 def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple[dict[str, Split], About]:
@@ -152,7 +131,10 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
         if config.base and not saved:
             finetune.base_of(config, about)
     with hosts.all_succeed("the token store"):
-        data = data_of(config, tokenizer, saved)
+        data = config.data.copy_and_resolve_references()
+        store, before = store_folder(data, tokenizer), pathlib.Path(saved and saved.store or "")
+        if not store.exists() and before.name == store.name and before.exists():
+            data.dir = str(before.parent)  # where the run had it
         splits = open_prepared(data, tokenizer, config.sequence_length, saved is not None)
         about = dataclasses.replace(about, store=os.path.abspath(store_folder(data, tokenizer)))
     if config.base:  # its checkpoint now, as one of before the preparation may be gone
@@ -170,59 +152,38 @@ def agree(config: ConfigDict, folder: epath.Path, tokenizer: Tokenizer) -> tuple
 
 
 def make_program(config: ConfigDict) -> Program:
-    """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches.
-
-    Raises:
-        UserError: if the config's mesh or kernels don't suit the devices.
-    """
+    """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
     memory = bytes_of_device(program.mesh.local_devices)
     return with_microbatches(program, memory and hosts.min_over_processes(memory))
 
 
 @contextlib.contextmanager
-def open_run(
-    config: ConfigDict,
-    folder: epath.Path,
-    program: Program,
-    splits: dict[str, Split],
-    about: About,
-    started: float,
-    verified: concurrent.futures.Future | None = None,
-) -> Iterator[Run]:
-    """The run in a folder, which is locked against other runs. Saves are complete when the `with` block ends.
-
-    Args:
-        about: the result of `agree`.
-        started: `time.monotonic()` when the process began.
-        verified: see `Run`.
+def open_run(run: Run) -> Iterator[Run]:
+    """The run with its checkpoints, and its folder locked against other runs. Saves are complete at the block's end.
 
     Raises:
         UserError: if the newest checkpoint can't be resumed with this config.
     """
+    config, folder = run.config, run.folder
     with contextlib.ExitStack() as stack:
         with hosts.all_succeed("the work folder"):
             if hosts.is_first():
                 stack.enter_context(only_run(folder))
                 set_validations_aside(folder_of(folder))
-            saved = read_saved(config, folder, about)  # again: another run may have written a checkpoint meanwhile
-            for what in ("data_sha256", "validation_sha256"):
-                resuming.check_unchanged(what, about, saved, folder)
-        about = dataclasses.replace(about, validation_due=bool(config.base))
+            saved = read_saved(config, folder, run.about)  # again: another run may have written a checkpoint meanwhile
+            if saved:
+                resuming.check_unchanged(run.about, saved, folder)
         with hosts.all_succeed("the checkpoints before the decay"):
             if hosts.is_first() and saved:
                 resuming.set_decayed_aside(config, saved_config(saved.config), folder)
-        kept, always = config.checkpoints_kept, decay_start(config)
-        checkpoints = stack.enter_context(checkpoint.open_to_write(folder, kept, always=always))
-        yield Run(config, folder, program, splits, checkpoints, about, Stopwatch(started), verified)
+        about = dataclasses.replace(run.about, validation_due=bool(config.base))
+        opened = checkpoint.open_to_write(folder, config.checkpoints_kept, always=decay_start(config))
+        yield dataclasses.replace(run, about=about, checkpoints=stack.enter_context(opened))
 
 
 def make_folder(workdir: epath.Path) -> None:
-    """Create the work folder if it is missing.
-
-    Raises:
-        UserError: if it can't be created or written.
-    """
+    """Create the work folder if it is missing, or raise a UserError if that can't be."""
     with checkpoint.reachable("--workdir", workdir):
         if "://" not in str(workdir):
             check_links(pathlib.Path(workdir), "--workdir")
@@ -232,9 +193,9 @@ def make_folder(workdir: epath.Path) -> None:
 
 def read_saved(config: ConfigDict, workdir: epath.PathLike, about: About) -> About | None:
     """The record of the newest checkpoint, if this config can resume it; None if there is none."""
-    if not (newest := damage.newest_readable(workdir)):
+    saved, config_there = damage.newest_readable(workdir) or (None, None)
+    if saved is None:
         return None
-    saved, config_there = newest
     if saved.materialized_from is not None:
         raise UserError(
             f"{workdir}: holds a materialized or imported model, which has no optimizer state to resume; use another "
@@ -258,8 +219,13 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
     Raises:
         UserError: if processes see different checkpoints, one can't be read, or there isn't enough memory.
     """
+    folder = run.checkpoints.directory
     while (step := newest_step(run)) is not None:
-        run = as_of(run, step)
+        with hosts.all_succeed("the newest checkpoint"):
+            saved = checkpoint.read_about(folder, step)
+        kept = {name: getattr(saved, name) for name in ("base", "validation_due", "time_spent")}
+        about = dataclasses.replace(run.about, **kept, earlier_rates=resuming.earlier_rates(saved, step, run.config))
+        run = dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
         check_room(run, step)
         if (state := restored(run, step)) is not None:
             # Wait for all of it: after a failed allocation, a single scalar may never be ready.
@@ -269,30 +235,17 @@ def start_or_resume(run: Run) -> tuple[Run, dict]:
 
 
 def newest_step(run: Run) -> int | None:
-    """The step of the newest checkpoint, after those with damaged metadata are set aside; None if there is none.
-
-    Raises:
-        UserError: if processes see different ones, or there is none before a damaged one.
-    """
+    """The step of the newest checkpoint, after those with damaged metadata are set aside; None if there is none."""
+    folder = run.checkpoints.directory
     with hosts.all_succeed("the newest checkpoint"):
-        for error in damage.damaged_records(run.checkpoints.directory)[0] if hosts.is_first() else ():
-            print(f"{error.found}; {moved_aside(error)}, and the one before it is taken", flush=True)
+        for error in damage.damaged_records(folder)[0] if hosts.is_first() else ():
+            aside = set_aside(folder, error.step)
+            print(f"{error.found}; it is now {aside}, and the one before it is taken", flush=True)
     run.checkpoints.reload()
     step = newest(run.checkpoints)
     seen, remedy = f"{0 if step is None else step:016x}", "start again when the disk shows the same to all hosts"
     hosts.check_same(f"{run.folder}: the newest checkpoint that is seen", seen, remedy)
     return step
-
-
-def as_of(run: Run, step: int) -> Run:
-    """The run as of one of its checkpoints."""
-    with hosts.all_succeed("the newest checkpoint"):
-        saved = checkpoint.read_about(run.checkpoints.directory, step)
-    about = dataclasses.replace(
-        run.about, base=saved.base, validation_due=saved.validation_due, time_spent=saved.time_spent
-    )
-    about = resuming.with_rates(about, saved, step, run.config)
-    return dataclasses.replace(run, about=about, clock=run.clock.after(saved.time_spent, step))
 
 
 def check_room(run: Run, step: int | None) -> None:
@@ -316,9 +269,13 @@ def restored(run: Run, step: int) -> dict | None:
     for last, rate in (run.about.earlier_rates or {}).items():
         now = f"now it is {run.config.optimizer.learning_rate:g}, so this is another run"
         print(f"until step {int(last):,} its peak learning rate was {rate:g}; {now}", flush=True)
-    folder, state, error = run.checkpoints.directory, None, None
+    folder, shapes, state, error = run.checkpoints.directory, run.program.state_shapes, None, None
+    trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
     try:
-        state = restored_state(run, step, run.program.state_shapes)
+        state = checkpoint.restore_state(folder, step, {**shapes, "params": trained})
+        if frozen:  # which were saved once
+            frozen = checkpoint.restore_frozen(run.folder, frozen, run.about.base)
+            state["params"] = merge_trees(state["params"], frozen)
     except Damaged as raised:
         if jax.process_count() > 1 and not isinstance(raised.__cause__, Differs):
             # The others wait in the middle of reading.
@@ -340,20 +297,12 @@ def set_aside_if_damaged(folder: epath.Path, step: int) -> str | None:
     """Set a checkpoint aside if this process finds by itself that its bytes are damaged, and there is one before it.
 
     What else can end a restore is no damage: another process that has ended, a disk that can't be reached, frozen
-    parameters, memory.
-
-    Returns:
-        what was found and done; None if nothing was.
+    parameters, memory. Returns what was found and done; None if nothing was.
     """
     found = damage.of_checkpoint(folder, step)
     if found is None or may_pass(found) or older(folder, step) is None or not (folder / str(step)).exists():
         return None
-    return f"{found.found}; {moved_aside(found)}"
-
-
-def moved_aside(damaged: Damaged) -> str:
-    """Set a checkpoint aside, and say where it is."""
-    return f"it is now {set_aside(damaged.directory, damaged.step)}"
+    return f"{found.found}; it is now {set_aside(folder, step)}"
 
 
 def first_state(run: Run) -> dict:
@@ -365,13 +314,4 @@ def first_state(run: Run) -> dict:
     state = program.init(finetune.initial_params(config, base["step"], program.batch_sharding.mesh))
     if frozen := program.frozen(state["params"]):
         checkpoint.save_frozen(run.folder, frozen, base)
-    return state
-
-
-def restored_state(run: Run, step: int, shapes: dict) -> dict:
-    """The state that was saved after `step` steps, together with the frozen parameters, which were saved once."""
-    trained, frozen = run.program.trained(shapes["params"]), run.program.frozen(shapes["params"])
-    state = checkpoint.restore_state(run.checkpoints.directory, step, {**shapes, "params": trained})
-    if frozen:
-        state["params"] = merge_trees(state["params"], checkpoint.restore_frozen(run.folder, frozen, run.about.base))
     return state

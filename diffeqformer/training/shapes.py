@@ -11,20 +11,17 @@ A step that is computed again holds what it would store with `model.remat=none`,
 workspaces and fragments, isn't in the account.
 """
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
-from ml_collections import ConfigDict
 
 from diffeqformer.cross_entropy import CHUNK
 from diffeqformer.depth.depths import longest_grid
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.memory import gigabytes, size_of
-from diffeqformer.parallel.sharding import BATCH
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import MODELS, abstract_model, padded_vocabulary, vector_field
 
@@ -46,7 +43,7 @@ def with_microbatches(program: Program, memory: int | None) -> Program:
     """
     if program.config.microbatches:
         return program
-    examples = program.config.batch_size // parts_of_batch(program)
+    [examples, _] = program.batch_sharding.shard_shape((program.config.batch_size, 1))
     for number in (number for number in range(1, examples + 1) if examples % number == 0):
         config = program.config.copy_and_resolve_references()
         config.microbatches = number
@@ -59,11 +56,6 @@ def with_microbatches(program: Program, memory: int | None) -> Program:
     return program
 
 
-def parts_of_batch(program: Program) -> int:
-    """The number of parts into which devices split the examples of a batch."""
-    return math.prod(program.mesh.shape[axis] for axis in BATCH)
-
-
 def train_step_by_shapes(program: Program) -> dict[str, int]:
     """The bytes of a device in a run's deepest train step, at the moment that needs most, by cause.
 
@@ -73,62 +65,46 @@ def train_step_by_shapes(program: Program) -> dict[str, int]:
     Raises:
         UserError: if weights are made in chunks, which has other loops.
     """
-    config, model, num_steps = program.config, program.config.model, max(program.depths)
+    config, model, state = program.config, program.config.model, program.state_shapes
+    num_steps = max(program.depths)
     if model.generate_chunk:
         raise UserError(
             "config.model.generate_chunk: must be 0 in a plan for GPUs, which goes by the loops over all steps, but it "
             f"is {model.generate_chunk}"
         )
     steps, compute = longest_grid(model, num_steps), jnp.dtype(model.dtype).itemsize
-    examples = config.batch_size // config.microbatches // parts_of_batch(program)
+    examples = program.batch_sharding.shard_shape((config.batch_size, 1))[0] // config.microbatches
     weights, all_stored, gradient = bytes_of_loops(program, num_steps, "none")
     states_kept = {"binomial": min(model.snapshots, steps) + 1, "reversible": 1}.get(model.remat)
     if states_kept:
-        stored = states_kept * bytes_of_state(config, examples)
+        x = jax.ShapeDtypeStruct((examples, config.sequence_length, model.width), jnp.float32)
+        kept = jax.eval_shape(abstract_model(config).solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
+        stored = states_kept * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     else:
         stored = bytes_of_loops(program, num_steps, model.remat).stored
     vocabulary = padded_vocabulary(model)
     matrix = vocabulary * model.width
     after = sums = {"embeddings' gradient": 4 * matrix * (1 if vector_field(model).tied_head else 2)}
     in_float32 = 4 * gradient // compute
+    if not MODELS[model.kind].weights.generated:  # the loops read what isn't cast beforehand where it lies
+        uncast = state["params"] if model.dtype == "float32" else program.frozen(state["params"])
+        weights = max(0, weights - size_of(uncast.get("depth", {})))
+    largest = 0  # gradient of a P that XLA stores; AdamW's kernels form theirs by tiles
+    if projections := program.loss.projections:
+        layers = state["params"]["depth"]["layers"]
+        stored_whole = projections.shapes.keys() - program.optimizer.fused.values()
+        largest = max((size_of(layers[name]["projection"]) for name in stored_whole), default=0)
     if config.microbatches > 1:  # what is added up, in fp32
         sums = after | {"sums over microbatches": in_float32 + after["embeddings' gradient"]}
     logits = min(CHUNK, examples * config.sequence_length) * vocabulary * (4 + compute)
-    forward = {"weights": weights - read_in_place(program, weights), "states": stored, **sums}
+    forward = {"weights": weights, "states": stored, **sums}
     moments = [
         forward | {"head and logits": compute * matrix + logits},
         forward | {"weights' gradient": gradient, "a step computed again": all_stored // steps},
-        {"weights' gradient": in_float32, **after, "a P's gradient": largest_gradient(program)},
+        {"weights' gradient": in_float32, **after, "a P's gradient": largest},
     ]
-    state = program.state_shapes
     parts = {"parameters": size_of(state["params"]), "moments": size_of(state["optimizer"])}
     return parts | max(moments, key=lambda moment: sum(moment.values()))
-
-
-def bytes_of_state(config: ConfigDict, examples: int) -> int:
-    """The bytes of a solver's state between two steps."""
-    model = abstract_model(config)
-    x = jax.ShapeDtypeStruct((examples, config.sequence_length, config.model.width), jnp.float32)
-    state = jax.eval_shape(model.solver.begin, x, jax.ShapeDtypeStruct((), jnp.float32))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def read_in_place(program: Program, weights: int) -> int:
-    """The bytes of weights that the loops read where they lie: parameters of layers that aren't cast beforehand."""
-    model, params = program.config.model, program.state_shapes["params"]
-    if MODELS[model.kind].weights.generated:
-        return 0
-    uncast = params if model.dtype == "float32" else program.frozen(params)
-    return min(weights, size_of(uncast.get("depth", {})))
-
-
-def largest_gradient(program: Program) -> int:
-    """The bytes of the largest gradient of a P that XLA stores on a device; AdamW's kernels form theirs by tiles."""
-    if not program.loss.projections:
-        return 0
-    layers = program.state_shapes["params"]["depth"]["layers"]
-    names = program.loss.projections.shapes.keys() - program.optimizer.fused.values()
-    return max((size_of(layers[name]["projection"]) for name in names), default=0)
 
 
 class Loops(NamedTuple):

@@ -55,11 +55,7 @@ class Program:
     depths: the numbers of steps of depth in training, with their shares of the train steps
     graph: the model's structure, to be merged with `state["params"]`
     mesh: the devices; copies of a generator have a place on its axis `generator`
-    loss, optimizer: what the train step is made of
-    attention: a short description of the attention in use
     state_shapes: shapes, types and shardings of the state
-    state_shardings, weights_shardings, batch_sharding: of the state, of `weights` and of a batch [B, S]
-    everywhere: that of an array of which every device has a copy
     init(base) -> state; base: parameters that aren't initialised at random (donated), or None
     train_step(state, tokens [B, S], num_steps) -> (state, scalars); the input state is donated; num_steps: of depth,
         by default as in the config; each number is compiled when it is first needed
@@ -85,13 +81,15 @@ class Program:
             self.loss: ShardedLoss = ChunkedLoss(self.graph, abstract, self.mesh, attend, chunk)
         else:
             self.loss = ShardedLoss(self.graph, abstract, self.mesh, attend, config.kernels)
-        of_params = shardings(self.mesh, self.loss.param_specs)
+        of_params, everywhere = shardings(self.mesh, self.loss.param_specs), NamedSharding(self.mesh, EVERYWHERE)
         decays = self.trained(decay_mask(model, config.optimizer.decay))
         self.optimizer = Optimizer(config, decays, self.loss.projections, self.trained(of_params))
-        self.batch_sharding, self.everywhere = sharding(self.mesh, "batch", None), NamedSharding(self.mesh, EVERYWHERE)
-        self.state_shapes = self._state_shapes(abstract)
-        self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-        of_params, by_example = self.state_shardings["params"], self.batch_sharding
+        moments = jax.eval_shape(self.optimizer.whole.init, self.trained(abstract))
+        of_moments = like_parameters(moments, self.trained(of_params), otherwise=everywhere)
+        self.state_shardings = {"params": of_params, "optimizer": of_moments, "step": everywhere}
+        shapes = {"params": abstract, "optimizer": moments, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+        self.state_shapes = placed(shapes, self.state_shardings)
+        self.batch_sharding = by_example = sharding(self.mesh, "batch", None)
         self.init = jax.jit(self._init, out_shardings=self.state_shardings, donate_argnums=0)
         self.train_step = jax.jit(
             self._train_step,
@@ -101,7 +99,7 @@ class Program:
             static_argnames="num_steps",
         )
         self.weights_shardings = StackedWeights(
-            shardings(self.mesh, self.loss.layer_specs), self.everywhere, model.depth.constant, model.dtype
+            shardings(self.mesh, self.loss.layer_specs), everywhere, model.depth.constant, model.dtype
         )
         self.weights = jax.jit(
             self._weights, in_shardings=(of_params,), out_shardings=self.weights_shardings, static_argnames="num_steps"
@@ -115,9 +113,9 @@ class Program:
 
     def batch_to_evaluate(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """The shapes of the tokens [B, S] and of the valid rows [B, 1] that `evaluate` takes."""
-        rows = self.config.batch_size
-        shapes = ((rows, self.config.sequence_length), jnp.int32), ((rows, 1), jnp.bool)
-        return tuple(jax.ShapeDtypeStruct(*shape, sharding=self.batch_sharding) for shape in shapes)
+        rows, place = self.config.batch_size, self.batch_sharding
+        tokens = jax.ShapeDtypeStruct((rows, self.config.sequence_length), jnp.int32, sharding=place)
+        return tokens, jax.ShapeDtypeStruct((rows, 1), jnp.bool, sharding=place)
 
     def describe(self) -> str:
         """Its mesh, and what computes attention and the generator's products, for the log."""
@@ -144,16 +142,6 @@ class Program:
             return params
         mesh = divide_generator(self.mesh, 1)
         return jax.jit(identity, out_shardings=shardings(mesh, self.loss.param_specs))(params)
-
-    def _state_shapes(self, params: dict) -> dict:
-        moments = jax.eval_shape(self.optimizer.whole.init, self.trained(params))
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        of_params = shardings(self.mesh, self.loss.param_specs)
-        of_moments = like_parameters(moments, self.trained(of_params), otherwise=self.everywhere)
-        return placed(
-            {"params": params, "optimizer": moments, "step": step},
-            {"params": of_params, "optimizer": of_moments, "step": self.everywhere},
-        )
 
     def _init(self, base=None):
         params = merge_trees(nnx.to_pure_dict(nnx.state(new_model(self.config), nnx.Param)), base or {})

@@ -4,13 +4,12 @@ Every tracker has the same methods:
 
     config(fields)                  the config's fields, by name
     scalars(step, group, values)    a point of each curve `<group>/<name>`
-    text(step, name, text)          Markdown
-    picture(step, name, pixels)     uint8 [height, width, 3]
     flush()                         before a checkpoint, so that the run's own files don't lag behind it
     finish()
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -20,10 +19,8 @@ import secrets
 import sys
 import threading
 
-import numpy as np
 from etils import epath
 
-from diffeqformer.console.progress import TensorBoard
 from diffeqformer.console.results import write_whole
 from diffeqformer.errors import UserError, reason_of
 
@@ -31,26 +28,7 @@ FINISH_SECONDS = 30  # maximum wait for a service at the end of a run
 PROJECT = "diffeqformer"
 
 
-class Service:
-    """A run that is tracked elsewhere. `image` and `markdown` make what its `log` takes."""
-
-    def config(self, fields: dict) -> None:
-        self.run.config.update(fields)
-
-    def scalars(self, step: int, group: str, values: dict[str, float]) -> None:
-        self.log(step, {f"{group}/{name}": value for name, value in values.items()})
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self.log(step, {name: self.markdown(text)})
-
-    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self.log(step, {name: self.image(pixels)})
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-class Wandb(Service):
+class Wandb:
     """A run of Weights & Biases. Its files, with links, are in ./wandb or WANDB_DIR: a work folder may hold no link.
 
     It drops what belongs to an earlier row than the last, so the curves are over a scalar of their own, `step`.
@@ -59,30 +37,27 @@ class Wandb(Service):
     def __init__(self, workdir: epath.Path, run_id: str) -> None:
         import wandb
 
-        self.image, self.markdown = wandb.Image, str
         # Its console would wrap standard output, so that its errors would be those of `print`.
         settings = wandb.Settings(console="off", finish_timeout=FINISH_SECONDS - 10)
         same = {"id": run_id, "resume": "allow", "reinit": "create_new"}
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self.run = wandb.init(project=project, name=workdir.name, settings=settings, **same)
         self.run.define_metric("*", step_metric="step")
-
-    def config(self, fields: dict) -> None:
-        self.run.config.update(fields, allow_val_change=True)
+        self.config = functools.partial(self.run.config.update, allow_val_change=True)
 
     def log(self, step: int, values: dict) -> None:
         row = max(step, self.run.step)  # a validation left over at the step of the last row gets the next one
         self.run.log({"step": step, **values}, step=row, commit=row > step)
 
 
-class Trackio(Service):
+class Trackio:
     """A run of Trackio. Its files are in the user's cache or TRACKIO_DIR. It appends whatever it is given."""
 
     def __init__(self, workdir: epath.Path, run_id: str) -> None:
         import trackio
 
-        self.image, self.markdown = trackio.Image, trackio.Markdown
         self.run = trackio.init(PROJECT, name=f"{workdir.name}-{run_id}", resume="allow", embed=False)
+        self.config = self.run.config.update
 
     def log(self, step: int, values: dict) -> None:
         self.run.log(values, step)
@@ -92,10 +67,10 @@ SERVICES = {"wandb": Wandb, "trackio": Trackio}
 
 
 class InThread:
-    """A service's tracker in a thread of its own, so that it can't delay training; its first error ends the tracker.
+    """A service in a thread of its own, so that it can't delay training; its first error ends the tracker.
 
-    `<workdir>/trackers/<name>.json` has the id of its run and the last step of each group of curves, text or picture.
-    A resumed training goes on with that run, and what it repeats is left out.
+    `<workdir>/trackers/<name>.json` has the id of its run and the last step of each group of curves. A resumed training
+    goes on with that run, and what it repeats is left out.
 
     Args:
         resumes: whether there is a checkpoint; if not, the tracked run is a new one.
@@ -108,29 +83,23 @@ class InThread:
         self.thread.start()
 
     def config(self, fields: dict) -> None:
-        self._call("config", fields)
+        self._send(None, "config", fields)
 
     def scalars(self, step: int, group: str, values: dict[str, float]) -> None:
-        self._call("scalars", step, group, values)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._call("text", step, name, text)
-
-    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self._call("picture", step, name, pixels)
+        self._send(step, group, values)
 
     def flush(self) -> None:
         """Do nothing: a checkpoint doesn't wait for a service."""
 
     def finish(self) -> None:
-        self._call("finish")
+        self._send(None, "finish", {})
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
             self._say(f"it didn't finish within {FINISH_SECONDS} s")
 
-    def _call(self, method: str, *arguments) -> None:
+    def _send(self, *call) -> None:
         if self.thread.is_alive():
-            self.calls.put((method, arguments))
+            self.calls.put(call)
 
     def _run(self) -> None:
         try:
@@ -138,21 +107,18 @@ class InThread:
             if self.resumes and self.file.exists():
                 self.record = json.loads(self.file.read_text())
             self._save()
-            tracker, method = SERVICES[self.name](self.workdir, self.record["id"]), ""
-            while method != "finish":
-                method, arguments = self.calls.get()
-                if method in ("config", "finish") or self._is_new(*arguments[:2]):
-                    getattr(tracker, method)(*arguments)
+            service, group = SERVICES[self.name](self.workdir, self.record["id"]), ""
+            while group != "finish":
+                step, group, values = self.calls.get()
+                if group == "config":
+                    service.config(values)
+                elif step is not None and step > self.record["last"].get(group, -1):
+                    self.record["last"][group] = step  # not sent again, even if this process is killed
+                    self._save()
+                    service.log(step, {f"{group}/{name}": value for name, value in values.items()})
+            service.run.finish()
         except Exception as error:
             self._say(reason_of(error))
-
-    def _is_new(self, step: int, name: str) -> bool:
-        """Whether nothing was sent for this step; from now on something was, even if this process is killed."""
-        new = step > self.record["last"].get(name, -1)
-        if new:
-            self.record["last"][name] = step
-            self._save()
-        return new
 
     def _save(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +146,3 @@ def check_installed(names: str) -> None:
         found = importlib.util.find_spec(name)
         if not (found and found.origin):  # a folder of that name, such as wandb's own, would be found without one
             raise UserError(f"config.tracker: {name} isn't installed; pip install 'diffeqformer[{name}]' installs it")
-
-
-def open_trackers(
-    names: str, workdir: epath.PathLike, first_step: int, resumes: bool, depths: tuple[int, ...] = ()
-) -> list[TensorBoard | InThread]:
-    """The trackers of a config, in the order of their names. The other arguments are those of `TensorBoard`."""
-    return [
-        InThread(name, workdir, resumes) if name in SERVICES else TensorBoard(workdir, first_step, resumes, depths)
-        for name in names.split(",")
-    ]

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import os
-import shutil
 import subprocess
 import types
 
@@ -76,20 +75,9 @@ def test_a_part_that_fails_or_does_not_fit_is_said_and_the_others_run(on_gpu):
     assert done.stdout.count("Done in ") == 3 and done.stdout.count("Skipped") == 2 and "FAILED" in done.stdout
 
 
-def test_tests_that_fail_are_never_skipped(on_gpu):
-    done, text = on_gpu(FULL="pytest")
-    assert done.returncode == 1 and "FAILED with status 1" in parts_of(text)["Tests"]
-
-
-def test_time_that_is_over_is_said(on_gpu, tmp_path):
+def test_time_that_is_over_is_said(on_gpu):
     done, text = on_gpu(MINUTES="00")
     assert done.returncode == 0 and text.count("Skipped: the 0 minutes are over") == 5 and " ran " not in text
-    (tmp_path / "timeout").write_text("#!/bin/sh\nexit 124\n")  # its status when it ends a command
-    (tmp_path / "timeout").chmod(0o755)
-    shutil.rmtree(tmp_path / "results")
-    done, text = on_gpu(MINUTES="1000")
-    assert done.returncode == 1 and "FAILED with status 124" in parts_of(text)["Tests"]
-    assert text.count("Skipped: not done in ") == 4
 
 
 @pytest.mark.parametrize(
@@ -97,7 +85,6 @@ def test_time_that_is_over_is_said(on_gpu, tmp_path):
     [
         ({"FOUND": "cpu 1"}, "needs an NVIDIA GPU and jax[cuda], but python finds only 1 x NVIDIA Fake"),
         ({"NO_JAX": "1"}, "python: ModuleNotFoundError: No module named 'jax'"),
-        ({"MINUTES": "ten"}, "MINUTES: must be a whole number, but it is ten"),
     ],
 )
 def test_what_is_missing_is_one_sentence(on_gpu, settings, sentence):

@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-from diffeqformer import orbax
 from helpers import ROOT
 
 
@@ -22,13 +21,3 @@ def test_the_interface_is_found_where_a_version_keeps_it(place, monkeypatch):
             setattr(modules[parent], last, module)
     modules[place].save_checkpointables = True
     assert runpy.run_path(ROOT / "diffeqformer" / "orbax.py")["ocp"] is modules[place]
-
-
-def test_a_coroutine_is_awaited_where_an_event_loop_runs():
-    async def one():
-        return 1
-
-    async def running():
-        return orbax.awaited(one())
-
-    assert orbax.awaited(running()) == 1

@@ -46,7 +46,5 @@ def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
         UserError, match="^config.mesh.tensor: must cut the heads' width of a device .* as 1, 2, 4 would"
     ):
         check(fsdp=1, tensor=8)
-    with pytest.raises(
-        UserError, match=r"tensor: is 2, but no size cuts config.model.width .* make it a multiple of 32$"
-    ):
+    with pytest.raises(UserError, match=r"fsdp: must cut config.model.width .* tiles \(16 rows\), but it is 2$"):
         check(width=24, heads=2, fsdp=2, tensor=2)

@@ -1,7 +1,7 @@
 """The program that the TPU compiler dumps: its instructions, in the order in which they run, and where they are from.
 
-With `xla_dump_to` the compiler writes the program after all its work to `*.after_codegen.txt`. Each instruction states
-the cycles that the compiler expects of it, and the stack of calls that it comes from.
+With `xla_dump_to` the compiler writes it to `*.after_codegen.txt`. Each instruction states the cycles that the compiler
+expects of it, and the stack of calls that it comes from.
 """
 
 import math

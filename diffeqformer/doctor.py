@@ -5,6 +5,7 @@ slow or wrong, what to do. The exit status is 1 if something is wrong. Nothing t
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import math
@@ -34,7 +35,7 @@ from diffeqformer.checkpoints.one_by_one import size_on_disk
 from diffeqformer.config import check_overrides, check_used, explain, given_fields
 from diffeqformer.console import command_line
 from diffeqformer.data.store import token_type
-from diffeqformer.errors import UserErrorEverywhere, counted, reason_of
+from diffeqformer.errors import UserErrorEverywhere, reason_of
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import bytes_of, free_bytes, size_of
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape, number_of_slices
@@ -54,17 +55,13 @@ PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # which JAX requ
 
 
 class Row(NamedTuple):
-    """The result of a check.
-
-    verdict: ok, slow, wrong, or unknown where nothing is known to compare with.
-    remedy: what to do if it is slow or wrong.
-    """
+    """The result of a check."""
 
     what: str
     found: str
     needed: str
-    verdict: str
-    remedy: str = ""
+    verdict: str  # ok, slow, wrong, or unknown where nothing is known to compare with
+    remedy: str = ""  # what to do if it is slow or wrong
 
     def __str__(self) -> str:
         row = f"{self.verdict:8} {self.what:26} {self.found:44} {self.needed}".rstrip()
@@ -83,11 +80,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: ConfigDict) -> Needs:
-    """What a complete config needs, by shapes.
-
-    Raises:
-        UserError: if its mesh doesn't suit the devices.
-    """
+    """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
     state = program.state_shapes
     frozen = bytes_of(program.frozen(state["params"]))  # saved once
@@ -185,9 +178,8 @@ def clocks(found: Sequence[Sequence[float]]) -> tuple[str, str, str]:
     times = min(zip(*found), key=lambda times: max(times) - min(times))
     spread, middle = max(times) - min(times), statistics.median(times)
     furthest = max(range(len(times)), key=lambda number: abs(times[number] - middle))
-    wrong = spread > CLOCKS
-    said = f"{spread:.2f} s apart" + f", process {furthest} the furthest" * wrong
-    return said, f"within {CLOCKS:g} s", "wrong" if wrong else "ok"
+    said = f"{spread:.2f} s apart, process {furthest} the furthest"
+    return said, f"within {CLOCKS:g} s", "wrong" if spread > CLOCKS else "ok"
 
 
 def memory(found: Sequence[int | None], needed: int | None) -> tuple[str, str, str]:
@@ -250,17 +242,14 @@ def all_reduces(mesh: Mesh) -> Iterator[Row]:
         if number > 1:
             line = list(mesh.devices.swapaxes(0, place).reshape(number, -1)[:, 0])
             link = chip and (chip.network_rate if number_of_slices(line) > 1 else chip.link_rate)
-            yield check(
-                f"all-reduce over {axis}",
-                remedy,
-                lambda: seconds_of_all_reduce(mesh, axis, size),
-                lambda found: all_reduce(max(found), size, number, link),
-            )
+            measure = functools.partial(seconds_of_all_reduce, mesh, axis, size)
+            judge = functools.partial(all_reduce, size=size, link=link, number=number)
+            yield check(f"all-reduce over {axis}", remedy, measure, judge)
 
 
-def all_reduce(seconds: float, size: int, number: int, link: float | None) -> tuple[str, str, str]:
+def all_reduce(found: Sequence[float], size: int, number: int, link: float | None) -> tuple[str, str, str]:
     """Whether an all-reduce is as fast as the links in a ring: a device sends and receives 2(n - 1)/n of the bytes."""
-    rate = 2 * (number - 1) / number * size / seconds
+    rate = 2 * (number - 1) / number * size / max(found)
     needed = f"{ALL_REDUCE:.0%} of a link's {amount(link)}/s" if link else ""
     return f"{amount(rate)}/s, {number} devices", needed, compared(rate, link and ALL_REDUCE * link, "slow")
 
@@ -347,8 +336,8 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     yield from packages()
     if jax.process_count() > 1:
         hosts.wait("the doctor")
-        remedy, same = "install the same on all hosts", f"of {counted(len(PACKAGES), 'package')} and more"
-        yield check("versions of processes", remedy, installed, lambda found: alike(found, same))
+        remedy = "install the same on all hosts"
+        yield check("versions of processes", remedy, installed, lambda found: alike(found, "the same"))
         remedy = "let the hosts' clocks follow a time server (chrony, ntpd)"
         yield check("clocks of processes", remedy, times_after_barriers, clocks)
     own = jax.local_devices()

@@ -24,8 +24,11 @@ def get_config(model="gpt"):
 FILES = {"data__train_files": "a", "data__validation_files": "b", "data__tokenizer": "gpt2"}
 CONFIGS = {
     "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
-    "ends the process": ("import sys\ndef get_config(model='gpt'):\n    sys.exit(0)", "the file ended the process"),
-    "returns nothing": ("def get_config(model='gpt'):\n    pass", "the file's get_config must return a config"),
+    "ends the process": (
+        "import sys\ndef get_config(model='gpt'):\n    sys.exit(3)",
+        "the file can't be loaded, SystemExit: 3",
+    ),
+    "returns nothing": ("def get_config(model='gpt'):\n    pass", "a config is needed, for example --config=tiny; a "),
     "changes a type": (f"{OURS}    config.steps = 3.5", "the file can't be loaded, TypeError: Could not override"),
 }
 

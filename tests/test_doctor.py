@@ -60,7 +60,7 @@ def test_rates_are_compared_with_what_is_known():
         assert found[2] == verdict and found[0].endswith("TFLOP/s on process 1")
     assert doctor.products([1e9], None)[2] == "unknown"
     for seconds, verdict in ((2e-3, "ok"), (4e-3, "slow")):  # 15 MB through a link of 50 GB/s
-        assert doctor.all_reduce(seconds, 10_000_000, 4, 50e9)[2] == verdict
+        assert doctor.all_reduce([seconds], 10_000_000, 4, 50e9)[2] == verdict
     half, whole = {"write": 5e8, "read": 1e9}, {"write": 1e9, "read": 1e9}
     for way, needed, verdict in (("write", 1e9, "ok"), ("write", 1.1e9, "slow"), ("read", 2e9, "ok")):
         assert doctor.disk([half, whole], way, needed)[2] == verdict

@@ -159,21 +159,6 @@ def test_two_processes_import_as_one_and_each_reads_its_own_rows(kind, tmp_path)
     assert first == "diffeqformer: the weights: process 1 failed; see its message\n"
 
 
-@pytest.mark.slow
-def test_tasks_that_fail_end_all_processes_after_the_others_are_scored(tmp_path, trained):
-    (tmp_path / "absent.yaml").write_text(
-        f"include: {ROOT}/tests/data/tasks/last_word.yaml\ntask: absent\n"
-        "dataset_kwargs: {data_files: {test: absent.jsonl}}\n"
-    )
-    shutil.copy(ROOT / "tests/data/tasks/everyday.yaml", tmp_path)
-    options = [f"--workdir={trained}", "--shots=0", f"--include={tmp_path}", f"--output={tmp_path / 'out'}"]
-    (said, first), (_, second) = finish(start_command("downstream", 2, 1, [options] * 2), 1)
-    assert first.splitlines()[-1].startswith("diffeqformer: --tasks: absent didn't run; ") and "| not run |" in said
-    assert second == "diffeqformer: the results: process 0 failed; see its message\n"
-    report = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(report["failed"]) == ["absent"] and list(report["runs"][0]["tasks"]) == ["piqa"]
-
-
 @pytest.mark.long
 def test_a_work_folder_that_is_not_shared_is_refused(tmp_path, short_stores):
     for _, errors in finish(start(2, 1, [tmp_path / "a", tmp_path / "b"], short_stores), 1):

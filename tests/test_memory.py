@@ -116,10 +116,8 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
 
 def test_depths_that_need_most_memory():
     """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
-    assert room.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
     model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
     assert room.largest_depths(chunk_lengths(model)) == [52, 48]
-    assert room.largest_depths({24: 24, 100: 20, 101: 1, 60: 20}) == [101, 100, 24]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():

@@ -86,9 +86,3 @@ def test_a_work_folder_whose_path_tensorstore_cannot_read_is_refused(run, tmp_pa
     (folder / "run").symlink_to(run)
     done = command("generate", "--workdir=run", "--prompt=a", folder=folder)
     assert done.returncode == 1 and "its path must be UTF-8; rename the folder" in done.stderr
-
-
-def test_a_file_of_any_bytes_is_scored_and_named(run, tmp_path):
-    (tmp_path / b"caf\xe9.txt".decode("utf-8", "surrogateescape")).write_text("Depth is time. " * 40)
-    done = command("evaluate", f"--workdir={run}", f"--files={tmp_path}/*.txt", f"--output={tmp_path / 'out'}")
-    assert done.returncode == 0 and "caf\\udce9.txt" in (tmp_path / "out" / "results.json").read_text(), done.stderr

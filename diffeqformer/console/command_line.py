@@ -76,25 +76,20 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
     try:
         rest = parse_flags(_with_config_file(arguments))
         if flags.FLAGS.config is None:
-            given = any(re.match("--?config(=|$)", argument) for argument in arguments)
-            if given:
-                raise UserError("--config: the file's get_config must return a config")
-            raise UserError("--config: a config is needed, for example --config=tiny")
+            raise UserError("--config: a config is needed, for example --config=tiny; a file's get_config returns one")
         flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
         return rest
     except UserError:
         raise
-    except flags.Error as error:  # it contains the whole traceback if the file raised an error
-        *before, last = str(error).strip().splitlines()
-        if not before:
-            raise
+    except (Exception, SystemExit) as error:  # the user's config file can raise anything
+        *before, last = str(error).strip().splitlines() or [""]
+        said = f"{type(error).__name__}: {last.strip()}"
+        if isinstance(error, flags.Error):  # it contains the whole traceback if the file raised an error
+            said = last
+            if not before:
+                raise
         ours = last.removeprefix("diffeqformer.errors.UserError: ")
-        raise UserError(ours if ours != last else f"--config: the file can't be loaded, {last}") from None
-    except SystemExit:
-        raise UserError("--config: the file ended the process; its get_config must return a config") from None
-    except Exception as error:  # the user's config file can raise anything
-        reason = str(error).strip().splitlines() or [""]
-        raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
+        raise UserError(ours if ours != last else f"--config: the file can't be loaded, {said}") from error
 
 
 def _with_config_file(arguments: list[str]) -> list[str]:

@@ -125,10 +125,7 @@ def is_first() -> bool:
 
 
 def check_one(what: str) -> None:
-    """Check that this is the only process.
-
-    Args:
-        what: the option or command at fault and what it stands for, for the message.
+    """Check that this is the only process, as `what` (an option or a command, for the message) needs.
 
     Raises:
         UserErrorEverywhere: if there are others.
@@ -146,7 +143,7 @@ def check_shared(workdir: epath.Path) -> None:
     """Check that all processes see the same work folder.
 
     Raises:
-        UserError: on every process, if one doesn't.
+        UserErrorEverywhere: if one doesn't.
     """
     if jax.process_count() == 1:
         return
@@ -186,11 +183,8 @@ def wait(what: str) -> None:
 def all_succeed(what: str) -> Iterator[None]:
     """Wait at the end of the `with` block for all processes. The block can take hours, or fail on only one of them.
 
-    Args:
-        what: name of the block's work, for the message.
-
     Raises:
-        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process.
+        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process, and the work.
     """
     error = None
     try:
@@ -237,11 +231,7 @@ def check_same(what: str, digest: str, remedy: str) -> None:
 
 
 def check_same_fields(fields: dict[str, object]) -> None:
-    """Check that the fields of a config are the same on every process.
-
-    Raises:
-        UserErrorEverywhere: on every process, naming those that aren't.
-    """
+    """Check that the fields of a config are the same on every process; the error names those that aren't."""
     first, *others = of_all({name: repr(value) for name, value in fields.items()})
     if names := [f"config.{name}" for name in fields if any(other[name] != first[name] for other in others)]:
         raise UserErrorEverywhere(

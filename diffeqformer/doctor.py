@@ -17,6 +17,7 @@ import shutil
 import statistics
 import sys
 import time
+import timeit
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -189,13 +190,9 @@ def memory(found: Sequence[int | None], needed: int | None) -> tuple[str, str, s
     return said, f"{amount(needed)} for the state alone" if needed else "", compared(free, needed, "wrong")
 
 
-def seconds_of(call: Callable[[], jax.Array], rounds: int = 5) -> float:
+def seconds_of(call: Callable[[], jax.Array]) -> float:
     """The median time of a call, after one that compiles."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
+    times = timeit.repeat(lambda: jax.block_until_ready(call()), number=1, repeat=6)
     return statistics.median(times[1:])
 
 

@@ -202,13 +202,6 @@ def test_a_setup_that_fails_is_not_done(cloud):
     assert done.returncode == 0 and verbs_of(calls)[-3:] == ["scp", "ssh", "ssh"]
 
 
-def test_the_commands_are_printed_from_any_folder():
-    done = subprocess.run(["bash", "../launch/tpu.sh"], capture_output=True, text=True, cwd=ROOT / "tests")
-    assert done.returncode == 2 and done.stderr == ""
-    assert "\n  launch/tpu.sh resume " in done.stdout and "on gs://" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("  PAUSE")
-
-
 def test_a_dry_run_calls_and_writes_nothing(cloud):
     for command in (["create"], ["setup"], ["run", "--config=configs/large.py"], ["watch"], ["stop"], ["delete"]):
         done, calls = cloud(TPU, "--dry-run", *command, ZONE="z")

@@ -13,7 +13,6 @@ from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
 from helpers import ONE_DEVICE, change, toy_config
-from runs import command
 
 TEXT = """HloModule jit__train_step
 
@@ -242,16 +241,3 @@ def test_chips_that_are_not_known_are_refused(topology, sentence):
     with pytest.raises(UserError, match=f"^--topology: {sentence}"):
         chip_of(topology)
         tpu_devices(topology, slices=1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--topology=h100:2", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for TPUs"),
-        (["--json=/proc/none/plan.json"], "--json: /proc/none: "),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):
-    done = command("diffeqformer.plan", "--config=tiny", "--topology=v5e:2x2", *options)
-    assert done.returncode == 1 and done.stderr.startswith(f"diffeqformer: {sentence}")

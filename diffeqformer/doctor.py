@@ -352,11 +352,7 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
 
 
 def report(rows: Iterable[Row]) -> None:
-    """Print rows as they come, and what they amount to.
-
-    Raises:
-        UserErrorEverywhere: if something is wrong.
-    """
+    """Print rows as they come, and what they amount to; if something is wrong, as a UserErrorEverywhere."""
     print(Row("check", "found", "needed", "verdict"), flush=True)
     verdicts = {}
     for row in rows:

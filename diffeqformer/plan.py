@@ -90,11 +90,7 @@ def main() -> None:
 
 
 def check_options(on_gpus: bool) -> None:
-    """Check the options, before the minutes of compilation.
-
-    Raises:
-        UserError: for options that GPUs don't have, or files that can't be written.
-    """
+    """Check the options that GPUs don't have, and those of files, before the minutes of compilation."""
     of_tpus = {"dump": DUMP.value, "price_per_chip_hour": PRICE.value is not None, "slices": SLICES.value > 1}
     for option, given in of_tpus.items():
         if on_gpus and given:

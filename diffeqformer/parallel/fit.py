@@ -47,16 +47,7 @@ def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) 
 
 
 def check_tiles(field, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
-    """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered.
-
-    Args:
-        field: the vector field.
-        vocabulary: number of rows of the embedding.
-        positions: number of rows of the position embedding; 0 if there is none.
-
-    Raises:
-        UserError: with the sizes that would work.
-    """
+    """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered."""
 
     def misfit(fsdp: int, tensor: int) -> str | None:
         """What is not split well."""

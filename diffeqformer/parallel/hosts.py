@@ -86,11 +86,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 @contextlib.contextmanager
 def joined(options) -> Iterator[None]:
-    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block.
-
-    Raises:
-        UserError: if they can't be connected.
-    """
+    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block."""
     connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
     with ending_together():
         yield
@@ -125,11 +121,7 @@ def is_first() -> bool:
 
 
 def check_one(what: str) -> None:
-    """Check that this is the only process, as `what` (an option or a command, for the message) needs.
-
-    Raises:
-        UserErrorEverywhere: if there are others.
-    """
+    """Check that this is the only process, as `what` needs: an option or a command, for the message."""
     if jax.process_count() > 1:
         raise UserErrorEverywhere(f"{what} needs a single process, but there are {jax.process_count()}")
 
@@ -140,11 +132,7 @@ def from_first(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Check that all processes see the same work folder.
-
-    Raises:
-        UserErrorEverywhere: if one doesn't.
-    """
+    """Check that all processes see the same work folder. If not, all raise a UserErrorEverywhere."""
     if jax.process_count() == 1:
         return
     sign = workdir / f".shared-{of_all(uuid.uuid4().hex)[0]}"
@@ -216,15 +204,7 @@ def any_process(flag: bool) -> bool:
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:
-    """Check that something, by its hash, is the same on every process.
-
-    Args:
-        what: its name, for the message.
-        remedy: what to do if it differs.
-
-    Raises:
-        UserErrorEverywhere: on every process, if it differs on one of them.
-    """
+    """Check that something, by its hash, is the same on every process. If not, all raise a UserErrorEverywhere."""
     first, *others = of_all(digest)
     if apart := [str(number) for number, other in enumerate(others, 1) if other != first]:
         raise UserErrorEverywhere(f"{what} on process {', '.join(apart)} isn't that of process 0; {remedy}")

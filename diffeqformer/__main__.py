@@ -11,23 +11,9 @@ import sys
 from diffeqformer.errors import did_you_mean, end_imports_on_interrupt, printable, say_and_end
 
 COMMANDS = (
-    "main",
-    "plan",
-    "doctor",
-    "prepare",
-    "generate",
-    "evaluate",
-    "downstream",
-    "harness",
-    "materialize",
-    "import",
-    "export",
-    "push",
-    "analyze",
-    "ode",
-    "inspect",
-    "compare",
-)
+    "main", "plan", "doctor", "prepare", "generate", "evaluate", "downstream", "harness", "materialize", "import",
+    "export", "push", "analyze", "ode", "inspect", "compare",
+)  # fmt: skip
 
 
 def module_of(command: str) -> str:

@@ -34,21 +34,16 @@ COLUMNS += ("at step", "perplexity", "bits/byte", "best bits/byte", "at step of 
 
 
 class Validated(NamedTuple):
-    """What is known of one run.
-
-    data_sha256, validation_sha256: of the two splits; curve: bits per byte by step; parameters: those that are trained;
-    perplexity: the paper's, per token, at the end of the curve; tokens_per_second: the best of all lines;
-    earlier_rates: as recorded in the checkpoint.
-    """
+    """What is known of one run."""
 
     folder: str
     config: ConfigDict
     data_sha256: str
     validation_sha256: str
-    parameters: int
-    curve: dict[int, float]
-    perplexity: float
-    tokens_per_second: float | None
+    parameters: int  # those that are trained
+    curve: dict[int, float]  # bits per byte by step
+    perplexity: float  # the paper's, per token, at the end of the curve
+    tokens_per_second: float | None  # the best of all lines
     earlier_rates: dict | None
 
     def setting(self) -> dict:

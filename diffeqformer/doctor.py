@@ -4,36 +4,43 @@ It takes the options of `main`, and prints a row for each check: what was found,
 slow or wrong, what to do. The exit status is 1 if something is wrong. Nothing that it writes stays.
 """
 
+import contextlib
+import functools
+import hashlib
 import importlib.metadata
 import math
+import os
+import pathlib
 import platform
 import re
 import shutil
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import NamedTuple
+import time
+import timeit
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from absl import flags, logging
-from jax.sharding import Mesh
-from jaxtyping import PyTree
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from diffeqformer.checkpoints.folder import folder_of, work_folder
 from diffeqformer.checkpoints.one_by_one import size_on_disk
 from diffeqformer.config import check_overrides, check_used, explain, given_fields
 from diffeqformer.console import command_line
 from diffeqformer.data.store import token_type
-from diffeqformer.errors import UserErrorEverywhere, counted
+from diffeqformer.errors import UserErrorEverywhere, reason_of
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import gigabytes, size_of
+from diffeqformer.parallel.memory import bytes_of, free_bytes, size_of
 from diffeqformer.parallel.mesh import make_mesh, mesh_shape, number_of_slices
-from diffeqformer.planning import measure
 from diffeqformer.planning.chips import TPUS
-from diffeqformer.planning.measure import PACKAGES, everywhere, requirements, version_of
 from diffeqformer.rules import decay_start
 from diffeqformer.training.run import complete
 from diffeqformer.training.step import Program
@@ -42,20 +49,20 @@ from diffeqformer.training.utilisation import peak_of, utilisation
 MATMUL = 0.6  # of the peak, which large products reach on a sound chip
 ALL_REDUCE = 0.1  # of one link's rate
 CLOCKS = 1.0  # seconds between the clocks of two hosts
+FILE = 32 * 2**20  # bytes that each process writes and reads
+LOOPS = 8  # products or all-reduces in one call, beside which its start doesn't count
+PACKAGES = ("diffeqformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # which JAX requires with its extras alone
 
 
 class Row(NamedTuple):
-    """The result of a check.
-
-    verdict: ok, slow, wrong, or unknown where nothing is known to compare with.
-    remedy: what to do if it is slow or wrong.
-    """
+    """The result of a check."""
 
     what: str
     found: str
     needed: str
-    verdict: str
-    remedy: str = ""
+    verdict: str  # ok, slow, wrong, or unknown where nothing is known to compare with
+    remedy: str = ""  # what to do if it is slow or wrong
 
     def __str__(self) -> str:
         row = f"{self.verdict:8} {self.what:26} {self.found:44} {self.needed}".rstrip()
@@ -63,29 +70,18 @@ class Row(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a config needs.
-
-    mesh: of all devices.
-    on_device: bytes of parameters and moments on each device.
-    checkpoint, checkpoints: bytes of a checkpoint, and of all that are there at once.
-    read_rate, write_rate: bytes in a second for batches, and for a checkpoint to be written before the next, if the
-        devices work at their peak; None if that isn't known.
-    """
+    """What a config needs, in bytes and bytes in a second; None where it isn't known."""
 
     mesh: Mesh
-    on_device: int
-    checkpoint: int
-    checkpoints: int
-    read_rate: float | None
-    write_rate: float | None
+    on_device: int | None = None  # parameters and moments
+    checkpoint: int | None = None
+    checkpoints: int | None = None  # all that are there at once
+    read_rate: float | None = None  # of batches, if the devices work at their peak
+    write_rate: float | None = None  # for a checkpoint to be written before the next one
 
 
 def needs_of(config: ConfigDict) -> Needs:
-    """What a complete config needs, by shapes.
-
-    Raises:
-        UserError: if its mesh doesn't suit the devices.
-    """
+    """What a complete config needs, by shapes; raises a UserError if its mesh doesn't suit the devices."""
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
     state = program.state_shapes
     frozen = bytes_of(program.frozen(state["params"]))  # saved once
@@ -93,198 +89,234 @@ def needs_of(config: ConfigDict) -> Needs:
     number = config.checkpoints_kept + 2 + (decay_start(config) is not None)  # with the best and one in the making
     seconds = utilisation(config, 1.0, list(program.mesh.devices.flat), min(program.depths))
     batch = config.batch_size * config.sequence_length * token_type(config.model.vocab_size).itemsize
-    rates = batch / seconds, checkpoint / seconds / config.checkpoint_every
-    rates = (None, None) if math.isnan(seconds) else rates
+    rates = (batch / seconds, checkpoint / seconds / config.checkpoint_every) if not math.isnan(seconds) else ()
     return Needs(program.mesh, size_of(state), checkpoint, number * checkpoint + frozen, *rates)
 
 
-def bytes_of(shapes: PyTree) -> int:
-    """The bytes of a tree of shapes, over all devices."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+def check(what: str, remedy: str, measure: Callable[[], Any], judge: Callable[[list], tuple[str, str, str]]) -> Row:
+    """The row of a measurement on every process; wrong if it fails on one. All processes call this together.
+
+    Args:
+        judge: what was found, what is needed and the verdict, from the results of all processes.
+    """
+    try:
+        result = {"found": measure()}
+    except Exception as error:  # devices and cloud clients have many exceptions of their own
+        result = {"error": f"{type(error).__name__}: {reason_of(error)}"}
+    results = hosts.of_all(result)
+    errors = [f"process {number}: {each['error']}" for number, each in enumerate(results) if "error" in each]
+    if errors:
+        return Row(what, "; ".join(errors), "", "wrong", remedy)
+    return Row(what, *judge([each["found"] for each in results]), remedy)
 
 
-def failed(what: str, found: Sequence[dict], remedy: str) -> list[Row]:
-    """A row that says on which processes a measurement failed and why; none if it didn't."""
-    errors = [(number, each["error"]) for number, each in enumerate(found) if "error" in each]
-    said = "; ".join(f"process {number}: {error}" if len(found) > 1 else error for number, error in errors)
-    return [Row(what, said, "", "wrong", remedy)] if errors else []
-
-
-def judged(rate: float, needed: int | float | None) -> str:
-    """The verdict on a rate."""
-    return "unknown" if needed is None else "ok" if rate >= needed else "slow"
+def compared(found: int | float | None, needed: int | float | None, otherwise: str) -> str:
+    """The verdict on something of which there must be enough."""
+    return "unknown" if found is None or needed is None else "ok" if found >= needed else otherwise
 
 
 def amount(count: int | float) -> str:
     """A number of bytes as text, also a small one."""
-    return gigabytes(round(count)) if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 2}f} MB"
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 2}f} MB"
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it isn't there."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+
+
+def requirements(package: str) -> list[Requirement]:
+    """What a package requires of others; nothing if it isn't installed."""
+    found = map(Requirement, importlib.metadata.requires(package) or ()) if version_of(package) else ()
+    return [each for each in found if each.name in PLUGINS or not each.marker or each.marker.evaluate({"extra": ""})]
 
 
 def packages() -> list[Row]:
     """Whether the installed versions are those that this package, JAX and the rest of `PACKAGES` require."""
-    main = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax"))
-    if version_of("diffeqformer") is None:
-        return [Row("packages", main, "diffeqformer isn't installed: not known", "unknown")]
-    python, needed = platform.python_version(), importlib.metadata.metadata("diffeqformer")["Requires-Python"]
-    fits = SpecifierSet(needed).contains(python, prereleases=True)
-    rows = [Row("Python", python, needed, "ok" if fits else "wrong", "make the environment with such a Python")]
     count, wrong = 0, []
-    for package in ("diffeqformer", *filter(version_of, PACKAGES)):
-        for requirement, optional in requirements(package):
+    for package in PACKAGES:
+        for requirement in requirements(package):
             name, wanted, found = requirement.name, requirement.specifier, version_of(requirement.name)
             count += 1
-            if found and not wanted.contains(found, prereleases=True) or not (found or optional):
+            if found and not wanted.contains(found, prereleases=True):
                 remedy = f"pip install '{name}{wanted}'; constraints.txt has versions that work together"
-                wrong.append(Row(name, found or "absent", f"{wanted or 'any version'}, by {package}", "wrong", remedy))
-    return rows + (wrong or [Row("packages", main, f"{count} requirements", "ok")])
+                wrong.append(Row(name, found, f"{wanted}, by {package}", "wrong", remedy))
+    main = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax"))
+    return wrong or [Row("packages", main, f"{count} requirements", "ok")]
 
 
-def versions(found: Sequence[dict]) -> list[Row]:
-    """Whether all processes have what process 0 has (`measure.installed`)."""
-    what, needed, remedy = "versions of processes", "the same on all", "install the same on all hosts"
-    rows = failed(what, found, remedy)
-    for name in () if rows else found[0]:
-        others = [f"{each[name]} on {number}" for number, each in enumerate(found) if each[name] != found[0][name]]
-        if others:
-            said = f"{name}: {found[0][name]} on 0, {', '.join(others)}"
-            rows.append(Row(what, said, needed, "wrong", remedy))
-    return rows or [Row(what, f"{len(found[0])} alike on {len(found)} processes", needed, "ok")]
+def installed() -> dict[str, str]:
+    """The versions of Python and of packages that this one requires, and a hash of its own code."""
+    code, folder = hashlib.sha256(), pathlib.Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        code.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    names = {requirement.name for requirement in requirements("diffeqformer")} | {*PACKAGES, "libtpu"}
+    versions = {name: version_of(name) or "absent" for name in sorted(names)}
+    return {"Python": platform.python_version(), "the code": code.hexdigest()[:12], **versions}
 
 
-def clocks(rounds: Iterable[Sequence[float]]) -> Row:
-    """Whether the clocks of all processes agree, in the closest of some rounds (`measure.times_after_barrier`)."""
-    times = min(rounds, key=lambda times: max(times) - min(times))
+def alike(found: Sequence[dict[str, str]], same: str) -> tuple[str, str, str]:
+    """Whether all processes have what process 0 has, such as versions or devices; `same` describes it."""
+    apart = []
+    for name, own in found[0].items():
+        if others := [f"{each[name]} on {number}" for number, each in enumerate(found) if each[name] != own]:
+            apart.append(f"{name}: {own} on 0, {', '.join(others)}")
+    return "; ".join(apart) or same, "the same on all", "wrong" if apart else "ok"
+
+
+def times_after_barriers() -> list[float]:
+    """What the clock of this process says after each of some barriers. All processes call this together."""
+    times = []
+    for _ in range(4):  # the first one compiles
+        multihost_utils.sync_global_devices("the clocks")
+        times.append(time.time())
+    return times
+
+
+def clocks(found: Sequence[Sequence[float]]) -> tuple[str, str, str]:
+    """Whether the clocks of all processes agree after the barrier that they left closest to one another."""
+    times = min(zip(*found), key=lambda times: max(times) - min(times))
     spread, middle = max(times) - min(times), statistics.median(times)
     furthest = max(range(len(times)), key=lambda number: abs(times[number] - middle))
-    wrong = spread > CLOCKS
-    found = f"{spread:.2f} s apart" + f", process {furthest} the furthest" * wrong
-    remedy = "let the hosts' clocks follow a time server (chrony, ntpd)"
-    return Row("clocks of processes", found, f"within {CLOCKS:g} s", "wrong" if wrong else "ok", remedy)
+    said = f"{spread:.2f} s apart, process {furthest} the furthest"
+    return said, f"within {CLOCKS:g} s", "wrong" if spread > CLOCKS else "ok"
 
 
-def devices(found: Sequence[dict]) -> list[Row]:
-    """Whether all processes have devices like those of process 0 (`measure.own_devices`)."""
-    if rows := failed("devices", found, "see that no other program has them"):
-        return rows
-    says = [f"{each['number']} x {each['kind']}" for each in found]
-    others = [f"{said} on {number}" for number, said in enumerate(says) if said != says[0]]
-    total = f"{sum(each['number'] for each in found)} x {found[0]['kind']}, on {len(found)} process"
-    total += "es" * (len(found) > 1)
-    said = f"{says[0]} on 0, {', '.join(others)}" if others else total
-    remedy = "use hosts with the same devices, all of them visible"
-    return [Row("devices", said, "the same on all", "wrong" if others else "ok", remedy)]
-
-
-def memory(found: Sequence[dict], needed: int | None) -> Row:
-    """Whether `needed` bytes of a state fit into the free memory of each device (`measure.own_devices`)."""
-    free = min((each["free"] for each in found if each.get("free") is not None), default=None)
+def memory(found: Sequence[int | None], needed: int | None) -> tuple[str, str, str]:
+    """Whether the state fits into the free memory of each device."""
+    free = None if None in found else min(found)
     said = "not known" if free is None else f"{amount(free)} free on each"
-    state = "" if needed is None else f"{amount(needed)} for the state alone"
-    verdict = "unknown" if free is None or needed is None else "ok" if free >= needed else "wrong"
-    remedy = "end what else takes memory there, or spread the state over more devices (config.mesh.fsdp)"
-    return Row("memory of devices", said, state, verdict, remedy)
+    return said, f"{amount(needed)} for the state alone" if needed else "", compared(free, needed, "wrong")
 
 
-def products(found: Sequence[dict], peak: float | None) -> list[Row]:
-    """Whether the slowest device multiplies as fast as it should (`measure.product_rates`)."""
-    remedy = "see that nothing else runs there and that the chip isn't throttled, or replace the host"
-    if rows := failed("matmul", found, remedy):
-        return rows
-    rate, process = min((min(each["rates"]), number) for number, each in enumerate(found))
-    said = f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.0f} GFLOP/s"
-    said += f" on process {process}" * (len(found) > 1)
+def seconds_of(call: Callable[[], jax.Array]) -> float:
+    """The median time of a call, after one that compiles."""
+    times = timeit.repeat(lambda: jax.block_until_ready(call()), number=1, repeat=6)
+    return statistics.median(times[1:])
+
+
+def slowest_product() -> float:
+    """FLOP/s of large products in bfloat16 on this process's slowest device; on CPUs in float32, on one of them."""
+    on_cpu = jax.default_backend() == "cpu"
+    size, dtype = (512, jnp.float32) if on_cpu else (8192, jnp.bfloat16)
+    draw = jax.jit(lambda key: (jax.random.normal(key, (size, size)) / math.sqrt(size)).astype(dtype))
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, LOOPS, lambda _, y: x @ y, x))
+    seconds = []
+    for device in jax.local_devices()[: 1 if on_cpu else None]:
+        with jax.default_device(device):
+            matrix = draw(jax.random.key(0))
+        seconds.append(seconds_of(lambda: multiply(matrix)))
+    return LOOPS * 2 * size**3 / max(seconds)
+
+
+def products(found: Sequence[float], peak: float | None) -> tuple[str, str, str]:
+    """Whether the slowest device multiplies as fast as it should (`slowest_product`)."""
+    rate = min(found)
+    said = f"{rate / 1e12:,.2f} TFLOP/s on process {found.index(rate)}"
     needed = f"{MATMUL:.0%} of {peak / 1e12:,.0f} TFLOP/s" if peak else ""
-    return [Row("slowest matmul", said, needed, judged(rate, peak and MATMUL * peak), remedy)]
+    return said, needed, compared(rate, peak and MATMUL * peak, "slow")
 
 
-def link_of(devices: list) -> float | None:
-    """Bytes in a second over the slowest link among some devices; None if the chip's aren't known."""
-    chip = next((chip for chip in TPUS.values() if chip.name == devices[0].device_kind), None)
-    return chip and (chip.network_rate if number_of_slices(devices) > 1 else chip.link_rate)
+def seconds_of_all_reduce(mesh: Mesh, axis: str, size: int) -> float:
+    """The time in which all devices take the mean of `size` bytes over an axis. All processes call this together."""
+    spec, shape = PartitionSpec(mesh.axis_names), (mesh.size * size // 4,)
+    array = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=NamedSharding(mesh, spec))()
+
+    def reduce(x):
+        return jax.lax.fori_loop(0, LOOPS, lambda _, y: jax.lax.pmean(y, axis), x)
+
+    call = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return seconds_of(lambda: call(array)) / LOOPS
 
 
-def reduction(axis: str, number: int, size: int, seconds: float, link: float | None) -> Row:
-    """Whether an all-reduce of `size` bytes over the devices of an axis is as fast as its links.
-
-    In a ring of n devices, each one sends and receives 2(n - 1)/n of the bytes.
-    """
-    rate = 2 * (number - 1) / number * size / seconds
-    needed = f"{ALL_REDUCE:.0%} of a link's {amount(link)}/s" if link else ""
-    remedy = "see that these devices are joined by their fast network, and that nothing else uses it"
-    verdict = judged(rate, link and ALL_REDUCE * link)
-    return Row(f"all-reduce over {axis}", f"{amount(rate)}/s, {counted(number, 'device')}", needed, verdict, remedy)
-
-
-def reductions(mesh: Mesh) -> Iterator[Row]:
+def all_reduces(mesh: Mesh) -> Iterator[Row]:
     """A row for each axis with several devices. All processes call this together."""
-    size = 2**20 if jax.default_backend() == "cpu" else 2**25
+    size = 2**20 if jax.default_backend() == "cpu" else 2**25  # bytes on each device
+    chip = next((chip for chip in TPUS.values() if chip.name == mesh.devices.flat[0].device_kind), None)
+    remedy = "see that these devices are joined by their fast network, and that nothing else uses it"
     for place, (axis, number) in enumerate(mesh.shape.items()):
         if number > 1:
-            line = np.moveaxis(mesh.devices, place, 0).reshape(number, -1)[:, 0]
-            seconds = measure.seconds_of_all_reduce(mesh, axis, size)
-            slowest = max(each["seconds"] for each in everywhere(lambda: {"seconds": seconds}))
-            yield reduction(axis, number, size, slowest, link_of(list(line)))
+            line = list(mesh.devices.swapaxes(0, place).reshape(number, -1)[:, 0])
+            link = chip and (chip.network_rate if number_of_slices(line) > 1 else chip.link_rate)
+            measure = functools.partial(seconds_of_all_reduce, mesh, axis, size)
+            judge = functools.partial(all_reduce, size=size, link=link, number=number)
+            yield check(f"all-reduce over {axis}", remedy, measure, judge)
 
 
-def disk(what: str, found: Sequence[dict], way: str, needed: int | float | None) -> list[Row]:
-    """Whether a folder is written or read fast enough by all processes at once (`measure.disk_rates`).
+def all_reduce(found: Sequence[float], size: int, number: int, link: float | None) -> tuple[str, str, str]:
+    """Whether an all-reduce is as fast as the links in a ring: a device sends and receives 2(n - 1)/n of the bytes."""
+    rate = 2 * (number - 1) / number * size / max(found)
+    needed = f"{ALL_REDUCE:.0%} of a link's {amount(link)}/s" if link else ""
+    return f"{amount(rate)}/s, {number} devices", needed, compared(rate, link and ALL_REDUCE * link, "slow")
 
-    Args:
-        way: write or read.
-        needed: bytes in a second, over all processes; None: not known.
-    """
-    remedy = "choose a faster disk, or a bucket in the region of the devices"
-    if rows := failed(what, found, "choose a folder that can be written and has room"):
-        return rows
+
+def existing(folder: os.PathLike | str) -> epath.Path:
+    """A folder that may be on gs://, or on this machine the nearest one above that exists: nothing is created."""
+    path = work_folder(folder)
+    return path if "://" in str(folder) else next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def disk_rates(folder: os.PathLike | str) -> dict[str, float]:
+    """Bytes in a second that this process writes to a folder and reads back. The file is gone afterwards."""
+    file, data, start = existing(folder) / f".doctor-{uuid.uuid4().hex}", os.urandom(FILE), time.perf_counter()
+    try:
+        file.write_bytes(data)
+        if "://" not in str(folder):
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+                if hasattr(os, "posix_fadvise"):  # to read from the disk and not from memory
+                    os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        middle = time.perf_counter()
+        read = file.read_bytes()
+        end = time.perf_counter()
+    finally:
+        file.unlink(missing_ok=True)
+    if read != data:
+        raise OSError("what was read isn't what was written")
+    return {"write": FILE / (middle - start), "read": FILE / (end - middle)}
+
+
+def disk(found: Sequence[dict[str, float]], way: str, needed: float | None) -> tuple[str, str, str]:
+    """Whether all processes at once write or read (the `way`) at the rate that is needed (`disk_rates`)."""
     rates = {name: len(found) * min(each[name] for each in found) for name in ("write", "read")}
     said = ", ".join(f"{name}s {amount(rate)}/s" for name, rate in rates.items())
-    return [Row(what, said, f"{way}s {amount(needed)}/s" if needed else "", judged(rates[way], needed), remedy)]
+    return said, f"{way}s {amount(needed)}/s" if needed else "", compared(rates[way], needed, "slow")
 
 
-def room(free: int | None, there: int, needs: Needs | None) -> Row:
-    """Whether a run's checkpoints fit.
-
-    Args:
-        free: bytes of the disk; None: it has no end, as on gs://.
-        there: bytes of checkpoints that are there already.
-    """
-    said = "no limit" if free is None else f"{amount(free)} free"
-    said += f", {amount(there)} of checkpoints" * bool(there)
-    if needs is None:
-        return Row("room for checkpoints", said, "", "unknown")
-    needed = f"{amount(needs.checkpoints)}, {amount(needs.checkpoint)} each"
-    wrong = free is not None and free + there < needs.checkpoints
-    remedy = "make room, use another --workdir, or keep fewer (config.checkpoints_kept)"
-    return Row("room for checkpoints", said, needed, "wrong" if wrong else "ok", remedy)
-
-
-def space(workdir: str) -> dict:
-    """Free bytes of the disk of a work folder, and those of checkpoints in it."""
+def space(workdir: str) -> list[int]:
+    """Free bytes of the disk of a work folder, and those of checkpoints in it. On gs://, room has no end."""
     if "://" in workdir:
-        return {"free": None, "there": 0}
+        return [2**63, 0]
     there = folder_of(workdir)
-    size = size_on_disk(there) if there.exists() else 0
-    return {"free": shutil.disk_usage(measure.existing(workdir)).free, "there": size}
+    return [shutil.disk_usage(existing(workdir)).free, size_on_disk(there) if there.exists() else 0]
 
 
-def folders(workdir: str, config: ConfigDict | None, needs: Needs | None) -> Iterator[Row]:
+def room(found: Sequence[Sequence[int]], needs: Needs) -> tuple[str, str, str]:
+    """Whether a run's checkpoints fit (`space`)."""
+    free, there = map(min, zip(*found))
+    said = "no limit" if free == 2**63 else f"{amount(free)} free"
+    said += f", {amount(there)} of checkpoints" * bool(there)
+    needed = f"{amount(needs.checkpoints)}, {amount(needs.checkpoint)} each" if needs.checkpoints else ""
+    return said, needed, compared(free + there, needs.checkpoints, "wrong")
+
+
+def folders(workdir: str, data: str | None, needs: Needs) -> Iterator[Row]:
     """Rows for the work folder, which all processes must share, and for the folder of token stores."""
-    found = everywhere(lambda: measure.disk_rates(workdir))
-    rows = disk("disk of --workdir", found, "write", needs and needs.write_rate)
-    yield from rows
-    if rows[0].verdict != "wrong":
+    faster = "choose a faster disk with room, or a bucket in the region of the devices"
+    what, rates = "disk of --workdir", lambda: disk_rates(workdir)
+    yield (row := check(what, faster, rates, lambda found: disk(found, "write", needs.write_rate)))
+    if row.verdict != "wrong":
         try:
-            hosts.check_shared(measure.existing(workdir))
+            hosts.check_shared(existing(workdir))
         except UserErrorEverywhere as error:
             said, _, remedy = str(error).partition("; ")
-            yield Row("disk of --workdir", said.removeprefix("--workdir: "), "one for all", "wrong", remedy)
-    found = everywhere(lambda: space(workdir))
-    rows = failed("room for checkpoints", found, "choose a folder that can be read")
-    free = min((each["free"] for each in found if each.get("free") is not None), default=None)
-    yield from rows or [room(free, found[0]["there"], needs)]
-    if config:
-        found = everywhere(lambda: measure.disk_rates(config.data.dir))
-        [row] = disk("disk of config.data.dir", found, "read", needs and needs.read_rate)
+            yield Row(what, said.removeprefix("--workdir: "), "one for all", "wrong", remedy)
+    remedy = "make room, use another --workdir, or keep fewer (config.checkpoints_kept)"
+    yield check("room for checkpoints", remedy, lambda: space(workdir), lambda found: room(found, needs))
+    if data:
+        what, rates = "disk of config.data.dir", lambda: disk_rates(data)
+        row = check(what, faster, rates, lambda found: disk(found, "read", needs.read_rate))
         yield row._replace(verdict="unknown") if row.verdict == "wrong" else row  # what is there needn't be written
 
 
@@ -299,36 +331,37 @@ def examine(config: ConfigDict | None, workdir: str, given: Set[str]) -> Iterato
     """
     work_folder(workdir)
     yield from packages()
-    many = jax.process_count() > 1
-    if many:
+    if jax.process_count() > 1:
         hosts.wait("the doctor")
-        yield from versions(everywhere(measure.installed))
-        yield clocks(measure.times_after_barrier())
-    found = everywhere(measure.own_devices)
-    yield from devices(found)
+        remedy = "install the same on all hosts"
+        yield check("versions of processes", remedy, installed, lambda found: alike(found, "the same"))
+        remedy = "let the hosts' clocks follow a time server (chrony, ntpd)"
+        yield check("clocks of processes", remedy, times_after_barriers, clocks)
+    own = jax.local_devices()
+    remedy = "use hosts with the same devices, all of them visible and free"
+    kind, total = own[0].device_kind, f"{jax.device_count()} x {own[0].device_kind}"
+    yield check("devices", remedy, lambda: {"devices": f"{len(own)} x {kind}"}, lambda found: alike(found, total))
     config = config and complete(config, workdir, given)
-    needs = config and needs_of(config)
-    yield memory(found, needs and needs.on_device)
-    yield from products(everywhere(measure.product_rates), peak_of(jax.devices()[0].device_kind))
-    yield from reductions(needs.mesh if needs else make_mesh())
-    yield from folders(workdir, config, needs)
+    needs = needs_of(config) if config else Needs(make_mesh())
+    remedy = "end what else takes memory there, or spread the state over more devices (config.mesh.fsdp)"
+    yield check("memory of devices", remedy, lambda: free_bytes(own), lambda found: memory(found, needs.on_device))
+    remedy = "see that nothing else runs there and that the chip isn't throttled, or replace the host"
+    yield check("slowest matmul", remedy, slowest_product, lambda found: products(found, peak_of(kind)))
+    yield from all_reduces(needs.mesh)
+    yield from folders(workdir, config and config.data.dir, needs)
 
 
 def report(rows: Iterable[Row]) -> None:
-    """Print rows as they come, and what they amount to.
-
-    Raises:
-        UserErrorEverywhere: if something is wrong.
-    """
+    """Print rows as they come, and what they amount to; if something is wrong, as a UserErrorEverywhere."""
     print(Row("check", "found", "needed", "verdict"), flush=True)
-    names = {"slow": [], "wrong": []}
+    verdicts = {}
     for row in rows:
         print(row, flush=True)
-        names.setdefault(row.verdict, []).append(row.what)
-    if names["wrong"]:
-        raise UserErrorEverywhere(f"{', '.join(dict.fromkeys(names['wrong']))}: wrong; do what the table above says")
-    slow = f", but this is slow: {', '.join(names['slow'])}" if names["slow"] else ""
-    print(f"Nothing is wrong{slow}")
+        verdicts[row.what] = row.verdict
+    wrong, slow = (", ".join(what for what, of in verdicts.items() if of == verdict) for verdict in ("wrong", "slow"))
+    if wrong:
+        raise UserErrorEverywhere(f"{wrong}: wrong; do what the table above says")
+    print(f"Nothing is wrong, but this is slow: {slow}" if slow else "Nothing is wrong")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from diffeqformer.parallel import hosts
 def argument_at_home(argument: str) -> str:
     """An argument of lm-eval's command line; if it has a path, with the home folder in place of ~."""
     name, equals, value = argument.partition("=")
-    return f"{name}={at_home(name, value)}" if equals and PATHS.fullmatch(name.lstrip("-")) else argument
+    return f"{name}={at_home(value)}" if equals and PATHS.fullmatch(name.lstrip("-")) else argument
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Orbax's v1 interface, as `ocp`, wherever a version keeps it: in 1.0 it is the package itself."""
+"""Orbax's v1 interface, as `ocp`: in 1.0 it is the package itself."""
 
 import asyncio
 import concurrent.futures
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 if not hasattr(ocp, "save_checkpointables"):
-    try:
-        from orbax.checkpoint import v1 as ocp
-    except ImportError:
-        from orbax.checkpoint.experimental import v1 as ocp
+    from orbax.checkpoint import v1 as ocp
 
 __all__ = ["awaited", "ocp"]
 
@@ -21,9 +19,5 @@ def awaited(coroutine: Coroutine) -> Any:
 
     `asyncio.run` isn't safe beside Orbax's saves in the background.
     """
-    loop = asyncio.new_event_loop()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            return thread.submit(loop.run_until_complete, coroutine).result()
-    finally:
-        loop.close()
+    with contextlib.closing(asyncio.new_event_loop()) as loop, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(loop.run_until_complete, coroutine).result()

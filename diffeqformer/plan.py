@@ -75,7 +75,11 @@ def main() -> None:
     config = program.config
     where = f"{SLICES.value} slices of {TOPOLOGY.value}" if SLICES.value > 1 else TOPOLOGY.value
     print(f"{title(config)} on {where}, {len(devices)} x {chip.name}\n{program.describe()}", flush=True)
-    programs = by_shapes(program) if on_gpus else compiled(config, program)
+    if on_gpus:  # the deepest train step, as no compiler has seen it
+        parts = train_step_by_shapes(program)
+        programs = [Planned(f"train step, {max(program.depths)} steps of depth", sum(parts.values()), parts)]
+    else:
+        programs = compiled(config, program)
     price = None if PRICE.value is None else PRICE.value / chip.devices
     plan = plan_of(config, program, programs, chip, SLICES.value, price)
     print(summary(config, plan))
@@ -86,11 +90,7 @@ def main() -> None:
 
 
 def check_options(on_gpus: bool) -> None:
-    """Check the options, before the minutes of compilation.
-
-    Raises:
-        UserError: for options that GPUs don't have, or files that can't be written.
-    """
+    """Check the options that GPUs don't have, and those of files, before the minutes of compilation."""
     of_tpus = {"dump": DUMP.value, "price_per_chip_hour": PRICE.value is not None, "slices": SLICES.value > 1}
     for option, given in of_tpus.items():
         if on_gpus and given:
@@ -100,12 +100,6 @@ def check_options(on_gpus: bool) -> None:
             with reachable(option, folder):
                 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-
-
-def by_shapes(program: Program) -> list[Planned]:
-    """The deepest train step, as no compiler has seen it."""
-    parts = train_step_by_shapes(program)
-    return [Planned(f"train step, {max(program.depths)} steps of depth", sum(parts.values()), parts)]
 
 
 def compiled(config: ConfigDict, program: Program) -> list[Planned]:

@@ -7,15 +7,10 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from diffeqformer.config_fields import CONFIG_FIELDS, traced_steps
-<<<<<<< HEAD
 from diffeqformer.data.texts import CORPORA
-from diffeqformer.depth.depths import chunk_length, longest_grid, trained_depths
-=======
-from diffeqformer.data import CORPUS_NAMES
 from diffeqformer.depth.depths import MOST_STEPS, chunk_length, longest_grid, trained_depths
 from diffeqformer.depth.weights import DepthWeights
 from diffeqformer.fields import FIELDS
->>>>>>> clear-training
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.solvers.solver import x_alone
 from diffeqformer.transformer import MODELS, vector_field
@@ -124,35 +119,15 @@ RULES = [
         "must be 0 for model.solver {c.model.solver}, which remembers more than states"),
     Rule("model.generate_chunk", lambda v, c: v < 2 or chunks_have_steps(c),
         "must be 0, 1, or no less than a divisor above 1 of model.num_steps and the steps at every depth of training "
-<<<<<<< HEAD
-        "(of shifted grids, which have one more, too), or else each chunk would be one step",
-    ),
-    Rule(
-        "kernels",
-        lambda v, c: v != "pallas" or not c.model.generate_chunk,
-        "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient",
-    ),
-    Rule(
-        "model.remat",
-        lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
-        "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})",
-    ),
-    Rule(
-        "data.task",
-        lambda v, c: v in CORPORA or c.data.module or c.data.train_files,
-        f"must be one of {', '.join(CORPORA)}, one that config.data.module adds, or a name for your "
-        "config.data.train_files",
-    ),
-=======
+from diffeqformer.data.texts import CORPORA
         "(of shifted grids, which have one more, too), or else each chunk would be one step"),
     Rule("kernels", lambda v, c: v != "pallas" or not c.model.generate_chunk,
         "must be auto or xla with model.generate_chunk ({c.model.generate_chunk}), which adds up each P's gradient"),
     Rule("model.remat", lambda v, c: v in ("step", "binomial", "reversible") or not c.model.generate_chunk,
         "must be step, binomial or reversible with model.generate_chunk ({c.model.generate_chunk})"),
-    Rule("data.task", lambda v, c: v in CORPUS_NAMES or c.data.module or c.data.train_files,
-        f"must be one of {', '.join(CORPUS_NAMES)}, one that config.data.module adds, or a name for your "
+    Rule("data.task", lambda v, c: v in CORPORA or c.data.module or c.data.train_files,
+        f"must be one of {', '.join(CORPORA)}, one that config.data.module adds, or a name for your "
         "config.data.train_files"),
->>>>>>> clear-training
     Rule("data.train_files", lambda v, c: not v or c.data.validation_files, "must come with data.validation_files"),
     Rule("data.validation_files", lambda v, c: not v or c.data.train_files, "must come with data.train_files"),
     Rule("data.tokenizer_file", lambda v, c: v or c.data.tokenizer not in ("sentencepiece", "huggingface"),

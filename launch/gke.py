@@ -88,27 +88,21 @@ def gpus_of(gpu: str) -> tuple[dict, dict]:
     return {"cloud.google.com/gke-accelerator": GPUS[kind]}, {"nvidia.com/gpu": int(number)}
 
 
-def tolerated(key: str) -> dict:
-    """A toleration of nodes that keep other pods away."""
-    return {"key": key, "operator": "Exists", "effect": "NoSchedule"}
-
-
 def pod(given: argparse.Namespace, where: dict, takes: dict, options: list[str]) -> dict:
     """The pod of one process, which has all chips of its node."""
-    [resource] = takes
-    tolerations = [tolerated(resource)]
+    tolerated = [*takes]  # nodes that keep other pods away
     if given.spot:
         where = {**where, "cloud.google.com/gke-spot": "true"}
-        tolerations.append(tolerated("cloud.google.com/gke-spot"))
+        tolerated.append("cloud.google.com/gke-spot")
     if given.flex_start:
         where = {**where, "cloud.google.com/gke-flex-start": "true"}
-        tolerations.append(tolerated("cloud.google.com/gke-queued"))
+        tolerated.append("cloud.google.com/gke-queued")
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": TO_SAVE,
         "shareProcessNamespace": True,  # the first process of a container ignores a SIGTERM that it has no handler for
         "nodeSelector": where,
-        "tolerations": tolerations,
+        "tolerations": [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tolerated],
         "containers": [
             {
                 "name": "main",

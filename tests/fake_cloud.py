@@ -29,7 +29,7 @@ exit "${STATUS:-0}"
 """
 RUN = """#!/usr/bin/env bash
 [[ $2 != diffeqformer.doctor ]] || { printf '%s|' "$@" >>examined; exit "${ILL:-0}"; }
-trap '/bin/sleep 0.5; [[ -n ${STUBBORN-} ]] || { touch saved; exit 143; }' TERM
+trap '/bin/sleep 0.5; touch saved; exit 143' TERM
 { cat said 2>/dev/null; printf '%s|' "$@"; } >saying; mv saying said # whole, or not there
 while [[ ! -e end ]]; do /bin/sleep 0.05; done
 """
@@ -39,7 +39,7 @@ KEYGEN = """#!/usr/bin/env bash
 if [[ $1 == -lf ]]; then echo "3072 SHA256:gcloud me (RSA)"; else [[ -z ${PASSPHRASE-} ]]; fi
 """
 AGENT = '#!/usr/bin/env bash\n[[ -n ${AGENT-} ]] || exit 2; echo "$AGENT"\n'
-SLEEP = '#!/usr/bin/env bash\nexec /bin/sleep "${SLEEP:-0.05}"\n'
+SLEEP = "#!/usr/bin/env bash\nexec /bin/sleep 0.05\n"
 VERBS = {"create", "describe", "delete", "ssh", "scp"}
 NEW = ["create", "describe", "ssh", "scp", "ssh", "ssh"]  # ask for a slice, wait, set it up, run
 

@@ -24,12 +24,12 @@ def get_config(model="gpt"):
 FILES = {"data__train_files": "a", "data__validation_files": "b", "data__tokenizer": "gpt2"}
 CONFIGS = {
     "raises": ("raise KeyError('x')", "the file can't be loaded, KeyError: 'x'"),
-    "is no Python": ("def (", "the file can't be loaded, SyntaxError: invalid syntax"),
-    "ends the process": ("import sys\ndef get_config(model='gpt'):\n    sys.exit(0)", "the file ended the process"),
-    "returns nothing": ("def get_config(model='gpt'):\n    pass", "the file's get_config must return a config"),
-    "has no get_config": ("x = 1", "the file can't be loaded, AttributeError: "),
+    "ends the process": (
+        "import sys\ndef get_config(model='gpt'):\n    sys.exit(3)",
+        "the file can't be loaded, SystemExit: 3",
+    ),
+    "returns nothing": ("def get_config(model='gpt'):\n    pass", "a config is needed, for example --config=tiny; a "),
     "changes a type": (f"{OURS}    config.steps = 3.5", "the file can't be loaded, TypeError: Could not override"),
-    "returns a list": ("def get_config(model='gpt'):\n    return [3]", "the file can't be loaded, AttributeError: "),
 }
 
 
@@ -66,15 +66,12 @@ def test_a_config_file(what, tmp_path, config_option):
     "changes, sentence",
     [
         ({"name": ""}, "name: must be printable text of 1 to 200"),
-        ({"data__task": "a" * 300}, "data.task: must be a name of letters"),
-        *(
-            (FILES | {f"data__{name}": "here,gs://a/b"}, f"data.{name}: must be on this machine's disk, and not a URL")
-            for name in ("train_files", "validation_files", "tokenizer_file")
+        (
+            FILES | {"data__train_files": "here,gs://a/b"},
+            "data.train_files: must be on this machine's disk, and not a URL",
         ),
         ({"model__num_steps": 10**8}, "model.num_steps: must be at most 65,536"),
-        ({"model__training_depths": "2,99999"}, "model.training_depths: must be "),
-        *(({name: 10**23}, rf"{name}: must be between -2\*\*31 and") for name in ("steps", "eval_every", "batch_size")),
-        ({"checkpoints_kept": -(2**31)}, r"checkpoints_kept: must be between -2\*\*31 and 2\*\*31, .* -2147483648$"),
+        ({"steps": 10**23}, r"steps: must be between -2\*\*31 and"),
     ],
 )
 def test_a_field(changes, sentence):
@@ -88,15 +85,8 @@ def test_a_field(changes, sentence):
         ("main", [b"--config=tiny", b"--workdir=\xff\xfe"], "--workdir=��: this argument must be valid UTF-8"),
         ("main", ["--config=tiny", "--workdir=http://host/run"], "--workdir: must be a folder of this machine or on"),
         ("generate", ["--prompt=a", "--num_steps=1000000000"], "num_steps: must be at most 65,"),
-        ("generate", ["--prompt=a", "--samples=1000000000"], "flag --samples=1000000000: "),
         ("generate", ["--prompt=a", f"--samples={'9' * 5000}"], "flag --samples=9"),
-        ("generate", ["--prompt=a", "--step=77"], "--step: must be best or the step of a checkpoint in "),
-        ("ode", ["--batch_size=0"], "flag --batch_size=0: 0 is not an integer in the range [1,"),
-        ("downstream", ["--shots="], "--shots: must name at least one, but it is empty"),
-        ("ode", ["--refinements=60"], "--refinements: must be at most "),
         ("ode", ["--output=gs://a/b", "--files=absent"], "--output: must be a folder of this "),
-        ("analyze", ["--times=1000000000"], "--times: must be at most 65,536, but it is 1000000000"),
-        ("inspect", ["--step=9" + 30 * "9"], "--step: must be best or the step of a checkpoint in "),
         ("inspect", ["--step=last"], "--step: must be best or the step of a checkpoint in "),
     ],
 )
@@ -111,10 +101,8 @@ def test_an_argument(name, arguments, sentence, run):
     "output, status, sentence",
     [
         (">&-", 0, ""),
-        (">&- 2>&-", 0, ""),
         (">/dev/full", 1, "diffeqformer: the output can't be written: No space left on device"),
         ("| head -c 1 >/dev/null", 1, "diffeqformer: the output was closed before its end"),
-        (">/dev/full 2>/dev/full", 1, ""),
     ],
 )
 def test_an_output(output, status, sentence, run, tmp_path):
@@ -131,8 +119,8 @@ def test_an_output(output, status, sentence, run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", [["-m", "diffeqformer.generate"], ["-m", "diffeqformer", "generate"]])
-def test_ctrl_c_while_imports_run_ends_the_process_at_once_and_silently(start):
+def test_ctrl_c_while_imports_run_ends_the_process_at_once_and_silently():
+    start = ["-m", "diffeqformer", "generate"]
     running = subprocess.Popen(
         [sys.executable, "-X", "importtime", *start, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

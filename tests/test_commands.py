@@ -2,15 +2,14 @@
 
 import subprocess
 import sys
-import types
 
 import pytest
 
 from diffeqformer.__main__ import COMMANDS, module_of, summary
-from diffeqformer.config import base_config, check_config, field_names
+from diffeqformer.config import base_config, field_names
 from diffeqformer.config_fields import CONFIG_FIELDS
 from diffeqformer.console.command_line import config_file, configs
-from diffeqformer.console.results import header, title
+from diffeqformer.console.results import title
 from helpers import ROOT, toy_config
 from runs import command
 
@@ -23,41 +22,17 @@ def test_every_command_is_listed_in_one_line():
     done = subprocess.run([sys.executable, "-m", "diffeqformer"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
-    assert all(10 < len(summary(name)) < 90 for name in COMMANDS)
     assert summary("generate") == "Generate text from a trained model"
     wrong = subprocess.run([sys.executable, "-m", "diffeqformer", "evalute"], cwd=ROOT, capture_output=True, text=True)
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "diffeqformer"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.returncode, done.stderr) == (1, "diffeqformer: the output can't be written: No space left on device\n")
-    assert (wrong.returncode, wrong.stderr) == (
-        1,
-        "diffeqformer: there is no command evalute; did you mean evaluate?\n",
-    )
+    said = "diffeqformer: there is no command evalute; did you mean evaluate?\n"
+    assert (wrong.returncode, wrong.stderr) == (1, said)
 
 
 HELP = {
     "main": ["config", "[no]help_config", "workdir", "coordinator"],
     "generate": ["workdir", "step", "prompt", "coordinator"],
-    "evaluate": ["workdir", "step", "solver", "process_id"],
-    "downstream": ["workdir", "step", "shots"],
-    "materialize": ["workdir", "step", "dtype"],
-    "import": ["from", "workdir", "kind"],
-    "export": ["workdir", "step", "num_steps", "to", "dtype"],
-    "push": ["from", "to", "[no]private"],
-    "analyze": ["workdir", "step", "parts"],
-    "ode": ["workdir", "step", "split", "refinements", "process_id"],
-    "inspect": ["workdir", "step", "[no]statistics"],
-    "prepare": ["config", "[no]help_config"],
-    "compare": ["output"],
     "plan": ["config", "topology", "slices"],
-    "doctor": ["config", "[no]help_config", "workdir", "coordinator"],
 }
-
-
-def test_every_command_but_lm_evals_own_has_help_here():
-    assert HELP.keys() == {*COMMANDS} - {"harness"}
 
 
 @pytest.mark.parametrize("name", HELP)
@@ -67,9 +42,9 @@ def test_help_shows_the_options_of_the_command_and_no_others(name):
         line = [sys.executable, "-m", "diffeqformer.plan", *arguments]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     else:
-        done = command(module_of(name), *arguments)
+        done = command(name, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"python -m diffeqformer.{module_of(name)} " in done.stdout.partition("\n  --")[0]
+    assert f"python -m diffeqformer.{name} " in done.stdout.partition("\n  --")[0]
     assert all(f"\n  --{option}: " in done.stdout for option in HELP[name])
     assert "--config:" in done.stdout or "config" not in HELP[name]
     assert "--alsologtostderr" not in done.stdout and "--jax" not in done.stdout
@@ -92,10 +67,7 @@ def test_a_config_is_named_by_its_name_or_path(tmp_path, monkeypatch):
     assert config_file("tiny:gpt") == "tiny:gpt"
 
 
-@pytest.mark.parametrize("rank, said", [(0, "toy, fine-tuned"), (2, "toy, fine-tuned (lora)")])
-def test_a_fine_tuned_run_has_a_heading_of_its_own(rank, said):
-    config = toy_config("discretized", base="runs/toy", model__lora_rank=rank, name="toy")
-    check_config(config, num_devices=8)
-    assert title(config) == said and title(toy_config()) == "toy"
-    opened = types.SimpleNamespace(config=config, step=0, about=types.SimpleNamespace(materialized_from=None))
-    assert header("runs/toy", opened)["title"] == said
+def test_a_fine_tuned_run_has_a_heading_of_its_own():
+    assert title(toy_config("discretized", base="runs/toy", name="toy")) == "toy, fine-tuned"
+    assert title(toy_config("discretized", base="runs/toy", name="toy", model__lora_rank=2)) == "toy, fine-tuned (lora)"
+    assert title(toy_config()) == "toy"

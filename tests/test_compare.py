@@ -10,7 +10,6 @@ from diffeqformer import compare
 from diffeqformer.console.progress import Progress, TensorBoard
 from diffeqformer.errors import UserError
 from helpers import save_params, toy_config
-from runs import command
 
 pytestmark = pytest.mark.fast
 
@@ -60,17 +59,11 @@ def test_runs_on_other_data_are_apart_and_warned_of(runs, capsys):
     pretend(runs / "elsewhere", {20: 2.0}, seed=5, data="another")
     ours, elsewhere = (compare.read_run(str(runs / name)) for name in ("ours-1", "elsewhere"))
     assert list(compare.grouped([ours, elsewhere])) == [f"toy: diffeqformer, data {n}" for n in ("hash", "another")]
-    fast = compare.read_run(str(runs / "fast"))
-    assert len(compare.grouped([ours, elsewhere, fast])) == 3  # by both the text and the rate
     compare.compare([ours.folder, elsewhere.folder], str(runs / "out"))
     assert "WARNING: these runs read different tokens" in capsys.readouterr().out
-    for name in ("easy", "hard"):
-        pretend(runs / name, {20: 2.0}, scored=name)
-    easy, hard = (compare.read_run(str(runs / name)) for name in ("easy", "hard"))
-    assert list(compare.grouped([easy, hard])) == [f"toy: diffeqformer, validation data {n}" for n in ("easy", "hard")]
-    compare.compare([easy.folder, hard.folder], str(runs / "out2"))
-    assert "WARNING: these runs read different tokens" in capsys.readouterr().out
-    compare.compare([easy.folder, ours.folder], str(runs / "out3"))  # of an earlier version, which had no such hash
+    pretend(runs / "hard", {20: 2.0}, scored="hard")
+    hard = compare.read_run(str(runs / "hard"))
+    compare.compare([hard.folder, ours.folder], str(runs / "out2"))  # ours is of an earlier version, without a hash
     said = capsys.readouterr().out
     assert "WARNING" not in said and "| toy: diffeqformer | 2 | 0, 1 |" in said
 
@@ -84,5 +77,3 @@ def test_a_run_whose_text_has_unknown_ids_is_left_out(tmp_path):
 def test_without_a_run_there_is_nothing_to_compare(tmp_path):
     with pytest.raises(UserError, match="^the folders of runs that were validated are needed, for example runs/"):
         compare.compare([str(tmp_path)], None)
-    refused = command("compare")
-    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "for example runs/*" in refused.stderr

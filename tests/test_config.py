@@ -168,7 +168,7 @@ def test_on_tpus_rows_are_cut_into_whole_tiles_by_the_axes_that_cut_them():
     heads = "^config.mesh.tensor: must cut the heads' width of a device .* as 1, 2, 4 would"
     with pytest.raises(UserError, match=heads):
         check(fsdp=1, tensor=8)
-    width = r"tensor: is 2, but no size cuts config.model.width .* make it a multiple of 32$"
+    width = r"fsdp: must cut config.model.width .* tiles \(16 rows\), but it is 2$"
     with pytest.raises(UserError, match=width):
         check(width=24, heads=2, fsdp=2, tensor=2)
 

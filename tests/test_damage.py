@@ -127,7 +127,7 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
     [record] = (hurt / "checkpoints" / "4" / "about").glob("data.json")
     record.write_text(record.read_text().replace('"steps": 6', '"steps": 7'))
     said = "hurt/checkpoints/6: this checkpoint can't be read: .*; restore its files"
-    with pytest.raises(UserError, match=f"{said}, or take the one before it with --step=4$"):
+    with pytest.raises(UserError, match=f"{said}, or choose another checkpoint$"):
         checkpoint.load(hurt)
     with pytest.raises(UserError, match=f"{said} or, if a running training has replaced it, start again$"):
         inspect_run(hurt)
@@ -151,7 +151,7 @@ def test_training_sets_damaged_checkpoints_aside_and_goes_on_from_the_one_before
 
     for step in (2, 4, 6):
         hurt_arrays(hurt / "checkpoints" / str(step))
-    with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files, as there is none before it$"):
+    with pytest.raises(UserError, match="hurt/checkpoints/2: .*; restore its files, or choose another checkpoint$"):
         loop.train(toy_config("gpt", **changes), hurt)
     assert {path.name for path in (hurt / "damaged").iterdir()} == {"6-metrics", "4", "6", "4-2", "6-2"}
 

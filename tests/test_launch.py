@@ -28,35 +28,30 @@ def test_a_slice_is_waited_for_until_it_lets_us_in(cloud):
     assert "WAITING_FOR_RESOURCES" in done.stdout and "waiting for ssh" in done.stdout
 
 
-@pytest.mark.parametrize("states", [["NONE", "PROVISIONING", "FAILED"], ["NONE", "ACTIVE", "FAILED"], ["FAILED"]])
+@pytest.mark.parametrize(
+    "states, verbs",
+    [
+        (["PROVISIONING", "PROVISIONING", "ACTIVE"], ["describe"] * 3 + ["ssh"]),  # interrupted before
+        (["DELETING", "DELETING", "NONE", "ACTIVE"], ["describe"] * 3 + NEW[:3]),
+    ],
+)
+def test_a_slice_is_asked_for_once_and_after_an_old_one_has_gone(cloud, states, verbs):
+    done, calls = cloud(TPU, "create", ZONE="z", SPOT="0", states=states)
+    assert done.returncode == 0 and verbs_of(calls) == verbs and not any("--spot" in call for call in calls)
+
+
+@pytest.mark.parametrize("states", [["NONE", "ACTIVE", "FAILED"], ["FAILED"]])
 def test_a_slice_that_fails_is_said(cloud, states):
     done, calls = cloud(TPU, "create", ZONE="z", states=states, doors=[255, 0])
     assert done.returncode == 1 and "the slice is FAILED" in done.stderr and "describe" in calls[-1]
 
 
 def test_the_runtime_follows_the_type(cloud):
-    for kind, runtime in (
-        ("v5litepod-8", "v2-alpha-tpuv5-lite"),
-        ("v5p-8", "v2-alpha-tpuv5"),
-        ("v6e-8", "v2-alpha-tpuv6e"),
-        ("tpu7x-8", "v2-alpha-tpu7-ubuntu2404"),
-    ):
+    for kind, runtime in (("v5p-8", "v2-alpha-tpuv5"), ("tpu7x-8", "v2-alpha-tpu7-ubuntu2404")):
         done, _ = cloud(TPU, "--dry-run", "create", ZONE="z", TYPE=kind)
         assert f"--accelerator-type={kind} --runtime-version={runtime} " in done.stderr
     done, calls = cloud(TPU, "create", ZONE="z", TYPE="v9-8")
     assert done.returncode == 1 and "RUNTIME: name the runtime of a v9-8" in done.stderr and not calls
-
-
-def test_an_interrupted_create_goes_on(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", states=["PROVISIONING", "PROVISIONING", "ACTIVE"])
-    assert done.returncode == 0, done.stderr
-    assert {*verbs_of(calls)} == {"describe", "ssh"} and "was requested already and is PROVISIONING" in done.stdout
-
-
-def test_a_slice_that_goes_is_waited_for_before_the_next_is_asked_for(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", SPOT="0", states=["DELETING", "DELETING", "NONE", "ACTIVE"])
-    assert done.returncode == 0 and verbs_of(calls) == ["describe"] * 3 + NEW[:3]
-    assert not any("--spot" in call for call in calls)
 
 
 def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
@@ -68,7 +63,7 @@ def test_a_wait_outlasts_a_network_that_fails_but_not_for_ever(cloud):
     assert "your login has expired" in done.stderr and verbs_of(calls)[-1] == "describe"
 
 
-@pytest.mark.parametrize("command", ["create", "resume", "delete"])
+@pytest.mark.parametrize("command", ["create", "delete"])
 def test_nothing_is_done_to_a_slice_of_unknown_state(cloud, command):
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
     done, calls = cloud(TPU, command, ZONE="z", states=["LOGIN", "ACTIVE"])
@@ -169,23 +164,17 @@ def test_a_number_that_another_process_has_got_is_no_run(cloud, host):
 
 
 def test_hosts_without_a_run_say_so(cloud, host, tmp_path):
-    for folder in (host.parent, tmp_path):  # set up or not
-        done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(folder))
-        assert done.returncode == 0 and done.stdout.endswith(": no run is in progress\n")
-        assert all(line.startswith("+ ") for line in done.stderr.splitlines())
-    (host / ".venv" / "bin" / "python").unlink()
-    for folder in (host.parent, tmp_path):  # set up in part, or not at all
-        for command in (["run", "--config=configs/large.py"], ["do", "evaluate"]):
-            done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(folder))
-            assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
+    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent))
+    assert done.returncode == 0 and done.stdout.endswith(": no run is in progress\n")
+    for command in (["run", "--config=configs/large.py"], ["do", "evaluate"]):
+        done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(tmp_path))
+        assert done.returncode == 1 and done.stderr.endswith(": not set up; use 'setup' first\n")
 
 
 @pytest.mark.parametrize(
     "states, verbs",
     [
         (["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"], ["describe", "describe", "delete", "describe", *NEW]),
-        (["FAILED", "FAILED", "DELETING", "NONE", "ACTIVE"], ["describe"] * 2 + ["delete"] + ["describe"] * 2 + NEW),
-        (["NONE", "NONE", "ACTIVE"], ["describe", "describe", *NEW]),
         (["ACTIVE", "ACTIVE", "ACTIVE"], ["describe", "describe", *NEW[1:]]),  # interrupted during its setup
     ],
 )
@@ -197,32 +186,14 @@ def test_a_preempted_run_gets_a_new_slice_and_the_same_options(cloud, states, ve
 
 
 @pytest.mark.parametrize("command, states", [("create", ["NONE", "ACTIVE"]), ("delete", ["ACTIVE"])])
-def test_another_slice_is_not_set_up(cloud, command, states):
+def test_another_slice_is_not_set_up_until_a_setup_succeeds(cloud, command, states):
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
     cloud(TPU, "setup", ZONE="z")
     cloud(TPU, command, ZONE="z", states=states)
-    done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
-    assert done.returncode == 0 and "scp" in verbs_of(calls)
-
-
-def test_a_setup_that_fails_is_not_done(cloud):
-    cloud(TPU, "run", "--config=configs/large.py", ZONE="z")
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3, BROKEN="scp")
     assert done.returncode == 1 and verbs_of(calls)[-1] == "scp"
     done, calls = cloud(TPU, "resume", ZONE="z", states=["ACTIVE"] * 3)
     assert done.returncode == 0 and verbs_of(calls)[-3:] == ["scp", "ssh", "ssh"]
-
-
-def test_a_slice_that_is_not_there_is_not_deleted(cloud):
-    done, calls = cloud(TPU, "delete", ZONE="z", states=["DELETING"])
-    assert done.returncode == 0 and verbs_of(calls) == ["describe"] and "the slice is DELETING" in done.stdout
-
-
-def test_the_commands_are_printed_from_any_folder():
-    done = subprocess.run(["bash", "../launch/tpu.sh"], capture_output=True, text=True, cwd=ROOT / "tests")
-    assert done.returncode == 2 and done.stderr == ""
-    assert "\n  launch/tpu.sh resume " in done.stdout and "on gs://" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("  PAUSE")
 
 
 def test_a_dry_run_calls_and_writes_nothing(cloud):
@@ -245,18 +216,10 @@ def test_a_dry_run_calls_and_writes_nothing(cloud):
     [
         (["create"], {}, "ZONE: name the zone"),
         (["create"], {"ZONE": "z", "SPOT": "yes"}, "SPOT: must be 1 or 0, but it is yes"),
-        (["run"], {"ZONE": "z", "DOCTOR": "no"}, "DOCTOR: must be 1 or 0, but it is no"),
-        (["create"], {"ZONE": "z", "SLICES": "0"}, "SLICES: must be a number of slices, but it is 0"),
-        (
-            ["create"],
-            {"ZONE": "z", "HOME": "/nowhere"},
-            "ssh: gcloud's key is missing; make it with 'ssh-keygen -t rsa",
-        ),
+        (["create"], {"ZONE": "z", "HOME": "/nowhere"}, "ssh: gcloud's key is missing; make it with 'ssh-keygen -t"),
         (["create"], {"ZONE": "z", "AGENT": "3072 SHA256:other"}, "ssh: the agent doesn't have gcloud's key"),
         (["resume"], {"ZONE": "z", "PASSPHRASE": "1"}, "ssh: the agent doesn't have gcloud's key"),
-        (["create", "now"], {"ZONE": "z"}, "create: takes no options, but got now"),
         (["run"], {"ZONE": "z"}, "run: give the options of diffeqformer.main"),
-        (["do"], {"ZONE": "z"}, "do: name a command, for example evaluate"),
         (["resume"], {"ZONE": "z"}, "resume: no run was started from this checkout"),
     ],
 )
@@ -265,15 +228,13 @@ def test_what_is_missing_is_one_sentence(cloud, arguments, settings, sentence):
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1 and calls == []
 
 
-@pytest.mark.parametrize("status, more", [(0, []), *((n, ["scontrol requeue 7"]) for n in (138, 143)), (1, [])])
+@pytest.mark.parametrize("status, more", [(0, []), (143, ["scontrol requeue 7"]), (1, [])])
 def test_a_job_that_was_told_to_stop_is_queued_again(cloud, status, more):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "5"}
     done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), **slurm)
     step, options = "srun --cpus-per-task=5 --kill-on-bad-exit=0 .venv/bin/python -m diffeqformer", "configs/large.py"
     doctor, program = f"{step}.doctor --undefok=verify --config={options}", f"{step}.main --config={options}"
     assert calls == [doctor, *[program] * (status == 0), *more] and done.returncode == status
-    done, calls = cloud("launch/slurm.sh", "--config=configs/large.py", STATUS=str(status), DOCTOR="0", **slurm)
-    assert calls == [program, *more] and done.returncode == status
 
 
 def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host):
@@ -287,12 +248,6 @@ def test_other_commands_run_on_all_hosts_unless_a_run_is_in_progress(cloud, host
     cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent))
     done, _ = cloud(TPU, *command, ZONE="z", HOST_FOLDER=str(host.parent))
     assert done.returncode == 1 and "a run is in progress, as process" in done.stderr
-
-
-def test_an_agent_that_has_the_key_is_enough(cloud):
-    key = "256 SHA256:other me\n3072 SHA256:gcloud me"
-    done, _ = cloud(TPU, "create", ZONE="z", states=["NONE", "ACTIVE"], AGENT=key, PASSPHRASE="1")
-    assert done.returncode == 0, done.stderr
 
 
 def test_several_slices_are_one_request_and_each_is_reached(cloud):
@@ -321,15 +276,3 @@ def test_slices_that_do_not_know_of_each_other_do_not_train(cloud, host, tmp_pat
     metadata.write_text("ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '0'\n")
     done, _ = cloud(TPU, "do", "evaluate", ZONE="z", SLICES="2", HOST_FOLDER=str(host.parent))
     assert done.returncode == 0, done.stderr
-
-
-def test_ssh_that_never_answers_is_not_waited_for_for_ever(cloud):
-    done, calls = cloud(TPU, "create", ZONE="z", states=["NONE", *["ACTIVE"] * 50], doors=[255] * 50)
-    assert done.returncode == 1 and "ssh failed 40 times in a row" in done.stderr and verbs_of(calls).count("ssh") == 40
-
-
-def test_a_run_that_does_not_end_is_not_waited_for_for_ever(cloud, host):
-    cloud(TPU, "run", "--config=configs/large.py", ZONE="z", HOST_FOLDER=str(host.parent), STUBBORN="1")
-    until((host / "said").exists)
-    done, _ = cloud(TPU, "stop", ZONE="z", HOST_FOLDER=str(host.parent), SLEEP="0")
-    assert done.returncode == 1 and "has not ended in 10 minutes" in done.stderr

@@ -138,7 +138,7 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", fails)
-        with pytest.raises(UserError, match="a checkpoint can't be written: no space left"):
+        with pytest.raises(UserError, match="a checkpoint can't be written or deleted: no space left"):
             materialize(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp.training.Checkpointer, "wait", interrupted)

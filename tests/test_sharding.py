@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from diffeqformer.config import check_config
 from diffeqformer.errors import UserError
 from diffeqformer.parallel.fit import generator_parts
 from diffeqformer.parallel.mesh import AXES, divide_generator, make_mesh
 from diffeqformer.training import step
 from diffeqformer.training.step import Program
 from diffeqformer.transformer import new_model, split_model
-from helpers import ONE_DEVICE, load_config, run_steps, tokens_of, toy_config
+from helpers import ONE_DEVICE, run_steps, tokens_of, toy_config
 
 AT_TWO_DEPTHS = {"model__solver": "heun", "model__training_depths": "2,3", "microbatches": 2, "seed": 1}
 ALL_OF_LLAMA = {"model__key_value_heads": 2, "model__biases": "all", "model__tied_head": True}
@@ -157,20 +156,6 @@ def test_the_state_is_shared_and_stays_in_place(shape, width, shares):
     memory = program.train_step.lower(state, jax.ShapeDtypeStruct((16, 16), "int32")).compile().memory_analysis()
     assert size <= memory.argument_size_in_bytes < 1.01 * size + 1000
     assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes - 1000
-
-
-def test_rows_are_cut_into_whole_tiles_on_tpus():
-    config = load_config("large")
-    config.mesh.update(data=-1, fsdp=16, tensor=1)
-    check_config(config, 64, "tpu")
-    config.mesh.fsdp = 64  # 20 rows each
-    with pytest.raises(UserError, match=r"^config.mesh.fsdp: must cut config.model.width \(1280\) .*, 8, 16 would"):
-        check_config(config, 64, "tpu")
-    check_config(config, 64, "gpu")
-    config.mesh.update(fsdp=1, tensor=32)
-    config.model.heads = 32
-    with pytest.raises(UserError, match=r"^config.mesh.tensor: must cut the heads' width .* \(40\) .*, 8, 16 would"):
-        check_config(config, 32, "tpu")
 
 
 def test_copies_of_a_model_divide_its_generator_into_whole_tiles():

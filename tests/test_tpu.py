@@ -113,16 +113,6 @@ def test_a_run_of_drawn_depths_is_planned_whole(drawn):
     assert some["cycles_alone"] > 1.3 * few["cycles_alone"]
 
 
-def test_twice_the_batch_takes_twice_as_long_but_for_the_parameters(drawn, tmp_path):
-    once = milliseconds(drawn, 8)
-    twice = milliseconds(planned(tmp_path, *SHORT, "--config.batch_size=64"), 8)
-    for what in ("attention", "loss", "depth forward, products", "depth backward, products"):
-        assert twice[what] == pytest.approx(2 * once[what], rel=0.1)
-    assert twice["update"] == pytest.approx(once["update"], rel=0.01)
-    # More than half of the generator's 0.06 ms are small instructions, which are fused differently with another batch.
-    assert twice["generator"] == pytest.approx(once["generator"], rel=0.1)
-
-
 def test_a_large_product_takes_little_longer_than_at_peak():
     shares = json.loads(said_by("tests/matmul_process.py"))
     assert shares == pytest.approx({"v5e": 0.98, "v5p": 0.98, "v6e": 0.89, "tpu7x": 0.94}, abs=0.02)

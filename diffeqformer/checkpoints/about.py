@@ -7,36 +7,20 @@ from diffeqformer.data.seals import sealed, unsealed
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The metadata stored in a checkpoint.
-
-    Args:
-        config: the run's config as a plain dictionary.
-        tokenizer: name of the tokenizer.
-        tokenizer_data: the result of `Tokenizer.save`; empty if the name is enough.
-        base: the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run; None: random.
-        data_sha256: hash of the training split's ids; validation_sha256: of the validation split's, or empty if an
-            earlier version saved it.
-        store: the folder of the token store, in full; None: an earlier version saved it.
-        validation_due: whether this state has not been validated yet. If so, the next process does this first.
-        materialized_from: `workdir`, `step` and `model` (a config) of the source run; of an imported model, the folder
-            and the step 0; None for a run itself.
-        time_spent: where the run's time went until this state (`diffeqformer.training.goodput`); None: not recorded.
-        earlier_rates: higher peak rates that a run with the schedule `wsd` had, by the last step of each; None: none.
-        checksums: of the saved arrays, by path (`checksums`); None: an earlier version, or not yet saved.
-    """
+    """The metadata stored in a checkpoint. None: an earlier version saved it, or there is none."""
 
     config: dict
-    tokenizer: str
-    tokenizer_data: str = ""
-    base: dict | None = None
-    data_sha256: str = ""
-    validation_sha256: str = ""
-    store: str | None = None
-    validation_due: bool = False
-    materialized_from: dict | None = None
-    time_spent: dict | None = None
-    earlier_rates: dict | None = None
-    checksums: dict | None = None
+    tokenizer: str  # its name
+    tokenizer_data: str = ""  # the result of `Tokenizer.save`; empty if the name is enough
+    base: dict | None = None  # the origin of the initial weights: `workdir`, `step` and `data_sha256` of another run
+    data_sha256: str = ""  # hash of the training split's ids
+    validation_sha256: str = ""  # of the validation split's, or empty if an earlier version saved it
+    store: str | None = None  # the folder of the token store, in full
+    validation_due: bool = False  # whether the next process must validate this state first
+    materialized_from: dict | None = None  # `workdir`, `step` and `model` (a config) of the source run or folder
+    time_spent: dict | None = None  # where the run's time went until this state (`diffeqformer.training.goodput`)
+    earlier_rates: dict | None = None  # higher peak rates that a run with the schedule `wsd` had, by their last steps
+    checksums: dict | None = None  # of the saved arrays, by path (`checksums`)
 
     def to_json(self) -> dict:
         """The fields that have a value, sealed."""

@@ -11,7 +11,6 @@ on any machine without other files. A materialized model (`diffeqformer.material
 import contextlib
 import dataclasses
 import functools
-import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from diffeqformer.data.tokenizers import Tokenizer, restore_tokenizer
 from diffeqformer.errors import Stopped, UserError, out_of_memory, reachable, reason_of
 from diffeqformer.orbax import awaited, ocp
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import check_free
+from diffeqformer.parallel.memory import check_free, placed
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.parallel.sharding import shardings
 from diffeqformer.transformer import (
@@ -108,12 +107,9 @@ def written(checkpoints: ocp.training.Checkpointer) -> Iterator[None]:
     except Exception as error:  # from the file system, TensorStore or another host
         if out_of_memory(error):
             raise
-        what, others = "a checkpoint can't be written", "earlier ones"
-        if any(frame.name == "rmtree" for frame in traceback.extract_tb(error.__traceback__)):  # Orbax's, after a save
-            what, others = "an old checkpoint can't be deleted", "newer ones"
         raise UserError(
-            f"{checkpoints.directory}: {what}: {reason_of(error)}; {others} are untouched, and the same command "
-            "resumes from the newest"
+            f"{checkpoints.directory}: a checkpoint can't be written or deleted: {reason_of(error)}; the others are "
+            "untouched, and the same command resumes from the newest"
         ) from error
 
 
@@ -255,10 +251,6 @@ def restore_frozen(workdir: epath.PathLike, abstract: dict, base: dict) -> dict:
     return params
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, saved: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, saved.dtype, sharding=sharding)
-
-
 def load(workdir: epath.PathLike, mesh: Mesh | None = None, step: Step = None, of: str = "--workdir") -> Checkpoint:
     """Open a checkpoint of a run, or a materialized model. Nothing is written, so the run may still be training.
 
@@ -277,23 +269,23 @@ def _load(workdir: epath.PathLike, mesh: Mesh | None, step: Step, of: str) -> Ch
     graph, params = split_model(model)
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        placed = jax.tree.map(lambda _: device, params)
+        places = jax.tree.map(lambda _: device, params)
     else:
-        placed = shardings(divide_copies(model, mesh), partition_specs(model))
+        places = shardings(divide_copies(model, mesh), partition_specs(model))
     trained, frozen = (select(params, lambda path, of=of: model.trains(path) == of) for of in (True, False))
     replaced = "start again, with the newest checkpoint"  # a running training removes old ones
     with readable(folder, step, "" if step == max(steps_of(folder), default=step) else replaced):
-        target = jax.tree.map(_placed, trained, saved_tree(folder, step, "params"), select(placed, model.trains))
+        saved = saved_tree(folder, step, "params")
+        target = jax.tree.map(lambda leaf, saved: leaf.update(dtype=saved.dtype), trained, saved)
+        target = placed(target, select(places, model.trains))
         parts = 1 if mesh is None else mesh.size  # at most, as not every array is divided
         check_free(f"{workdir}: its parameters", [target, frozen], 1 / parts, "use a machine with more memory")
         restored = ocp.load(folder / str(step), target, checkpointable_name="params")
         checksums.check({"params": restored}, about.checksums)
         tokenizer = restore_tokenizer(about.tokenizer, about.tokenizer_data)
     if frozen:
-        rest = select(placed, lambda path: not model.trains(path))
-        restored = merge_trees(
-            restored, restore_frozen(workdir, jax.tree.map(_placed, frozen, frozen, rest), about.base)
-        )
+        rest = placed(frozen, select(places, lambda path: not model.trains(path)))
+        restored = merge_trees(restored, restore_frozen(workdir, rest, about.base))
     check_parameters(restored, f"{workdir}, checkpoint {step}")
     return Checkpoint(step, config, nnx.merge(graph, restored), tokenizer, about)
 

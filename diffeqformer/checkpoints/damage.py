@@ -48,11 +48,7 @@ def damaged_records(folder: epath.Path) -> tuple[list[Damaged], tuple[int, About
 
 
 def newest_readable(workdir: epath.PathLike) -> tuple[About, ConfigDict] | None:
-    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None if there is no checkpoint.
-
-    Raises:
-        Damaged: if they can't be read.
-    """
+    """The metadata and config of the newest checkpoint whose metadata aren't damaged; None without a checkpoint."""
     folder = folder_of(workdir)
     _, newest = damaged_records(folder)
     if newest is None:

@@ -65,11 +65,9 @@ def folder_of(workdir: epath.PathLike, name: str = "checkpoints") -> epath.Path:
 
 
 def open_checkpoints(folder: epath.Path, kept: int, always: int | None = None) -> ocp.training.Checkpointer:
-    """The checkpoints in a folder, for writing.
+    """The checkpoints in a folder, for writing in the background. The remains of an interrupted save are removed.
 
     Kept are the newest `kept`, the one that validated best, and that of the step `always`.
-
-    Saves run in the background. The remains of an interrupted save are removed.
     """
     policies = ocp.training.preservation_policies
     loss = operator.itemgetter("loss")
@@ -92,19 +90,17 @@ def begin_save(checkpoints: ocp.training.Checkpointer, step: int, items: dict, v
     """
     checkpoints.wait()  # Orbax itself would wait too late
     saving = checkpoints.save_checkpointables_async(step, items, force=True, metrics=validation)
-    threading.Thread(target=_end, args=(saving,), daemon=True).start()
 
+    def end() -> None:
+        with contextlib.suppress(Exception):
+            saving.result()
 
-def _end(saving) -> None:
-    """Let a save's own thread and event loop end, which Orbax would keep."""
-    with contextlib.suppress(Exception):
-        saving.result()
+    threading.Thread(target=end, daemon=True).start()  # a save's own thread and event loop, which Orbax would keep
 
 
 def newest(checkpoints: ocp.training.Checkpointer) -> int | None:
     """The training step of the newest complete checkpoint; None if there is none."""
-    latest = checkpoints.latest
-    return latest.step if latest else None
+    return checkpoints.latest.step if checkpoints.latest else None
 
 
 @contextlib.contextmanager
@@ -187,19 +183,10 @@ def readable(folder: epath.Path, step: int, remedy: str = "") -> Iterator[None]:
             error = error.__cause__  # Orbax hides what went wrong, even an interrupt, behind errors of its own
         if out_of_memory(error) or not isinstance(error, Exception):
             raise error from None
-        remedy = "see that it can be read, and start again" if _passes(error) else remedy or _remedy(folder, step)
+        remedy = remedy or "restore its files, or choose another checkpoint"
+        remedy = "see that it can be read, and start again" if _passes(error) else remedy
         message = f"{folder / str(step)}: this checkpoint can't be read: {reason_of(error)}; {remedy}"
         raise Damaged(message, folder, step) from error
-
-
-def _remedy(folder: epath.Path, step: int) -> str:
-    try:
-        before = older(folder, step)
-    except UserError:
-        return "restore its files"
-    if before is None:
-        return "restore its files, as there is none before it"
-    return f"restore its files, or take the one before it with --step={before}"
 
 
 def validation_of(folder: epath.Path, step: int) -> dict | None:
@@ -234,8 +221,7 @@ def set_validations_aside(folder: epath.Path) -> None:
 def set_aside(folder: epath.Path, step: int) -> epath.Path:
     """Move a damaged checkpoint out of the folder, so that training can go on from the one before it.
 
-    Returns:
-        its new path: <workdir>/damaged/<step>, with a number if there already is such a one.
+    Returns its new path: <workdir>/damaged/<step>, with a number if there already is such a one.
     """
     return move_aside(folder / str(step), folder.parent / "damaged", str(step))
 

@@ -25,27 +25,18 @@ CHUNK_BYTES = 2**26
 64 MiB: a few chunks fit into any memory. On a mesh, Orbax cuts a shard along the axis that is sharded already. With
 smaller chunks, those of the last axis would become slivers, which are slow to copy.
 """
-
-BYTES_AT_ONCE = 2**28
-"""How much of an array is read at a time."""
-
-MOST_BLOCKS = 2**20
-"""In how many parts an array is read at most."""
+BYTES_AT_ONCE = 2**28  # how much of an array is read at a time
+MOST_BLOCKS = 2**20  # in how many parts an array is read at most
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array on disk. Indexing reads a part of it.
-
-    Args:
-        reading: the context in which it is read, which may translate errors.
-        name, checksum: those under which it was saved (`checksums`); None: of an earlier version.
-    """
+    """An array on disk. Indexing reads a part of it."""
 
     store: ts.TensorStore
-    reading: Callable[[], AbstractContextManager]
-    name: str = ""
-    checksum: str | None = None
+    reading: Callable[[], AbstractContextManager]  # the context in which it is read, which may translate errors
+    name: str = ""  # under which it was saved (`checksums`)
+    checksum: str | None = None  # None: of an earlier version
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +51,6 @@ class StoredArray:
         return self.store.size * self.dtype.itemsize
 
     def __getitem__(self, index) -> np.ndarray:
-        """A part of the array."""
         largest = max(self.store[index].size, math.prod(self.store.chunk_layout.read_chunk.shape or ()))
         needed = largest * self.dtype.itemsize
         part, remedy = f"{self.name}: a part of it", "use a machine with more memory"

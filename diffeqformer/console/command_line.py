@@ -50,7 +50,7 @@ def configs() -> dict[str, pathlib.Path]:
 
 def config_file(text: str) -> str:
     """The value of --config with a path in place of a config's name."""
-    text = at_home("--config", text)
+    text = at_home(text)
     name, colon, model = text.partition(":")
     if pathlib.Path(name).is_file():
         return text
@@ -60,15 +60,6 @@ def config_file(text: str) -> str:
     what = "file" if name.endswith(".py") or "/" in name else "config"
     hint = did_you_mean(pathlib.PurePath(name).stem, known) or f"; name a file, or one of {', '.join(sorted(known))}"
     raise UserError(f"--config: there is no {what} {name}{hint}")
-
-
-def check_text(arguments: list[str]) -> None:
-    """Check that all arguments are UTF-8."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{argument}: this argument must be valid UTF-8") from None
 
 
 def parse_flags(arguments: list[str], positional: bool = False) -> list[str]:
@@ -85,25 +76,20 @@ def parse_config(arguments: list[str], check: Callable[[list[str]], None]) -> li
     try:
         rest = parse_flags(_with_config_file(arguments))
         if flags.FLAGS.config is None:
-            given = any(re.match("--?config(=|$)", argument) for argument in arguments)
-            if given:
-                raise UserError("--config: the file's get_config must return a config")
-            raise UserError("--config: a config is needed, for example --config=tiny")
+            raise UserError("--config: a config is needed, for example --config=tiny; a file's get_config returns one")
         flags.FLAGS.config.to_dict()  # a file that can't be loaded raises its error here
         return rest
     except UserError:
         raise
-    except flags.Error as error:  # it contains the whole traceback if the file raised an error
-        *before, last = str(error).strip().splitlines()
-        if not before:
-            raise
+    except (Exception, SystemExit) as error:  # the user's config file can raise anything
+        *before, last = str(error).strip().splitlines() or [""]
+        said = f"{type(error).__name__}: {last.strip()}"
+        if isinstance(error, flags.Error):  # it contains the whole traceback if the file raised an error
+            said = last
+            if not before:
+                raise
         ours = last.removeprefix("diffeqformer.errors.UserError: ")
-        raise UserError(ours if ours != last else f"--config: the file can't be loaded, {last}") from None
-    except SystemExit:
-        raise UserError("--config: the file ended the process; its get_config must return a config") from None
-    except Exception as error:  # the user's config file can raise anything
-        reason = str(error).strip().splitlines() or [""]
-        raise UserError(f"--config: the file can't be loaded, {type(error).__name__}: {reason[-1].strip()}") from error
+        raise UserError(ours if ours != last else f"--config: the file can't be loaded, {said}") from error
 
 
 def _with_config_file(arguments: list[str]) -> list[str]:
@@ -170,11 +156,14 @@ def run(
         if given & {"help", "h"} or explain and "help_config" in given:
             say_and_end(explain() if explain and "help_config" in given else help_text())
         try:
-            check_text(line)
+            for argument in line:
+                argument.encode()
             rest = parse_config(line, check) if check else parse_flags(line, arguments)
             for name, value in options_at_home({name: flags.FLAGS[name].value for name in flags.FLAGS}).items():
                 flags.FLAGS[name].value = value
-            return [at_home(each, each) for each in rest]
+            return [at_home(each) for each in rest]
+        except UnicodeEncodeError as error:
+            sys.exit(f"diffeqformer: {printable(error.object)}: this argument must be valid UTF-8")
         except (UserError, flags.Error) as error:
             needed = re.fullmatch(r"flag (--\w+)=None: Flag --\w+ must have a value other than None\.", str(error))
             said = re.sub(r"(\S{20})\S{1000,}", r"\1...", str(error))  # absl repeats what was given, however long

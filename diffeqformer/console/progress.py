@@ -83,15 +83,13 @@ class TensorBoard:
         self, workdir: epath.PathLike, first_step: int, resumes: bool = True, depths: tuple[int, ...] = ()
     ) -> None:
         self.first_step, self.flushed, self.failed = first_step, time.monotonic(), False
-        self.written: set[str] = set()  # what earlier processes wrote at the first step
-        if resumes:
-            self.written = {tag for tag, values in read_curves(workdir).items() if first_step in values}
+        earlier = read_curves(workdir) if resumes else {}  # what earlier processes wrote at the first step
+        self.written = {tag for tag, values in earlier.items() if first_step in values}
         with reachable("--workdir", workdir):
             self.writer = open_writer(str(epath.Path(workdir) / "tensorboard"), first_step, resumes)
         if depths:
             tags = [f"validation/{name}" for name in ("bits_per_byte", *(f"{BITS_AT}{depth}" for depth in depths))]
-            layout = summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}})
-            self._put("write_event", Event(wall_time=time.time(), summary=layout))
+            self._write(0, summary.custom_scalars({"depth": {"bits per byte": ["Multiline", tags]}}))
 
     def config(self, fields: dict) -> None:
         """Write the fields as a table, for TensorBoard's page of texts."""

@@ -9,8 +9,6 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from diffeqformer.errors import UserError
-
 PATHS = re.compile(r"workdir|from|to|output|include|json|dump|base|use_cache|(\w+_)?(dir|files?|path)")
 """The names of options and of config fields whose values are paths."""
 
@@ -33,25 +31,19 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-def at_home(option: str, paths: str) -> str:
+def at_home(paths: str) -> str:
     """A path, or several with commas between them, with home folders in place of ~ and ~user."""
-    parts = re.split(r"((?:^|,)\s*~[^/,]*)", paths)
-    for number, part in enumerate(parts[1::2]):
-        before, user = part[: part.index("~")], part[part.index("~") :]
-        if (home := os.path.expanduser(user)) == user and not os.path.lexists(user):
-            raise UserError(f"{option}: there is no home folder {user}; write ./{user} for that name in this folder")
-        parts[2 * number + 1] = before + home
-    return "".join(parts)
+    return ",".join(os.path.expanduser(path.strip()) if path.lstrip()[:1] == "~" else path for path in paths.split(","))
 
 
-def options_at_home(options: dict[str, str | list | ConfigDict], prefix: str = "--") -> dict[str, str | list]:
+def options_at_home(options: dict[str, str | list | ConfigDict]) -> dict[str, str | list]:
     """Those of some options or fields that are paths, with home folders (`at_home`). Configs are changed themselves."""
     changed = {}
     for name, value in options.items():
         if isinstance(value, ConfigDict):
-            value.update(options_at_home(dict(value.items()), f"{prefix.lstrip('-')}{name}."))
+            value.update(options_at_home(dict(value.items())))
         elif PATHS.fullmatch(name) and isinstance(value, str):
-            changed[name] = at_home(prefix + name, value)
+            changed[name] = at_home(value)
         elif PATHS.fullmatch(name) and isinstance(value, list):
-            changed[name] = [at_home(prefix + name, path) for path in value]
+            changed[name] = [at_home(path) for path in value]
     return changed

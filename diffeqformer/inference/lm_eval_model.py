@@ -90,7 +90,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}")
             values[name] = int(value)
-        return cls(checkpoint.load(at_home("workdir", str(workdir)), make_mesh(), step), **values)
+        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **values)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":

@@ -47,45 +47,28 @@ def check_mesh(config, field, num_devices: int, platform: str, vocabulary: int) 
 
 
 def check_tiles(field, num_devices: int, fsdp: int, tensor: int, vocabulary: int, positions: int, tiled: bool) -> None:
-    """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered.
+    """Check that rows are split evenly and, if memory is `tiled`, into whole tiles of the type that is gathered."""
 
-    Args:
-        field: the vector field.
-        vocabulary: number of rows of the embedding.
-        positions: number of rows of the position embedding; 0 if there is none.
-
-    Raises:
-        UserError: with the sizes that would work.
-    """
-
-    def misfits(fsdp: int, tensor: int) -> list[tuple[str, int, int]]:
-        """The name of each array that is not split well, its rows, and the rows of a tile."""
-        rows = [("config.model.width", field.width, 16)] * (fsdp > 1)
+    def misfit(fsdp: int, tensor: int) -> str | None:
+        """What is not split well."""
+        rows = [("config.model.width", field.width, 16), ("config.model.max_length", positions, 8)] * (fsdp > 1)
         rows += [
             ("the heads' width of a device", field.heads * field.head_width // tensor, 16),
             ("the hidden units of a device, config.model.mlp / mesh.tensor", field.mlp // tensor, 16),
             ("the rows of the embedding, which config.model.vocab_multiple fills up,", vocabulary // tensor, 8),
         ] * (fsdp * tensor > 1)
-        rows += [("config.model.max_length", positions, 8)] * (fsdp > 1)
-        rows = [(what, size, tile if tiled else 1) for what, size, tile in rows]
-        return [(what, size, tile) for what, size, tile in rows if size % (fsdp * tile)]
+        for what, size, tile in rows:
+            if size % (fsdp * (tile if tiled else 1)):
+                return f"{what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}"
 
-    if wrong := misfits(fsdp, tensor):
-        what, size, tile = wrong[0]
+    if wrong := misfit(fsdp, tensor):
         divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        axis, found, sizes = "fsdp", fsdp, [n for n in divisors if not misfits(n, tensor)]
-        if fsdp == 1 or not sizes:
-            axis, found = "tensor", tensor
-            whole = [n for n in divisors if field.heads % n == field.key_value_heads % n == field.mlp % n == 0]
-            sizes = [n for n in whole if not misfits(fsdp, n)]
-        parts = f"{what} ({size}) into equal parts{f' of whole tiles ({tile} rows)' * tiled}"
-        if not sizes:
-            raise UserError(
-                f"config.mesh.{axis}: is {found}, but no size cuts {parts}; make it a multiple of {fsdp * tile}"
-            )
-        raise UserError(
-            f"config.mesh.{axis}: must cut {parts}, as {', '.join(map(str, sizes))} would, but it is {found}"
-        )
+        if fsdp > 1:
+            axis, found, sizes = "fsdp", fsdp, [n for n in divisors if not misfit(n, tensor)]
+        else:
+            axis, found, sizes = "tensor", tensor, [n for n in divisors if not misfit(1, n) and not field.heads % n]
+        works = f", as {', '.join(map(str, sizes))} would" if sizes else ""
+        raise UserError(f"config.mesh.{axis}: must cut {wrong}{works}, but it is {found}")
 
 
 def generator_parts(mesh: Mesh, rows: list[tuple[int, str]]) -> int:

@@ -1,8 +1,8 @@
 """One run on many hosts: connecting them, work that only one of them does, and stopping together."""
 
 import contextlib
-import hashlib
 import io
+import json
 import os
 import signal
 import socket
@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +86,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 @contextlib.contextmanager
 def joined(options) -> Iterator[None]:
-    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block.
-
-    Raises:
-        UserError: if they can't be connected.
-    """
+    """Connect as the options of `define_flags` say, and let the processes end together after the `with` block."""
     connect(options.coordinator, options.num_processes, options.process_id, options.join_timeout)
     with ending_together():
         yield
@@ -124,14 +121,7 @@ def is_first() -> bool:
 
 
 def check_one(what: str) -> None:
-    """Check that this is the only process.
-
-    Args:
-        what: the option or command at fault and what it stands for, for the message.
-
-    Raises:
-        UserErrorEverywhere: if there are others.
-    """
+    """Check that this is the only process, as `what` needs: an option or a command, for the message."""
     if jax.process_count() > 1:
         raise UserErrorEverywhere(f"{what} needs a single process, but there are {jax.process_count()}")
 
@@ -142,25 +132,20 @@ def from_first(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Check that all processes see the same work folder.
-
-    Raises:
-        UserError: on every process, if one doesn't.
-    """
+    """Check that all processes see the same work folder. If not, all raise a UserErrorEverywhere."""
     if jax.process_count() == 1:
         return
-    number = int(multihost_utils.broadcast_one_to_all(np.int32(uuid.uuid4().int % 2**31)))
-    sign = workdir / f".shared-{number}"
+    sign = workdir / f".shared-{of_all(uuid.uuid4().hex)[0]}"
     try:
         if is_first():
             sign.touch()
         multihost_utils.sync_global_devices("sign")
-        seen = multihost_utils.process_allgather(np.bool_(sign.exists()))
+        seen = of_all(sign.exists())
     finally:
         if is_first():
             sign.unlink(missing_ok=True)
-    if not seen.all():
-        blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
+    if not all(seen):
+        blind = ", ".join(str(number) for number, sees in enumerate(seen) if not sees)
         raise UserErrorEverywhere(
             f"--workdir: {workdir} isn't the same folder for all processes ({blind} can't see what 0 writes); use one "
             "on a disk that all hosts share"
@@ -186,80 +171,49 @@ def wait(what: str) -> None:
 def all_succeed(what: str) -> Iterator[None]:
     """Wait at the end of the `with` block for all processes. The block can take hours, or fail on only one of them.
 
-    Args:
-        what: name of the block's work, for the message.
-
     Raises:
-        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process.
+        UserErrorEverywhere: on every process, if one raised a UserError. The others name that process, and the work.
     """
     error = None
     try:
         yield
     except UserError as raised:
         error = UserErrorEverywhere(str(raised))
-    if jax.process_count() > 1:
-        wait(what)
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
-        if error is None and len(failed):
-            error = UserErrorEverywhere(f"{what}: process {', '.join(map(str, failed))} failed; see its message")
+    wait(what)
+    failed = ", ".join(str(number) for number, fails in enumerate(of_all(error is not None)) if fails)
+    if failed and error is None:
+        error = UserErrorEverywhere(f"{what}: process {failed} failed; see its message")
     if error is not None:
         raise error
 
 
+def of_all(value: Any) -> list:
+    """A value of every process, as JSON has it, in their order. All must call this together."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    width = -(-sizes.max() // 256) * 256  # a program is compiled for each
+    rows = multihost_utils.process_allgather(np.pad(data, (0, width - len(data))))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+
 def any_process(flag: bool) -> bool:
     """Whether something holds on one process at least. All must call this together."""
-    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
-
-
-def min_over_processes(size: int) -> int:
-    """The smallest of a number of bytes on all processes, to the MiB. All must call this together."""
-    if jax.process_count() == 1:
-        return size
-    return 2**20 * int(multihost_utils.process_allgather(np.int32(size // 2**20)).min())
-
-
-def texts_of_all(text: str) -> list[str]:
-    """A text of every process, in their order. All must call this together."""
-    if jax.process_count() == 1:
-        return [text]
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    rows = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - len(data))))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes)]
+    return any(of_all(flag))
 
 
 def check_same(what: str, digest: str, remedy: str) -> None:
-    """Check that something is the same on every process.
-
-    Args:
-        what: its name, for the message.
-        digest: its hash in hexadecimal digits.
-        remedy: what to do if it differs.
-
-    Raises:
-        UserErrorEverywhere: on every process, if it differs on one of them.
-    """
-    if jax.process_count() == 1:
-        return
-    digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
-    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
-    if others:
-        raise UserErrorEverywhere(f"{what} on process {', '.join(others)} isn't that of process 0; {remedy}")
+    """Check that something, by its hash, is the same on every process. If not, all raise a UserErrorEverywhere."""
+    first, *others = of_all(digest)
+    if apart := [str(number) for number, other in enumerate(others, 1) if other != first]:
+        raise UserErrorEverywhere(f"{what} on process {', '.join(apart)} isn't that of process 0; {remedy}")
 
 
 def check_same_fields(fields: dict[str, object]) -> None:
-    """Check that the fields of a config are the same on every process.
-
-    Raises:
-        UserErrorEverywhere: on every process, naming those that aren't.
-    """
-    if jax.process_count() == 1:
-        return
-    digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in fields.values()]
-    everywhere = multihost_utils.process_allgather(np.array(digests, np.uint8))
-    differ = (everywhere != everywhere[0]).any((0, 2))
-    names = [f"config.{name}" for name, differs in zip(fields, differ, strict=True) if differs]
-    if names:
+    """Check that the fields of a config are the same on every process; the error names those that aren't."""
+    first, *others = of_all({name: repr(value) for name, value in fields.items()})
+    if names := [f"config.{name}" for name in fields if any(other[name] != first[name] for other in others)]:
         raise UserErrorEverywhere(
             f"{', '.join(names)}: not the same on all processes; give all of them the same config"
         )

@@ -28,8 +28,7 @@ def check_free(what: str, shapes: Any, times: int | float = 1, remedy: str = "ta
     Raises:
         NoRoom: if they don't fit.
     """
-    needed = int(times * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
-    check_enough(what, needed, free_bytes(jax.local_devices()[:1]), remedy)
+    check_enough(what, int(times * bytes_of(shapes)), free_bytes(jax.local_devices()[:1]), remedy)
 
 
 def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
@@ -42,14 +41,15 @@ def check_enough(what: str, needed: int, free: int | None, remedy: str) -> None:
         raise NoRoom(f"{what} would take {gigabytes(needed)}, but {gigabytes(free)} are free; {remedy}")
 
 
-def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array's part on one device."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def bytes_of(shapes: PyTree) -> int:
+    """The bytes of a tree of arrays or shapes, over all devices."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def size_of(shapes: PyTree) -> int:
     """The bytes of a tree of shapes with shardings, on one device."""
-    return sum(map(bytes_on_device, jax.tree.leaves(shapes)))
+    leaves = jax.tree.leaves(shapes)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def placed(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -101,19 +101,12 @@ def free_on_host(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 def free_in_groups(root: pathlib.Path) -> Iterator[int]:
     """The free bytes of each control group of this process that limits memory. Cached files count as free."""
-    groups, path = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    path = root / "proc/self/cgroup"
     for line in path.read_text().splitlines() if path.exists() else ():
         _, controllers, name = line.split(":", 2)
-        if not controllers:  # version 2
-            top, files, prefix = groups, ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            top, files, prefix = (
-                groups / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "total_",
-            )
-        else:
-            continue
+        top, files, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+        if "memory" in controllers.split(","):  # version 1
+            top, files, prefix = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
         here = pathlib.PurePosixPath(name.lstrip("/"))
         for group in (top / here, *(top / parent for parent in here.parents)):  # a container sees but some of them
             with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit, it says "max"

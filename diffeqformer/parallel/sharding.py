@@ -80,10 +80,7 @@ def identity(x):
 
 
 def on_each_device(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
-    """`function`, run by every device on its own parts of the arguments.
-
-    A device gets other devices' data only through the sums and gathers in the function.
-    """
+    """`function`, run by every device on its own parts; it gets other devices' data by its sums and gathers alone."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -117,10 +114,7 @@ def gather(values, specs, over: tuple[str, ...]):
 
 
 def scatter(values, specs, over: tuple[str, ...]):
-    """The transpose of `gather`: sums over some axes of the mesh, of which each device keeps its part.
-
-    Used within `on_each_device`, with the arguments of `gather`.
-    """
+    """The transpose of `gather`, with its arguments: sums over some axes of the mesh, each device keeping its part."""
 
     def part(value, spec):
         for dimension, axis in _cuts(spec):

@@ -7,39 +7,24 @@ from diffeqformer.errors import UserError
 
 
 class Tpu(NamedTuple):
-    """A kind of TPU. Rates and bytes are those of one of JAX's devices: a chip, or for tpu7x one of its two cores.
+    """A kind of TPU. Rates and bytes are those of one of JAX's devices: a chip, or for tpu7x one of its two cores."""
 
-    name: JAX's `device_kind`.
-    clock: cycles in a second. They make the largest matrix products that the compiler expects reach `peak`.
-    peak: dense bfloat16 FLOP/s.
-    memory_rate: bytes of memory in a second; that of v5p as JAX states it (`jax.experimental.pallas.tpu`).
-    memory: bytes that the compiler gives a program.
-    link_rate: bytes in a second to one neighbour.
-    network_rate: bytes in a second to other slices.
-    devices: of a chip.
-    """
-
-    name: str
-    clock: float
-    peak: float
-    memory_rate: float
-    memory: int
-    link_rate: float
-    network_rate: float
-    devices: int = 1
+    name: str  # JAX's `device_kind`
+    clock: float  # cycles in a second, with which the largest matrix products that the compiler expects reach `peak`
+    peak: float  # dense bfloat16 FLOP/s
+    memory_rate: float  # bytes of memory in a second; of v5p as JAX states it (`jax.experimental.pallas.tpu`)
+    memory: int  # bytes that the compiler gives a program
+    link_rate: float  # bytes in a second to one neighbour
+    network_rate: float  # bytes in a second to other slices
+    devices: int = 1  # of a chip
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    name: the beginning of JAX's `device_kind`.
-    capability: its compute capability.
-    memory: bytes that JAX takes by default, three quarters; XLA_CLIENT_MEM_FRACTION can be another share.
-    """
-
-    name: str
-    capability: str
-    memory: int
+    name: str  # the beginning of JAX's `device_kind`
+    capability: str  # its compute capability
+    memory: int  # bytes that JAX takes by default, three quarters; XLA_CLIENT_MEM_FRACTION can be another share
 
 
 TPUS = {

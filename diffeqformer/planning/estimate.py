@@ -15,21 +15,14 @@ BOUNDS = "cycles_alone", "with_account"  # by the compiler's cycles, and by thes
 
 
 class Planned(NamedTuple):
-    """A program of a run. Bytes are those of one device.
-
-    needed: bytes in all
-    parts: what takes them; empty if the compiler refused the program
-    module: what the compiler wrote
-    shardings: of its results, as JAX has them
-    num_steps: steps of depth of a train step; otherwise 0
-    """
+    """A program of a run. Bytes are those of one device."""
 
     name: str
     needed: int
-    parts: dict[str, int]
-    module: Module | None = None
-    shardings: object = None
-    num_steps: int = 0
+    parts: dict[str, int]  # what takes them; empty if the compiler refused the program
+    module: Module | None = None  # what the compiler wrote
+    shardings: object = None  # of its results, as JAX has them
+    num_steps: int = 0  # steps of depth of a train step
 
 
 def plan_of(

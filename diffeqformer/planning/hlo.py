@@ -1,7 +1,7 @@
 """The program that the TPU compiler dumps: its instructions, in the order in which they run, and where they are from.
 
-With `xla_dump_to` the compiler writes the program after all its work to `*.after_codegen.txt`. Each instruction states
-the cycles that the compiler expects of it, and the stack of calls that it comes from.
+With `xla_dump_to` the compiler writes it to `*.after_codegen.txt`. Each instruction states the cycles that the compiler
+expects of it, and the stack of calls that it comes from.
 """
 
 import math
@@ -12,14 +12,11 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "
 
 
 class Module:
-    """A dumped program (a module, as XLA calls it).
-
-    bodies: the instructions of every computation by its name, a line each; where the program begins is called ENTRY
-    sources: for every stack frame the innermost function of ours in it, as file:function; empty if there is none
-    rounds: how often a loop runs on average whose number of rounds is computed; 0: there is none
+    """A dumped program (a module, as XLA calls it): its `computations` and `origins`.
 
     Args:
         text: what the compiler wrote.
+        rounds: how often a loop runs on average whose number of rounds is computed; 0: there is none.
     """
 
     def __init__(self, text: str, rounds: float = 0):

@@ -28,11 +28,7 @@ from diffeqformer.transformer import abstract_model, divide_copies, partition_sp
 
 
 def compile_run(config: ConfigDict, program: Program, dump: str | None = None) -> Iterator[Planned]:
-    """Compile what a run needs, one program after the other: its start, train steps and validation.
-
-    Args:
-        dump: a folder for what the compiler writes of train steps.
-    """
+    """Compile what a run needs, one program after the other: its start, train steps and validation."""
     if config.base:
         yield from compile_start_from_base(config, program)
     else:
@@ -134,7 +130,6 @@ def compile_for_tpu(
     """Compile a program that was lowered for such devices.
 
     Args:
-        name: what it is called.
         arrays: bytes of a run's arrays that are there while it runs.
         dump: a folder that keeps all that the compiler writes; None: it is removed.
         rounds: how often loops run on average whose number of rounds is computed.

@@ -36,11 +36,7 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-perm
 
 
 def seconds_by_cause(module: Module, chip: Tpu, slice_size: int, body: str = "ENTRY") -> dict[str, float]:
-    """The seconds of one round of a computation, by cause.
-
-    Args:
-        slice_size: devices of a slice.
-    """
+    """The seconds of one round of a computation, by cause."""
     found: dict[str, float] = collections.defaultdict(float)
     arrivals: dict[str, float] = {}  # when collectives end that have begun, by the names of what began them
     receipts: dict[str, str] = {}  # what instructions receive from other slices

@@ -28,7 +28,7 @@ def check_memory(program: Program, will_train: bool) -> None:
     free = free_bytes(program.batch_sharding.mesh.local_devices)
     if free is None:
         return
-    free = hosts.min_over_processes(free)  # on all hosts or on none: the others would wait for one that has given up
+    free = min(hosts.of_all(free))  # on all hosts or on none: the others would wait for one that has given up
     config, state = program.config, program.state_shapes
     needed = size_of(state)
     if needed > free:

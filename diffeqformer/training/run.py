@@ -155,7 +155,7 @@ def make_program(config: ConfigDict) -> Program:
     """The functions of a run on all devices, not yet compiled. Its config has a number of microbatches."""
     program = Program(config, make_mesh(mesh_shape(config.mesh, jax.device_count())))
     memory = bytes_of_device(program.mesh.local_devices)
-    return with_microbatches(program, memory and hosts.min_over_processes(memory))
+    return with_microbatches(program, memory and min(hosts.of_all(memory)))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import EllipsisType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
@@ -59,11 +60,7 @@ class Tensors:
             self._places = dict.fromkeys(self._open(path).keys(), path)
 
     def _indexed(self, folder: pathlib.Path) -> dict[str, pathlib.Path]:
-        places = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise UserError(
-                f"{folder / INDEX}: has no weight_map that gives the file of each tensor; download it again"
-            )
+        places = read_json(folder / INDEX).get("weight_map", {})
         for name, file in places.items():
             path = folder / file
             if pathlib.PurePath(file).name != file or not path.is_file():
@@ -114,21 +111,22 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
         raise UserError(
             f"{folder}: has {len(found)} files of weights and no {INDEX}, which names them; download it, too"
         )
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
+    if any(any(folder.glob(pattern)) for pattern in PICKLES):
         raise UserError(
-            f"{folder}: has its weights in {pickles[0]} alone, a pickle, which can run any code; save them as "
-            "safetensors where you trust it (save_pretrained of Transformers)"
+            f"{folder}: has its weights as a pickle alone, which can run any code; save them as safetensors where you "
+            "trust it (save_pretrained of Transformers)"
         )
     raise UserError(f"{folder}: has no weights, model.safetensors or {INDEX}; name the folder of a pretrained model")
 
 
-def write_tensors(folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int]) -> None:
+def write_tensors(
+    folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int], dtype: str
+) -> None:
     """Write tensors to a folder: one file, or several of up to `LARGEST` bytes with an index.
 
     Args:
         tensors: what makes each of them. Those of one file are in memory at a time.
-        sizes: of each, in bytes.
+        sizes: of each, in bytes, as `dtype`.
     """
     files = [[]]
     for name, size in sizes.items():
@@ -138,7 +136,7 @@ def write_tensors(folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarr
     places = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        made = {name: np.ascontiguousarray(tensors[name]()) for name in names}
+        made = {name: np.ascontiguousarray(tensors[name](), jnp.dtype(dtype)) for name in names}
         save_file(made, folder / file, metadata={"format": "pt"})  # some readers refuse files without it
         places |= dict.fromkeys(names, file)
     if len(files) > 1:

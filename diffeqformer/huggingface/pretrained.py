@@ -77,8 +77,8 @@ class Pretrained(NamedTuple):
         """A part of a parameter, whose last axis must be whole, as each row of a GPT-2's heads is put in order."""
 
         def read(name: str, part: Index) -> np.ndarray:
-            theirs = self.tensors.read(name, part[::-1] if row.transform.transposed else part)
-            return row.transform.to_ours(theirs, self.config.model.heads)
+            theirs = self.tensors.read(name, part[::-1] if row.transposed else part)
+            return row.to_ours(theirs, self.config.model.heads)
 
         stacked = row.ours[0] == "depth"
         return np.stack([read(name, part[1:]) for name in names[part[0]]]) if stacked else read(names[0], part)
@@ -181,16 +181,12 @@ def write_pretrained(
     [architecture] = model["architectures"]
     leaves = {path: array.shape for path, array in arrays.items()}
     for row, layer, name, shape in tensors_of(ARCHITECTURES[architecture].rows, leaves, config.model.heads):
-        tensors[name] = functools.partial(_theirs, row, layer, arrays[row.ours], config.model.heads, dtype)
+        one = arrays[row.ours][layer] if row.ours[0] == "depth" else arrays[row.ours]
+        tensors[name] = functools.partial(row.to_theirs, one, config.model.heads)
         sizes[name] = math.prod(shape) * jnp.dtype(dtype).itemsize
     write_json(folder / "config.json", {**model, **tokens, "dtype": dtype, "torch_dtype": dtype})
     write_json(folder / "generation_config.json", tokens)
-    write_tensors(folder, tensors, sizes)
-
-
-def _theirs(row: Row, layer: int, array: Float[np.ndarray, "..."], heads: int, dtype: str) -> np.ndarray:
-    one = array[layer] if row.ours[0] == "depth" else array
-    return row.transform.to_theirs(one, heads).astype(jnp.dtype(dtype))
+    write_tensors(folder, tensors, sizes, dtype)
 
 
 def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "..."]]) -> Transformer:

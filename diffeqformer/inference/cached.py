@@ -1,7 +1,6 @@
 """Reading tokens with a key-value cache, whose length is a multiple of `CHUNK`."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +39,8 @@ def read_prompt(
     """
     model, length = nnx.merge(graph, params), tokens.shape[1]
     field = model.field
-    cache = KeyValueCache.empty(
-        len(weights.step_sizes) * model.solver.evaluations,
-        1,
-        length,
-        field.key_value_heads,
-        field.head_width,
-        model.dtype,
-    )
+    evaluations = len(weights.step_sizes) * model.solver.evaluations
+    cache = KeyValueCache.empty(evaluations, 1, length, field.key_value_heads, field.head_width, model.dtype)
 
     def read_chunk(chunk, carry):
         position = chunk * CHUNK
@@ -88,22 +81,15 @@ def replace_text(
     return logits.at[text].set(new_logits[0]), cache
 
 
-def check_room(model: Transformer, depths: Sequence[int | None], length: int, texts: int, option: str) -> None:
+def check_room(model: Transformer, steps: int, length: int, texts: int, option: str, divided: bool = True) -> None:
     """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
 
-    They are divided over devices as a hypernetwork's weights are, at most.
-
     Args:
-        depths: the numbers of steps in which each text is read (None: as trained).
+        steps: of depth in which each text is read, over all of its caches.
         length: positions of each.
+        divided: whether they are divided over devices, as a hypernetwork's weights are at most.
     """
-    steps = sum(len(model.grid(depth).ends) for depth in depths)
-    parts = jax.device_count() if model.depth.generated else 1
-    check_cache(model, steps, length, texts, option, parts)
-
-
-def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:
-    """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
     shape = steps * model.solver.evaluations, 1, length, model.field.key_value_heads * model.field.head_width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
+    parts = jax.device_count() if divided and model.depth.generated else 1
     check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)

@@ -6,7 +6,6 @@ Depth weights are generated once, and keys and values are cached for every step 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +94,15 @@ def write_tokens(
         if sliding_window:
             raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
         return continue_by_drafts(model, num_steps, draft_steps, prompt, count=count, keys=keys, choice=choice)
-    check_room(model, [num_steps], positions_for(len(prompt) + count, model.max_length), samples, "samples")
-    reader = *split_reader(model, num_steps), model.max_length
+    reader = _reader(model, num_steps, len(prompt) + count, samples, "samples")
     return continue_prompts(*reader, [prompt] * samples, count=count, keys=keys, choice=choice)
+
+
+def _reader(model: Transformer, num_steps: int | None, needed: int, texts: int, option: str) -> tuple:
+    """The first four arguments of `continue_prompts`, if there is room for texts of `needed` positions."""
+    steps = len(model.grid(num_steps).ends)
+    check_room(model, steps, positions_for(needed, model.max_length), texts, option)
+    return *split_reader(model, num_steps), model.max_length
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
@@ -166,54 +171,57 @@ def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyVal
     return logits, cache
 
 
-class Samples:
-    """The samples of one prompt while they are being generated.
+class Text:
+    """A text that is being written.
 
     Args:
-        prompt: its ids. Some tokenizers decode an id differently at the beginning of a text.
-        until: strings before which a text ends, none of them empty.
+        prompt: the ids of its beginning. Some tokenizers decode an id differently at the beginning of a text.
+        count: the most tokens; None: any number.
+        until: strings before which it ends, none of them empty.
+        key: the index of its random key in `write_batches`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int, until: Sequence[str] = ()):
-        self.tokenizer, self.prompt, self.until = tokenizer, prompt, until
-        self.ids = [[] for _ in range(count)]
-        self.decoded = [("", 0)] * count  # of each sample: text in whole characters, and how many ids it has
-        self.ended = [False] * count
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        count: int | None = None,
+        until: Sequence[str] = (),
+        key: int = 0,
+    ):
+        self.tokenizer, self.prompt, self.count, self.until, self.key = tokenizer, prompt, count, until, key
+        self.ids, self.ended = [], False
+        self.decoded = "", 0  # text in whole characters, and how many ids it has
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Add the next token of every sample. End-of-text and everything after it are dropped."""
-        for sample, token in enumerate(tokens.tolist()):
-            self.ended[sample] |= token == self.tokenizer.end_of_text
-            if not self.ended[sample]:
-                self.ids[sample].append(token)
-                self.ended[sample] = bool(self.until) and self._stop(self._whole(sample)) is not None
+    def add(self, token: int) -> None:
+        """Add the next token. End-of-text and everything after the end are dropped."""
+        self.ended |= token == self.tokenizer.end_of_text
+        if not self.ended:
+            self.ids.append(token)
+            self.ended = len(self.ids) == self.count or bool(self.until) and self._stop(self._whole()) is not None
 
-    def finished(self) -> bool:
-        """Whether every sample has reached its end-of-text, or one of the strings."""
-        return all(self.ended)
-
-    def text(self, sample: int) -> str:
-        """The text of a sample so far, up to the first string that ends it."""
-        text = self._whole(sample)
+    def text(self) -> str:
+        """The text so far, up to the first string that ends it."""
+        text = self._whole()
         return text[: self._stop(text)]
 
-    def settled(self, sample: int) -> str:
+    def settled(self) -> str:
         """The same without an end that later tokens can change or take away: a part of a character or of a string."""
-        text = self.text(sample).rstrip("\ufffd")
+        text = self.text().rstrip("\ufffd")
         parts = (stop[:size] for stop in self.until for size in range(len(stop), 0, -1))
         return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
 
     def _stop(self, text: str) -> int | None:
         return min((place for place in map(text.find, self.until) if place >= 0), default=None)
 
-    def _whole(self, sample: int) -> str:
-        """All of a sample so far. Only what is new is decoded, after the ids before it."""
-        ids, (text, known) = self.ids[sample], self.decoded[sample]
+    def _whole(self) -> str:
+        """All of the text so far. Only what is new is decoded, after the ids before it."""
+        ids, (text, known) = self.ids, self.decoded
         begin = known - CONTEXT
         before = ids[begin:known] if begin >= 0 else self.prompt[begin:] + ids[:known]
         text += self.tokenizer.decode(before + ids[known:])[len(self.tokenizer.decode(before)) :]
         if not text.endswith("\ufffd"):  # which may be the beginning of a character
-            self.decoded[sample] = text, len(ids)
+            self.decoded = text, len(ids)
         return text
 
 
@@ -227,49 +235,13 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
         ) from None
 
 
-def generate(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    tokens: int | None,
-    key: Key[Array, ""],
-    choice: Choice = Choice(),
-    samples: int = 1,
-    num_steps: int | None = None,
-    draft_steps: int | None = None,
-    sliding_window: bool = False,
-    until: Sequence[str] = (),
-) -> list[str]:
+def generate(model: Transformer, tokenizer: Tokenizer, prompt: str, *, samples: int = 1, **how) -> list[str]:
     """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
 
-    See `write_tokens` for the other arguments and the errors.
+    Args:
+        how: the other arguments of `write_texts`.
     """
-    ids = encode_prompt(tokenizer, prompt)
-    written = Samples(tokenizer, ids, samples, until)
-    for step in write_tokens(
-        model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown, choice=choice,
-        samples=samples, num_steps=num_steps, draft_steps=draft_steps, sliding_window=sliding_window,
-    ):  # fmt: skip
-        written.add(step)
-        if written.finished():
-            break
-    return [written.text(sample) for sample in range(samples)]
-
-
-class Text(NamedTuple):
-    """A text to be written.
-
-    prompt: its beginning, at least one id.
-    count: the most tokens.
-    key: the index of its random key.
-    until: strings at which it ends, none of them empty.
-    """
-
-    prompt: list[int]
-    count: int
-    key: int
-    until: Sequence[str] = ()
+    return list(write_texts(model, tokenizer, [prompt], samples=samples, batch_size=samples, **how))
 
 
 def write_texts(
@@ -288,30 +260,30 @@ def write_texts(
 ) -> Iterator[str]:
     """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
 
-    A text doesn't depend on the other prompts: up to rounding, it is that of `generate` for its prompt alone.
+    Up to rounding, a text doesn't depend on the other prompts.
 
     Args:
         prompts: of any lengths; each may be empty.
+        tokens: to write in each text; None: as many as fit, up to `MOST`.
         batch_size: texts that are written at once; affects only the speed.
+        until: strings before which a text ends, none of them empty.
 
-    See `generate` for the other arguments.
+    See `write_tokens` for the other arguments and the errors.
     """
     choice.check()
-    texts, keys = [], sample_keys(key, samples)
+    texts = []
     for number, prompt in enumerate(prompts, 1):
         try:
             ids = encode_prompt(tokenizer, prompt)
             count = tokens_after(ids, tokens, model.max_length, sliding_window)
         except UserError as error:
-            raise UserError(f"prompt {number}: {error}") from None
-        texts += [Text(ids, count, sample, until) for sample in range(samples)]
+            raise UserError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+        texts += [Text(tokenizer, ids, count, until, sample) for sample in range(samples)]
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
-    length = positions_for(max(len(text.prompt) + text.count for text in texts), model.max_length)
-    check_room(model, [num_steps], length, size, "batch_size")
-    reader = *split_reader(model, num_steps), model.max_length
-    return write_batches(reader, tokenizer, texts, keys, choice, size)
+    reader = _reader(model, num_steps, max(len(text.prompt) + text.count for text in texts), size, "batch_size")
+    return write_batches(reader, tokenizer, texts, sample_keys(key, samples), choice, size)
 
 
 def write_batches(
@@ -326,15 +298,11 @@ def write_batches(
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
-        written = [Samples(tokenizer, text.prompt, 1, text.until) for text in batch]
         prompts, each = [text.prompt for text in whole], keys[np.array([text.key for text in whole])]
         count = max(text.count for text in batch)
-        steps = continue_prompts(*reader, prompts, count=count, keys=each, choice=choice)
-        going_on = range(len(batch))
-        for done, tokens in enumerate(steps, 1):
-            for i in going_on:
-                written[i].add(tokens[i : i + 1])
-            going_on = [i for i in going_on if done < batch[i].count and not written[i].finished()]
-            if not going_on:
+        for tokens in continue_prompts(*reader, prompts, count=count, keys=each, choice=choice):
+            for text, token in zip(batch, tokens.tolist()):
+                text.add(token)
+            if all(text.ended for text in batch):
                 break
-        yield from (samples.text(0) for samples in written)
+        yield from (text.text() for text in batch)

@@ -1,6 +1,5 @@
 """Log-probabilities of given ids, from which perplexities and multiple-choice scores are computed."""
 
-import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -134,55 +133,40 @@ class Scorer:
 
         Sequences of similar length share a batch. `show` is called after each with the number of ids scored in it.
         """
-        results, pending = [None] * len(sequences), collections.deque()
-
-        def read() -> None:
-            indices, (log_probs, likeliest) = pending.popleft()
-            log_probs, likeliest = np.asarray(log_probs), np.asarray(likeliest)
-            for row, i in enumerate(indices):
-                part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
-                results[i] = Scores(log_probs[row, part], likeliest[row, part])
-                if not np.isfinite(results[i].log_probs).all():
-                    raise NotFinite
-            show(sum(len(results[i].log_probs) for i in indices))
-
-        self.check_room(sequences)
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
-        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
-        while order:
-            length = lengths[order[0]]
-            indices = [i for i in order[: self.batch_size] if lengths[i] == length]
-            order = order[len(indices) :]
-            pending.append((indices, self._score_batch([sequences[i].ids for i in indices], length)))
-            if len(pending) > 1:  # read this batch while the device computes the next
-                read()
-        while pending:
-            read()
-        return results
-
-    def check_room(self, sequences: Sequence[Stretch]) -> None:
-        """Check that the states of a batch of the longest of some sequences fit into the memory of a device."""
-        longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
-        shape = self.batch_size // self.mesh.size, longest, self.width
-        states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these
+        # of the states there are more arrays than one
+        shape = self.batch_size // self.mesh.size, max(lengths, default=0), self.width
+        states = jax.ShapeDtypeStruct(shape, jnp.float32)
         check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
+        order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
+        results, waiting = [None] * len(sequences), None
+        while order or waiting:
+            batch = None
+            if order:
+                length = lengths[order[0]]
+                indices = [i for i in order[: self.batch_size] if lengths[i] == length]
+                order = order[len(indices) :]
+                ids = np.zeros((self.batch_size, length + 1), np.int32)  # no scored position sees the ends' zeros
+                for row, i in zip(ids, indices):
+                    row[: len(sequences[i].ids)] = sequences[i].ids
+                if self.announce:
+                    self.announce(ids)
+                batch = indices, self.score_rows(ids)
+            if waiting:  # read the last batch while the device computes this one
+                indices, (log_probs, likeliest) = waiting[0], map(np.asarray, waiting[1])
+                for row, i in enumerate(indices):
+                    part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
+                    results[i] = Scores(log_probs[row, part], likeliest[row, part])
+                    if not np.isfinite(results[i].log_probs).all():
+                        raise NotFinite
+                show(sum(len(results[i].log_probs) for i in indices))
+            waiting = batch
+        return results
 
     def _positions(self, inputs: int) -> int:
         """The number of positions to which `inputs` inputs are padded."""
         check_length(inputs, self.max_length)
-        length = SHORTEST
-        while length < inputs:
-            length *= 2
-        return min(length, self.max_length)
-
-    def _score_batch(self, batch: list[Sequence[int]], length: int):
-        """Pads the ends with id 0, which no scored position sees."""
-        ids = np.zeros((self.batch_size, length + 1), np.int32)
-        for row, sequence in zip(ids, batch):
-            row[: len(sequence)] = sequence
-        if self.announce:
-            self.announce(ids)
-        return self.score_rows(ids)
+        return min(self.max_length, max(SHORTEST, 1 << (inputs - 1).bit_length()))
 
     def score_rows(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
         """The scores of all ids but the first of each row. S is one less than the number of positions."""
@@ -205,24 +189,23 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
         return work()
     if not hosts.is_first():
         return _follow(scorers)
-
-    def send(number: int, positions: int = 0) -> None:
-        hosts.wait("the next batch")
-        hosts.from_first(np.array([number, positions], np.int32))
-
-    def announce(number: int, ids: Int[np.ndarray, "B positions"]) -> None:
-        send(number, ids.shape[1])
-        hosts.from_first(ids)
-
     for number, scorer in enumerate(scorers):
-        scorer.announce = functools.partial(announce, number)
+        scorer.announce = functools.partial(_send, number)
     try:
         result = work()
     except UserError as error:  # raised between batches; after another error the processes can't agree
-        send(FAILED)
+        _send(FAILED)
         raise UserErrorEverywhere(str(error)) from error
-    send(DONE)
+    _send(DONE)
     return result
+
+
+def _send(number: int, ids: Int[np.ndarray, "B positions"] | None = None) -> None:
+    """Tell the other processes which scorer comes next, and its batch, or how the work has ended."""
+    hosts.wait("the next batch")
+    hosts.from_first(np.array([number, 0 if ids is None else ids.shape[1]], np.int32))
+    if ids is not None:
+        hosts.from_first(ids)
 
 
 def _follow(scorers: Sequence[Scorer]) -> None:

@@ -135,23 +135,26 @@ def continue_by_drafts(
             f"draft_steps: this model has weights for {counted(model.num_steps, 'step')} and for no other number; "
             "leave it out"
         )
-    if steps == 1:
-        raise UserError("draft_steps: there are no fewer than 1 step of depth to draft in; leave it out")
     if not 1 <= draft_steps < steps:
         raise UserError(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
         )
     length = positions_for(len(prompt) + count, model.max_length)
-    check_room(model, [num_steps, draft_steps], length, len(keys), "samples")
+    check_room(model, steps + draft_steps, length, len(keys), "samples")
     graph, params, many = split_reader(model, num_steps)
     *_, few = split_reader(model, draft_steps)
-    weights = Depths(few, many)
-    return _continue(graph, params, weights, length, prompt, count, keys, choice)
+    return _continue(graph, params, Depths(few, many), length, prompt, count, keys, choice)
 
 
 def _continue(graph, params, weights, length, prompt, count, keys, choice):
-    texts = _after_prompt(graph, params, weights, length, prompt, keys, choice)
-    written, yielded, waiting = [[token] for token in checked(texts.token).tolist()], 0, None
+    tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
+    (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
+    logits, caches = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
+    )
+    first = choose_next(logits, keys, len(prompt), choice)
+    texts = Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)
+    written, yielded, waiting = [[token] for token in checked(first).tolist()], 0, None
     while True:
         going_on = np.array([len(text) < count for text in written])
         if going_on.any():  # the device computes while the caller handles the tokens of the last round
@@ -164,14 +167,3 @@ def _continue(graph, params, weights, length, prompt, count, keys, choice):
         texts, new, counts = waiting
         for text, tokens, kept in zip(written, np.asarray(new), np.asarray(counts).tolist(), strict=True):
             text += checked(tokens[:kept]).tolist()
-
-
-def _after_prompt(graph, params, weights, length, prompt, keys, choice) -> Writing:
-    """Every text after the prompt, with its first token."""
-    tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
-    (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
-    logits, caches = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
-    )
-    first = choose_next(logits, keys, len(prompt), choice)
-    return Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)

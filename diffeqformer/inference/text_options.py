@@ -84,9 +84,12 @@ def open_text(
     if stored:
         documents = stored_documents(stored, opened.tokenizer)
         return Evaluation(documents, name, window, stride, stored.text_bytes)
-    layout, own = layout_of(opened.config.data), {"field": options.text_field, "separator": options.separator}
-    layout = layout._replace(**{name: value for name, value in own.items() if value is not None})
-    module, tokenizer = opened.config.data.module, opened.tokenizer
+    layout, tokenizer = layout_of(opened.config.data), opened.tokenizer
+    if options.text_field is not None:
+        layout = layout._replace(field=options.text_field)
+    if options.separator is not None:
+        layout = layout._replace(separator=options.separator)
+    module = opened.config.data.module
     if module and options.module is None and not (files or task in CORPUS_NAMES):
         raise UserError(  # importing what a checkpoint names would run its code
             f"--module: in training, the corpus {task!r} came from the module {module!r}; to import it, give "
@@ -111,17 +114,17 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
     where that was, if commands run in another folder.
     None if there is none, or if its ids aren't those of the checkpoint's record.
     """
-    data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
-    if not folder.exists() and opened.about.store:
-        folder = pathlib.Path(opened.about.store)
+    data, ours = opened.config.data, opened.about
+    folder = store_folder(data, opened.tokenizer)
+    if not folder.exists() and ours.store:
+        folder = pathlib.Path(ours.store)
     if remote is not None:
         place = f"{remote}/{folder.name}"
         found, ids = read_split(remote, folder.name, split)
     elif os.path.isdir(folder):
         place = str(folder)
         try:
-            files = None if data.train_files else ("",)
-            splits = open_store(folder, opened.tokenizer.name, 1, files, data.task)
+            splits = open_store(folder, opened.tokenizer.name, 1, None if data.train_files else ("",), data.task)
             verify(folder, read_about(folder), splits=[split])
         except (UserError, OSError) as error:  # it can't be read, is damaged, or has other text
             print(printable(f"Not used: {error}"), flush=True)
@@ -131,10 +134,8 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
         if data.remote:
             print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
         return None
-    known = max(int(shard.max()) for shard in found.shards) < opened.tokenizer.vocab_size
-    ours = opened.about
     same = ids == ours.data_sha256 and (split == "train" or ours.validation_sha256 in ("", found.sha256))
-    if not (same and known):
+    if not same or max(int(shard.max()) for shard in found.shards) >= opened.tokenizer.vocab_size:
         print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)
         return None
     print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)

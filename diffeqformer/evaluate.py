@@ -35,11 +35,9 @@ def define_flags() -> None:
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
-    choices = ("both", *PERPLEXITIES)
-    flags.DEFINE_enum("perplexity", "both", choices, "Which to compute; paper alone takes a third of the time.")
-    flags.DEFINE_integer(
-        "stride", None, "Tokens between the starts of the full perplexity's windows; by default half a window."
-    )
+    help_text = "Which to compute; paper alone takes a third of the time."
+    flags.DEFINE_enum("perplexity", "both", ("both", *PERPLEXITIES), help_text)
+    flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
     flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
 
 

@@ -35,8 +35,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
     flags.DEFINE_multi_string("stop", [], "Where this text comes up, a text ends before it; several can be given.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
-    help_text = "Texts to write after the same prompt; the first is shown as it is generated."
-    flags.DEFINE_integer("samples", 1, help_text, 1, 2**16)
+    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is streamed.", 1, 2**16)
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
@@ -73,9 +72,7 @@ def prompts_of(options) -> list[str]:
         raise UserError("--draft_steps: can't be combined with --prompts_file; leave one of them out")
     folder = os.path.dirname(options.output or "") or "."
     if options.output is not None and (os.path.lexists(options.output) or not os.access(folder, os.W_OK)):
-        raise UserError(
-            f"--output: must be a new file in a folder that can be written, but it is {options.output}; choose another"
-        )
+        raise UserError(f"--output: must be a new file in a folder that can be written, but it is {options.output}")
     return read_text("--prompts_file", options.prompts_file).split("\n")
 
 

@@ -26,15 +26,7 @@ from newcomer import gpt2_files
 from runs import command
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        *((name, None) for name in CONFIGS),
-        ("llama3", "interpolated"),
-        ("neox", "diffeqformer"),
-        ("gpt2", "diffeqformer"),
-    ],
-)
+@pytest.mark.parametrize("name, kind", [*((name, None) for name in CONFIGS), ("neox", "diffeqformer")])
 def test_what_transformers_wrote_comes_back(name, kind, tmp_path):
     """The numbers in tests/data, bit for bit where weights at knots are exact, under the same names and fields."""
     arrays, *_ = arrays_of(name)
@@ -63,12 +55,10 @@ PADDED = {"model__vocab_multiple": 64, "model__dtype": "bfloat16"}
     "kind, field, num_steps, changes",
     [
         ("llama", "llama", 6, OF_LLAMA | {"model__biases": "qkv", "model__tied_head": True}),
-        ("neox", "neox", 6, {"model__solver": "euler", "model__rotary_fraction": 0.5, "model__tied_head": True}),
         ("diffeqformer", "gpt", 4, PADDED),
         ("diffeqformer", "llama", 3, OF_LLAMA | PADDED | {"model__base_width": 16}),
         ("diffeqformer", "neox", 9, {"model__solver": "euler", "model__span": 3.0}),
         ("interpolated", "llama", 8, {"model__biases": "all", "model__norm_epsilon": 1e-3}),
-        ("looped", "gpt", 5, {"model__base_width": 16}),
         ("shared", "gpt", 5, {}),
         ("discretized", "llama", 6, {"model__lora_rank": 2, "base": "base"}),
     ],
@@ -149,22 +139,17 @@ def test_a_tokenizer_gives_the_same_ids_as_a_tokenizer_json(tmp_path, sentencepi
         tokenizer_files(SentencePieceTokenizer.open(str(sentencepiece_file)), 16)
 
 
-REFUSED = [
-    ("gpt", {"model__solver": "euler"}, {}, "the block of model.field gpt with model.solver euler; train one with"),
-    ("neox", {"model__solver": "heun"}, {}, "model.field neox with model.solver heun; train one with"),
-    ("llama", {"model__norm_of_norm": True}, {}, "no architecture of Transformers has a norm of a norm; train"),
-    ("gpt", {"model__head_width": 12}, {}, "4 heads of 12 are not 32 wide; train one without config.model"),
-    ("gpt", {}, {"num_steps": 0}, "num_steps: must be at least 1"),
-    ("gpt", {}, {"step": 13}, "--step: .*13"),
-]
-
-
-@pytest.mark.parametrize("field, changes, options, sentence", REFUSED)
-def test_what_no_architecture_computes_is_one_sentence(field, changes, options, sentence, tmp_path):
-    write_run(tmp_path / "run", "diffeqformer", field, **changes)
-    with pytest.raises(UserError, match=sentence):
-        export(tmp_path / "run", tmp_path / "folder", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+def test_what_no_architecture_computes_is_one_sentence(tmp_path):
+    for number, (field, changes, options, sentence) in enumerate((
+        ("gpt", {"model__solver": "euler"}, {}, "the block of model.field gpt with model.solver euler; train one with"),
+        ("llama", {"model__norm_of_norm": True}, {}, "no architecture of Transformers has a norm of a norm; train"),
+        ("gpt", {"model__head_width": 12}, {}, "4 heads of 12 are not 32 wide; train one without config.model"),
+        ("gpt", {}, {"num_steps": 0}, "num_steps: must be at least 1"),
+    )):  # fmt: skip
+        write_run(tmp_path / str(number), "diffeqformer", field, **changes)
+        with pytest.raises(UserError, match=sentence):
+            export(tmp_path / str(number), tmp_path / "folder", **options)
+    assert not (tmp_path / "folder").exists()
 
 
 def test_weights_and_epsilons_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch):
@@ -207,7 +192,7 @@ def test_the_card_has_what_was_measured_at_this_depth_alone(tmp_path, monkeypatc
         (folder / "results.json").write_text(json.dumps(results))
     validated = "the run's validation text | {}, read in float32 |"
     of_poem = "poem | 3.2500, read in float32 in windows of 16 tokens |"
-    expected = {6: validated.format("2.5000"), 3: validated.format("2.7500"), 4: of_poem, 5: None}
+    expected = {6: validated.format("2.5000"), 3: validated.format("2.7500"), 4: of_poem}
     for number, said in expected.items():
         export(tmp_path / "run", tmp_path / str(number), number)
         card = (tmp_path / str(number) / "README.md").read_text()

@@ -21,8 +21,8 @@ STRETCHES = [
 ]
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 30])
-@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1), (2, 1)])
+@pytest.mark.parametrize("length", [0, 7, 8, 9, 30])
+@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (2, 1)])
 def test_sliding_windows_score_every_id_once_with_as_much_context_as_fits(length, window, stride):
     ids, scored = list(range(100, 100 + length)), []
     for part in sliding_windows(ids, window, stride, before=7):
@@ -49,7 +49,7 @@ def test_scores_are_those_of_a_plain_loop(kind, field):
         np.testing.assert_array_equal(scores.likeliest, best)
 
 
-@pytest.mark.parametrize("batch_size, mesh", [(1, ONE_DEVICE), (5, ONE_DEVICE), (3, make_mesh()), (16, make_mesh())])
+@pytest.mark.parametrize("batch_size, mesh", [(5, ONE_DEVICE), (3, make_mesh())])
 def test_scores_depend_on_neither_batch_nor_devices(batch_size, mesh):
     model = lively_model("diffeqformer")
     ours, theirs = (Scorer(model, 9, *how)(STRETCHES) for how in ((batch_size, mesh), (2, ONE_DEVICE)))

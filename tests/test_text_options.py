@@ -30,13 +30,12 @@ def test_only_the_very_text_of_the_training_is_taken_from_a_store(tmp_path, caps
     assert found(scored=found().sha256) is not None and found(scored="0" * 64) is None
     assert found(sha256="0" * 64) is found(sha256="") is None
     assert found(data__train_files="mine.txt", data__validation_files="mine.txt") is None
-    assert "token store " in capsys.readouterr().out
     assert found(data__dir="absent", data__remote="nowhere://bucket") is None  # which a checkpoint can't choose
-    assert capsys.readouterr().out == "--remote=nowhere://bucket would take the text from the training's store\n"
     with pytest.raises(UserError, match="^config.data.remote: nowhere://bucket: "):
         found(remote="nowhere://bucket")  # asked before the local one
     [shard] = (tmp_path / "python_stdlib-bytes").glob("validation-*.bin")
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])  # another id of the same vocabulary
+    capsys.readouterr()
     assert found() is None and capsys.readouterr().out.startswith("Not used: ")
 
 

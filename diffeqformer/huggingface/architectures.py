@@ -182,10 +182,7 @@ ARCHITECTURES = {
 
 
 def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str, Any]]:
-    """The architecture of a config.json, and the fields of the `model` part of our config.
-
-    Args:
-        given: its fields.
+    """The architecture of a config.json, whose fields are given, and the fields of the `model` part of our config.
 
     Raises:
         UserError: if it isn't one of `ARCHITECTURES`, or has something that this version can't compute.
@@ -202,11 +199,6 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
             raise UserError(f"layer_types: must be full_attention alone, but it is {layers!r}")
         table = ARCHITECTURES[name].fields
         fields = _with_defaults(_with_rotations(given), table)
-        for field in table:
-            if field.only and fields[field.theirs] not in field.only:
-                possible = " or ".join(map(repr, field.only))
-                found = fields[field.theirs]
-                raise UserError(f"{field.theirs}: must be {possible} to be imported, but it is {found!r}")
         model = {field.ours: fields[field.theirs] for field in table if field.ours}
         model |= ARCHITECTURES[name].to_ours(fields)
         if not model["norm_epsilon"] > 0:  # our 0 stands for a default
@@ -217,14 +209,17 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
 
 
 def _with_defaults(given: dict, table: list[Field]) -> dict:
-    """The value of each field of a table. Its type must be the default's."""
+    """The value of each field of a table, checked."""
     fields = {}
-    for name, default, *_ in table:
+    for name, default, _, only in table:
         value = given.get(name, default)
         needed = type(default)
         value = needed(value or 0) if value is None or (needed is float and type(value) is int) else value
         if type(value) is not needed:
             raise UserError(f"{name}: must be of type {needed.__name__}, but it is {value!r}")
+        if only and value not in only:
+            possible = " or ".join(map(repr, only))
+            raise UserError(f"{name}: must be {possible} to be imported, but it is {value!r}")
         fields[name] = value
     return fields
 
@@ -252,11 +247,7 @@ def _with_rotations(given: dict) -> dict:
 
 
 def write_model(model: ConfigDict) -> dict[str, Any]:
-    """The fields of the config.json of a baseline: the reverse of `read_model`.
-
-    Args:
-        model: the `model` part of its config. It gives the epsilon of norms, and a Llama has no biases of `qkv` alone.
-    """
+    """The fields of the config.json of a baseline, from the `model` part of its config: `read_model` reversed."""
     block = vector_field(model)
     ours = {**model, "key_value_heads": block.key_value_heads, "head_width": block.head_width}
     [(name, row)] = ((name, row) for name, row in ARCHITECTURES.items() if row.model_type and row.kind == model.kind)

@@ -56,12 +56,7 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
 
 
 def knots_parts(config: ConfigDict, parts: dict[Path, ReadPart]) -> dict[Path, ReadPart]:
-    """What reads a part of each parameter of the model of `knots_config`, by path.
-
-    Args:
-        config: from `knots_config`.
-        parts: the same of the baseline.
-    """
+    """What reads a part of each parameter of the model of `knots_config`, by path, from the same of the baseline."""
     made = {}
     for path, shape in shapes_of(config).items():  # shifts and constant terms, which no layer has, stay 0
         array = np.broadcast_to(np.float32(0), shape)

@@ -84,11 +84,9 @@ class Pretrained(NamedTuple):
         return np.stack([read(name, part[1:]) for name in names[part[0]]]) if stacked else read(names[0], part)
 
     def model(self) -> Transformer:
-        """Our baseline, over all devices."""
         return placed_model(self.config, self.parts())
 
     def describe(self) -> str:
-        """What there is."""
         files, types, shapes = zip(*(self.tensors.describe(name) for _, _, name, _ in self.places()))
         return (
             f"{self.architecture}, {counted(sum(map(math.prod, shapes)), 'weight')} in {len(shapes):,} tensors of "
@@ -146,10 +144,7 @@ def _check_tensors(found: Pretrained) -> None:
         if kind not in TYPES:
             raise UserError(f"{file}: {name} must be of one of the types {', '.join(TYPES)}, but it is {kind}")
         if theirs != shape:
-            raise UserError(
-                f"{file}: {name} has the shape {list(theirs)}, but config.json asks for {list(shape)}; take both files "
-                "from the same model"
-            )
+            raise UserError(f"{file}: {name} has the shape {list(theirs)}, but config.json asks for {list(shape)}")
         rest.remove(name)
     if vector_field(found.config.model).tied_head:
         rows = {row.ours[0]: row for row in ARCHITECTURES[found.architecture].rows if len(row.ours) == 1}
@@ -161,9 +156,7 @@ def _check_tensors(found: Pretrained) -> None:
             )
         rest.discard(head)
     if rest:
-        raise UserError(
-            f"{folder}: has the tensor {min(rest)}, which a {found.architecture} lacks; correct config.json"
-        )
+        raise UserError(f"{folder}: has the tensor {min(rest)}, which a {found.architecture} lacks")
 
 
 def write_pretrained(
@@ -172,8 +165,7 @@ def write_pretrained(
     """Write the config.json, generation_config.json and weights of a baseline, which `open_pretrained` can open.
 
     Args:
-        config, arrays: of the baseline; its parameters in fp32, by path.
-        dtype: of what is written.
+        arrays: its parameters in fp32, by path, which are written as `dtype`.
         tokens: the ids of special tokens, by their names in config.json.
     """
     model = write_model(config.model)
@@ -187,11 +179,6 @@ def write_pretrained(
     write_json(folder / "config.json", {**model, **tokens, "dtype": dtype, "torch_dtype": dtype})
     write_json(folder / "generation_config.json", tokens)
     write_tensors(folder, tensors, sizes, dtype)
-
-
-def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "..."]]) -> Transformer:
-    """The model of a config with these parameters."""
-    return nnx.merge(split_model(abstract_model(config))[0], jax.device_put(traverse_util.unflatten_dict(arrays)))
 
 
 def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer:

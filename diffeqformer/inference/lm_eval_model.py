@@ -40,7 +40,7 @@ GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k
 
 @register_model("diffeqformer")
 class HarnessModel(lm_eval.api.model.TemplateLM):
-    """One checkpoint at one number of steps. Its weights are made once, and few shapes are compiled (see `Scorer`).
+    """One checkpoint at one number of steps.
 
     counts: by task, the contexts so far, and how many of these were too long for the window and lost their start (whole
         texts have no context); the unknown ids of its texts, and how many of these texts decode to others.
@@ -62,7 +62,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         mesh: Mesh | None = None,
     ):
         super().__init__()
-        self._window = window_size(window, opened.config, opened.model.max_length)
+        self.max_length = window_size(window, opened.config, opened.model.max_length)
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh, opened.tokenizer)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
@@ -70,11 +70,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
-        """The model that lm-eval's command line describes: workdir and, if given, step, num_steps, window and
-        batch_size.
-
-        lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
-        """
+        """The model that lm-eval's command line describes. Its `device` and `max_batch_size` are ignored."""
         given = {**(additional_config or {}), **arg_dict, "device": None, "max_batch_size": None}
         values = {name: value for name, value in given.items() if value is not None}
         if "workdir" not in values:
@@ -91,13 +87,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
-        """The same from "workdir=runs/tiny,num_steps=8"."""
         return cls.create_from_arg_obj(lm_eval.utils.simple_parse_args_string(arg_string), additional_config)
-
-    @property
-    def max_length(self) -> int:
-        """Ids that the model sees at once."""
-        return self._window
 
     @property
     def eot_token_id(self) -> int:
@@ -110,9 +100,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def get_model_info(self) -> dict:
         """What lm-eval stores alongside its results."""
+        lost = ("unknown_tokens", "altered_texts")
         return {
-            "model_unknown_tokens": sum(counts["unknown_tokens"] for counts in self.counts.values()),
-            "model_altered_texts": sum(counts["altered_texts"] for counts in self.counts.values()),
+            **{f"model_{name}": sum(of[name] for of in self.counts.values()) for name in lost},
             "model_source": "diffeqformer",
             "model_config": self.opened.config.name,
             "model_step": self.opened.step,
@@ -163,7 +153,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
-        """The whole continuation, after as much of the end of the context as fits into the window."""
+        """The whole continuation, after the end of the context, as far as it fits into the window."""
         if len(continuation) > self.max_length:
             return list(sliding_windows(continuation, self.max_length, self.max_length, context[-1]))
         ids = (context + continuation)[-(self.max_length + 1) :]
@@ -202,9 +192,8 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to its first stop string, which is not included.
 
-        A batch has texts whose tokens are chosen in the same way. If there isn't room for `batch_size` texts, it has
-        half as many, or a quarter, and so on. Up to rounding, no text depends on the others. Decoding is greedy unless
-        the request sets `do_sample` or a temperature. A context that is too long loses its start.
+        A batch has texts whose tokens are chosen in the same way. Decoding is greedy unless the request sets
+        `do_sample` or a temperature. A context that is too long loses its start.
         """
         hosts.check_one("generate_until: generation")
         tokenizer, scorer, choices = self.opened.tokenizer, self.scorer, collections.defaultdict(list)
@@ -227,7 +216,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         return results
 
     def _room(self, texts: int) -> int:
-        """How many texts are written at once: as many as fit into memory, at most `batch_size`."""
+        """How many texts are written at once: `batch_size`, or half of it, and so on, until they fit into memory."""
         size, steps = min(self.scorer.batch_size, texts), len(self.scorer.weights.step_sizes)
         while True:
             try:

@@ -36,20 +36,14 @@ CONTEXT = 8  # ids before those that are decoded, as some tokenizers decode the 
 
 def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_window: bool) -> int:
     """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`."""
-    if count is not None and count < 1:
-        raise UserError(f"tokens: must be at least 1, but it is {count}")
     room = MOST if sliding_window else max_length - len(prompt)
-    if not prompt or room < 1:
-        raise UserError(
-            f"prompt: must have at least 1 token and fewer than the model's {max_length} positions, but it has "
-            f"{len(prompt)}" + ("; with sliding_window it can have more" if prompt else "")
-        )
-    if count is None:
-        return min(MOST, room)
+    count = max(1, min(MOST, room)) if count is None else count
+    if count < 1:
+        raise UserError(f"tokens: must be at least 1, but it is {count}")
     if count > room and not sliding_window:
         raise UserError(
-            f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}; with sliding_window "
-            "there can be more"
+            f"tokens: after a prompt of {len(prompt)} there is room for {max(0, room)} of {max_length}, but it is "
+            f"{count}; with sliding_window there can be more"
         )
     return count
 
@@ -74,10 +68,9 @@ def write_tokens(
     and on the position, not on how many samples there are.
 
     Args:
-        prompt: at least one id; with `count` at most `model.max_length` of them, unless the window slides.
+        prompt: at least one id.
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
-        vocab_size: ids from this one on are never written (they pad the vocabulary).
-        unknown: an id that is never written either, the tokenizer's for text that it doesn't have.
+        vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never written.
         num_steps: steps of depth; None: as trained.
         draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
         sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
@@ -100,8 +93,8 @@ def write_tokens(
 
 def _reader(model: Transformer, num_steps: int | None, needed: int, texts: int, option: str) -> tuple:
     """The first four arguments of `continue_prompts`, if there is room for texts of `needed` positions."""
-    steps = len(model.grid(num_steps).ends)
-    check_room(model, steps, positions_for(needed, model.max_length), texts, option)
+    length = positions_for(needed, model.max_length)
+    check_room(model, len(model.grid(num_steps).ends), length, texts, option)
     return *split_reader(model, num_steps), model.max_length
 
 
@@ -123,9 +116,8 @@ def continue_prompts(
 ) -> Iterator[np.ndarray]:
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
 
-    A token is chosen given all ids before it, as long as these are fewer than `max_length`. When a text has
-    `max_length` ids, its last half is read again, at the first positions, and the text goes on from there. So each id
-    is read twice at most, and a token always sees at least half of what the model can take.
+    When a text has `max_length` ids, its last half is read again, at the first positions, and the text goes on from
+    there. So each id is read twice at most, and a token always sees at least half of what the model can take.
 
     Args:
         graph, params: structure and parameters of a model of `max_length` positions; its `depth` isn't used.
@@ -138,7 +130,14 @@ def continue_prompts(
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
     length = positions_for(max(map(len, seen)) + count, max_length)
     read = functools.partial(_read, graph, params, weights, length)
-    logits, cache = _read_all(read, seen)
+    logits, cache = of_text = read(seen[0])
+    if len(seen) > 1:
+        logits = jnp.repeat(logits, len(seen), axis=0)
+        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(seen), axis=1), cache)
+    for text, (before, ids) in enumerate(itertools.pairwise(seen), 1):
+        of_text = of_text if ids == before else read(ids)  # equal ones beside each other are read once
+        if ids != seen[0]:
+            logits, cache = replace_text(logits, cache, text, *of_text)
     token = choose_next(logits, keys, begun, choice)
     for written in range(1, count):
         places = np.array([len(ids) for ids in seen], np.int32)
@@ -158,19 +157,6 @@ def _read(graph, params, weights, length: int, ids: list[int]) -> tuple[Float[Ar
     return read_prompt(graph, params, weights, padded_prompt(ids, length), len(ids))
 
 
-def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:
-    """The logits and the cache of all texts, which are read one by one; equal ones beside each other, once."""
-    logits, cache = of_text = read(texts[0])
-    if len(texts) > 1:
-        logits = jnp.repeat(logits, len(texts), axis=0)
-        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(texts), axis=1), cache)
-    for text, (before, ids) in enumerate(itertools.pairwise(texts), 1):
-        of_text = of_text if ids == before else read(ids)
-        if ids != texts[0]:
-            logits, cache = replace_text(logits, cache, text, *of_text)
-    return logits, cache
-
-
 class Text:
     """A text that is being written.
 
@@ -182,12 +168,7 @@ class Text:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: list[int],
-        count: int | None = None,
-        until: Sequence[str] = (),
-        key: int = 0,
+        self, tokenizer: Tokenizer, prompt: list[int], count: int | None = None, until: Sequence[str] = (), key: int = 0
     ):
         self.tokenizer, self.prompt, self.count, self.until, self.key = tokenizer, prompt, count, until, key
         self.ids, self.ended = [], False
@@ -236,11 +217,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def generate(model: Transformer, tokenizer: Tokenizer, prompt: str, *, samples: int = 1, **how) -> list[str]:
-    """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
-
-    Args:
-        how: the other arguments of `write_texts`.
-    """
+    """`write_texts` after a single prompt, at once."""
     return list(write_texts(model, tokenizer, [prompt], samples=samples, batch_size=samples, **how))
 
 
@@ -260,7 +237,7 @@ def write_texts(
 ) -> Iterator[str]:
     """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
 
-    Up to rounding, a text doesn't depend on the other prompts.
+    Up to rounding, a text doesn't depend on the other prompts. It ends before end-of-text.
 
     Args:
         prompts: of any lengths; each may be empty.

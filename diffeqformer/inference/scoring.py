@@ -54,8 +54,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
     """Sequences of at most `window` inputs that score every id of a text once.
 
     The first scores up to `window` ids. Each further one scores up to `stride` more, and also sees as many earlier ids
-    as the window has room for. With a stride as long as the window, only the last window sees earlier ids again.
-    `before` is the id that precedes the first one: end-of-text.
+    as the window has room for. `before` is the id that precedes the first one: end-of-text.
     """
     stream, done = [before, *ids], 0
     while done < len(ids):
@@ -77,8 +76,7 @@ def target_scores(
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
-    Args:
-        params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
+    `params` and `weights` are on every device of `mesh`. Each device scores its own examples.
     """
 
     def on_device(params, weights, tokens, targets):
@@ -102,7 +100,6 @@ class Scorer:
     All processes of a run must make it, and call it with the same sequences, unless they share it by `lead`.
 
     Args:
-        model: any model of the family. Afterwards it isn't needed any more.
         num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
@@ -129,9 +126,9 @@ class Scorer:
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
-        """The scores of each sequence, in order; `NotFinite` if one is NaN or infinite.
+        """The scores of each sequence, in order; raises `NotFinite` if one is NaN or infinite.
 
-        Sequences of similar length share a batch. `show` is called after each with the number of ids scored in it.
+        Sequences of similar length share a batch, after which `show` is called with the number of ids scored in it.
         """
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
         # of the states there are more arrays than one
@@ -164,7 +161,7 @@ class Scorer:
         return results
 
     def _positions(self, inputs: int) -> int:
-        """The number of positions to which `inputs` inputs are padded."""
+        """How many positions some inputs are padded to."""
         check_length(inputs, self.max_length)
         return min(self.max_length, max(SHORTEST, 1 << (inputs - 1).bit_length()))
 

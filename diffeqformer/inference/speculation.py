@@ -57,7 +57,6 @@ def accept(
     Args:
         drafted: each token was drawn from its row of `few`.
         few, many: logits after `chances`. `many` has one row more: what follows the draft.
-        key: of the choices to keep and of the token after those kept.
     """
     count = len(drafted)
     p, q = jax.nn.softmax(many), jax.nn.softmax(few)

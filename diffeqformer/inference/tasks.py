@@ -62,9 +62,9 @@ def load_tasks(names: list[str], include: str | None, shots: list[int], window: 
                 raise UserError(f"--tasks: {error}") from error
             print(f"diffeqformer: --tasks: {error}; {name} is left out", file=sys.stderr, flush=True)
             tasks.failed[name] = str(error)
-            continue
-        tasks.rows.update(rows)
-        tasks.own.update(own)
+        else:
+            tasks.rows.update(rows)
+            tasks.own.update(own)
     if not tasks.rows:
         raise UserError(f"--tasks: none of {', '.join(names)} can be run; see the reasons above")
     return tasks

@@ -47,11 +47,7 @@ def define_flags() -> None:
 
 
 def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> int:
-    """Check, before any work, that a checkpoint exists and fits the options.
-
-    Returns:
-        its window.
-    """
+    """The window of a checkpoint, which is checked to exist and to fit the options before any work."""
     config = checkpoint.load_config(workdir, step)
     model = abstract_model(config)
     window = window_size(window, config, model.max_length, "--window", f"of {workdir}")

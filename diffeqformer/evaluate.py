@@ -44,8 +44,7 @@ def define_flags() -> None:
 def score_checkpoint(options) -> dict | None:
     """Score a checkpoint according to the options, then write and print the results.
 
-    Returns:
-        the results; None on all processes but the first, which only help to score.
+    They are None on all processes but the first, which only help to score.
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
     config = opened.config.model

@@ -84,12 +84,20 @@ def export(
     files = tokenizer_files(tokenizer, model.max_length)
     num_steps = model.num_steps if num_steps is None else num_steps
     baseline, arrays = to_baseline(model, opened.config, num_steps)
-    check_range(arrays, dtype)
+    largest = max(float(np.abs(array).max()) for array in arrays.values())
+    if largest > float(ml_dtypes.finfo(dtype).max):
+        raise UserError(f"--dtype: {dtype} can't hold {largest:.3g}, the largest weight; take bfloat16 or float32")
     ids = tokenizer.encode(SENTENCE)[: model.max_length]
     exact = logits_of(model, ids, num_steps)
     params = jax.device_put(traverse_util.unflatten_dict(arrays))
     made = nnx.merge(split_model(abstract_model(baseline))[0], params)
-    check_error(difference(logits_of(made, ids), exact))
+    error = difference(logits_of(made, ids), exact)
+    if not error <= LARGEST_ERROR:
+        raise UserError(
+            f"--workdir: what would be written differs by {error:.1e} of the largest logit, and it may by at most "
+            f"{LARGEST_ERROR:g}; its architecture has one epsilon for all norms, so train a model with "
+            "config.model.norm_epsilon"
+        )
     del model, params, made
     end = tokenizer.end_of_text
     with written_whole(folder) as partial:
@@ -108,22 +116,19 @@ def export(
 
 def check_exact(config: ConfigDict) -> None:
     """Raise a UserError if no architecture computes what a config's model does, in any number of steps."""
-    model, block = config.model, vector_field(config.model)
+    model, block, wrong = config.model, vector_field(config.model), None
     if model.solver not in SOLVERS_OF[model.field]:
-        raise UserError(
-            f"--workdir: no architecture of Transformers computes the block of model.field {model.field} with "
-            f"model.solver {model.solver}; train one with --config.model.solver=lie_trotter"
+        wrong = f"computes the block of model.field {model.field} with model.solver {model.solver}; train one with "
+        wrong += "--config.model.solver=lie_trotter"
+    elif getattr(block, "norm_of_norm", False):
+        wrong = "has a norm of a norm; train one with --config.model.norm_of_norm=False"
+    elif model.field != "llama" and block.head_width * block.heads != block.width:
+        wrong = (
+            f"has the block of model.field {model.field} with {block.heads} heads of {block.head_width} that are not "
         )
-    if getattr(block, "norm_of_norm", False):
-        raise UserError(
-            "--workdir: no architecture of Transformers has a norm of a norm; train one with "
-            "--config.model.norm_of_norm=False"
-        )
-    if model.field != "llama" and block.head_width * block.heads != block.width:
-        raise UserError(
-            f"--workdir: heads of model.field {model.field} must together be as wide as the model, but {block.heads} "
-            f"heads of {block.head_width} are not {block.width} wide; train one without config.model.head_width"
-        )
+        wrong += f"{block.width} wide; train one without config.model.head_width"
+    if wrong:
+        raise UserError(f"--workdir: no architecture of Transformers {wrong}")
 
 
 def to_baseline(
@@ -171,23 +176,6 @@ def _without_shifts(layers: dict[str, dict[str, Float[np.ndarray, "T *D"]]]) -> 
         kernel = layers[name]["kernel"]
         layers[name].setdefault("bias", np.zeros((len(kernel), kernel.shape[-1]), np.float32))
     return biases
-
-
-def check_range(arrays: dict[Path, np.ndarray], dtype: str) -> None:
-    """Raise a UserError if a type can't hold numbers as large as these."""
-    largest = max(float(np.abs(array).max()) for array in arrays.values())
-    if largest > float(ml_dtypes.finfo(dtype).max):
-        raise UserError(f"--dtype: {dtype} can't hold {largest:.3g}, the largest weight; take bfloat16 or float32")
-
-
-def check_error(error: float) -> None:
-    """Raise a UserError if what would be written doesn't compute the same as the run."""
-    if not error <= LARGEST_ERROR:
-        raise UserError(
-            f"--workdir: what would be written differs by {error:.1e} of the largest logit, and it may by at most "
-            f"{LARGEST_ERROR:g}; its architecture has one epsilon for all norms, so train a model with "
-            "config.model.norm_epsilon"
-        )
 
 
 def measured_bits(workdir: epath.PathLike, opened: checkpoint.Checkpoint, num_steps: int) -> dict[str, str]:

@@ -208,10 +208,9 @@ def test_what_is_done_outlives_an_error_in_a_later_task(runs, tmp_path, local_ta
 
 
 def test_lm_eval_finds_the_model_by_its_name(runs, local_tasks):
-    results = lm_eval.simple_evaluate(
-        "diffeqformer", f"workdir={runs[0]},num_steps=2", tasks=["sums"], batch_size="4", bootstrap_iters=0,
-        task_manager=TaskManager(include_path="tests/data/tasks", include_defaults=False),
-    )  # fmt: skip
+    manager = TaskManager(include_path="tests/data/tasks", include_defaults=False)
+    how = dict(tasks=["sums"], batch_size="4", bootstrap_iters=0, task_manager=manager)
+    results = lm_eval.simple_evaluate("diffeqformer", f"workdir={runs[0]},num_steps=2", **how)
     assert len(results["samples"]["sums"]) == 4 and results["config"]["model_num_steps"] == 2
 
 

@@ -235,11 +235,8 @@ def test_a_batch_ends_with_its_last_text_and_needs_room(monkeypatch):
     model = harness_model(batch_size=2)
     assert write(model, *asked) == ["one", "one.", "one"]
     assert [prompts for *prompts, _, _ in calls] == [[[97], [98]], [[99], [99]]]
-    calls.clear()
-    monkeypatch.setattr(memory, "free_bytes", lambda devices: 50_000)
-    assert write(model, *asked) == ["one", "one.", "one"] and [len(prompts) for *prompts, _, _ in calls] == [1, 1, 1]
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 10)
-    with pytest.raises(UserError, match="^window: the keys and values of 1 text would take "):
+    with pytest.raises(UserError, match="^batch_size: the keys and values of 2 texts would take "):
         write(model, *asked)
 
 
@@ -261,13 +258,3 @@ def test_models_that_answer_differently_share_no_cache(tmp_path):
     expected = answers[0].loglikelihood(asked)
     again.lm.scorer = None  # it must not be asked
     assert again.loglikelihood(asked) == expected
-
-
-def test_results_are_kept_under_what_was_asked():
-    model, kept = harness_model(), []
-    model.cache_hook.add_partial = lambda *of: kept.append(of)
-    [score], [total] = log_likelihoods(model, PAIRS[:1]), rolling(model, TEXTS[1:2])
-    asked = ("a", {"max_gen_toks": 2})
-    [text] = write(model, asked)
-    expected = [("loglikelihood", PAIRS[0], score), ("loglikelihood_rolling", (TEXTS[1],), total)]
-    assert kept == [*expected, ("generate_until", asked, text)]

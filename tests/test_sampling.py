@@ -11,6 +11,7 @@ from diffeqformer.errors import UserError, printable
 from diffeqformer.inference import sampling
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice, draw
+from diffeqformer.inference.reader import Reader
 from diffeqformer.inference.sampling import Text, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
@@ -36,14 +37,14 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     weights = weights_at(model, 3 if MODELS[kind].weights.fixed_depth else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
     expected = logits_of(graph, params, weights, ids[None])[0]
-    scale = float(jnp.abs(expected).max())
+    scale, reader = float(jnp.abs(expected).max()), Reader(graph, params, weights)
     for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
-        logits, _ = read_prompt(graph, params, weights, padded(ids), count)
+        logits, _ = read_prompt(reader, padded(ids), count)
         np.testing.assert_allclose(logits[0], expected[count - 1], atol=5e-6 * scale)
-    logits, cache = read_prompt(graph, params, weights, padded(ids[: CHUNK // 2]), CHUNK // 2)
+    logits, cache = read_prompt(reader, padded(ids[: CHUNK // 2]), CHUNK // 2)
     for position in range(CHUNK // 2, LENGTH):
         old = cache
-        logits, cache = read_token(graph, params, weights, cache, ids[position : position + 1], position)
+        logits, cache = read_token(reader, cache, ids[position : position + 1], position)
         assert all(leaf.is_deleted() for leaf in old)  # donated
         np.testing.assert_allclose(logits[0], expected[position], atol=5e-6 * scale)
     assert compilations("read_prompt") == compilations("read_token") == 1

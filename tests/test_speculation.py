@@ -32,10 +32,10 @@ def test_greedy_text_is_the_same(kind, field, solver, frequency, length, monkeyp
     model = lively_model(kind, field, max_length=length, vocab_size=VOCABULARY, **changes)
     counts, starts, write_round = [], [], speculation.write_round
 
-    def recorded(graph, params, weights, texts, keys, going_on, *rest):
+    def recorded(readers, texts, keys, going_on, *rest):
         starts.extend(np.asarray(texts.position)[going_on])
         assert starts[-1] + DRAFTED < texts.caches.many.keys.shape[3]  # else all of them would lie too early
-        out = write_round(graph, params, weights, texts, keys, going_on, *rest)
+        out = write_round(readers, texts, keys, going_on, *rest)
         counts.extend(np.asarray(out[2])[going_on])
         return out
 

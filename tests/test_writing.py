@@ -54,7 +54,7 @@ def test_every_token_is_chosen_from_the_forward_pass_over_its_window(field, solv
     prompts, count = [[1], list(range(20, 30)), list(range(12, 12 + LENGTH)), list(range(30, 90))], 30
     keys = jax.random.split(jax.random.key(0), len(prompts))
     choice = Choice(1.0, vocab_size=257)
-    steps = continue_prompts(*split_reader(model), LENGTH, prompts, count=count, keys=keys, choice=choice)
+    steps = continue_prompts(split_reader(model), LENGTH, prompts, count=count, keys=keys, choice=choice)
     texts = [[*prompt, *written] for prompt, written in zip(prompts, np.stack(list(steps)).T.tolist())]
     seen = [window for prompt, text in zip(prompts, texts) for window in windows(prompt, text)]
     assert {len(window) for window in seen} == {*range(1, LENGTH)}

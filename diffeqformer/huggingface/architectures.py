@@ -194,9 +194,8 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
             raise UserError(f"architectures: must be one of {', '.join(ARCHITECTURES)}, but it is {name!r}")
         if given.get("quantization_config"):
             raise UserError("quantization_config: the weights are quantised; take a folder with the original ones")
-        layers = given.get("layer_types") or []
-        if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-            raise UserError(f"layer_types: must be full_attention alone, but it is {layers!r}")
+        if {*(given.get("layer_types") or ["full_attention"])} != {"full_attention"}:
+            raise UserError(f"layer_types: must be full_attention alone, but it is {given['layer_types']!r}")
         table = ARCHITECTURES[name].fields
         fields = _with_defaults(_with_rotations(given), table)
         model = {field.ours: fields[field.theirs] for field in table if field.ours}

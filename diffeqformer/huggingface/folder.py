@@ -23,7 +23,7 @@ LARGEST = 5 * 10**9
 Index = tuple[slice, ...] | EllipsisType
 """A part of an array: of each axis, from where to where."""
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -89,21 +89,17 @@ class Tensors:
 
 def _only_file(folder: pathlib.Path) -> pathlib.Path:
     """The file that holds all tensors of a folder without an index."""
-    if (folder / "model.safetensors").exists():
-        return folder / "model.safetensors"
-    found = sorted(folder.glob("*.safetensors"))
+    found = [folder / "model.safetensors"]
+    found = found if found[0].exists() else sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
         return found[0]
-    if found:
-        raise UserError(
-            f"{folder}: has {len(found)} files of weights and no {INDEX}, which names them; download it, too"
-        )
-    if any(any(folder.glob(pattern)) for pattern in PICKLES):
+    if any(path.suffix in PICKLES for path in folder.iterdir()) and not found:
         raise UserError(
             f"{folder}: has its weights as a pickle alone, which can run any code; save them as safetensors where you "
             "trust it (save_pretrained of Transformers)"
         )
-    raise UserError(f"{folder}: has no weights, model.safetensors or {INDEX}; name the folder of a pretrained model")
+    what = f"{len(found)} files of weights, but no {INDEX}, which names them" if found else "no weights in safetensors"
+    raise UserError(f"{folder}: has {what}; name the folder of a pretrained model, with all of its files")
 
 
 def write_tensors(

@@ -37,11 +37,7 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
     """The parameters of a `TimeMLP` whose h(t) is 1 in place n at t = (n + 1) / E, and linear between these times.
 
     Before the first of them it is constant. With u = E t, unit j of lin1 is a SiLU that bends where u is j + 1, and
-    lin2 takes second differences.
-
-    Args:
-        features: the width of e(t), the first of which is t.
-        knots: E.
+    lin2 takes second differences. E is `knots`, and e(t) has so many `features`, the first of which is t.
     """
     lin1, bend = np.zeros((features, knots), np.float32), np.arange(1, knots + 1, dtype=np.float32)
     lin1[0] = SHARPNESS * knots

@@ -41,10 +41,7 @@ class Row(NamedTuple):
         return array.T if self.transposed else array
 
     def name(self, layer: int, names: Collection[str]) -> str:
-        """The name of its tensor among `names`, where its first part may be missing; if it isn't there, the usual one.
-
-        The first part is that of the whole model, without a head, from which some files were saved.
-        """
+        """The name of its tensor among `names`; if it isn't there, the usual one. Some files lack its first part."""
         usual = self.theirs.format(layer)
         return next((name for name in (usual, self.earlier, usual.partition(".")[2]) if name in names), usual)
 
@@ -107,9 +104,7 @@ def tensors_of(
 ) -> Iterator[tuple[Row, int, str, tuple[int, ...]]]:
     """The tensors that a model consists of: each one's row, the number of its layer, its name, and its shape there.
 
-    Args:
-        leaves: the shapes of our parameters, by path.
-        names: those of a file, which may have other names for some.
+    `leaves` are the shapes of our parameters, and `names` those of a file, which may have other names for some.
     """
     for row in rows:
         if row.ours in leaves:

@@ -103,11 +103,7 @@ def shapes_of(config: ConfigDict) -> dict[Path, tuple[int, ...]]:
 
 
 def open_pretrained(folder: pathlib.Path) -> Pretrained:
-    """The pretrained model in a folder. Nothing but headers of its tensors is read.
-
-    Raises:
-        UserError: if it isn't one that can be imported exactly.
-    """
+    """The pretrained model in a folder, or a UserError if it can't be imported exactly. Only headers are read."""
     if not folder.is_dir():
         raise UserError(f"--from: there is no folder {folder}; name the folder of a pretrained model")
     file = folder / "config.json"
@@ -185,9 +181,6 @@ def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer
     """The model of a config, its rows divided over all devices. A process reads only the parts of its own devices.
 
     Rows that can't be divided evenly are on all devices.
-
-    Args:
-        parts: what reads a part of each parameter, by path.
     """
     model = abstract_model(config)
     graph, params = split_model(model)

@@ -5,11 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import counted
+from diffeqformer.inference.reader import Reader
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
@@ -29,15 +28,15 @@ def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
     return tokens
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@jax.jit
 def read_prompt(
-    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "1 length"], count: Int[Array, ""]
+    reader: Reader, tokens: Int[Array, "1 length"], count: Int[Array, ""]
 ) -> tuple[Float[Array, "1 V"], KeyValueCache]:
     """The logits after the first `count` tokens, and the cache that holds these tokens; compiled once for all prompts.
 
     `tokens` fill the cache's whole length. Only the chunks that contain the prompt are computed.
     """
-    model, length = nnx.merge(graph, params), tokens.shape[1]
+    model, weights, length = reader.model(), reader.weights, tokens.shape[1]
     field = model.field
     evaluations = len(weights.step_sizes) * model.solver.evaluations
     cache = KeyValueCache.empty(evaluations, 1, length, field.key_value_heads, field.head_width, model.dtype)
@@ -53,18 +52,13 @@ def read_prompt(
     return model.head(last)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache",))
+@functools.partial(jax.jit, donate_argnames=("cache",))
 def read_token(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
-    cache: KeyValueCache,
-    tokens: Int[Array, "B"],
-    position: Int[Array, "*each"],
+    reader: Reader, cache: KeyValueCache, tokens: Int[Array, "B"], position: Int[Array, "*each"]
 ) -> tuple[Float[Array, "B V"], KeyValueCache]:
     """The logits after one more token at `position`, of each text or of all, and the cache, which is donated."""
-    model = nnx.merge(graph, params)
-    states, cache = model.extend(tokens[:, None], weights, cache, position)
+    model = reader.model()
+    states, cache = model.extend(tokens[:, None], reader.weights, cache, position)
     return model.head(states)[:, 0], cache
 
 

@@ -29,7 +29,6 @@ from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import Text, encode_prompt, sample_keys, write_batches
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key
@@ -113,10 +112,10 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def answers_as(self) -> str:
         """A hash of all that its answers depend on: two models with the same one give the same, up to rounding."""
-        config, tokenizer, scorer = self.opened.config.model, self.opened.tokenizer, self.scorer
+        config, tokenizer, reader = self.opened.config.model, self.opened.tokenizer, self.scorer.reader
         solver = [name for name, solver in SOLVERS.items() if solver == self.opened.model.solver]
         how = [config.to_dict(), solver, self.num_steps, self.max_length, tokenizer.name, tokenizer.save(), __version__]
-        how += [checksums.of_tree((scorer.params, scorer.weights)), jax.config.jax_default_matmul_precision]
+        how += [checksums.of_tree((reader.params, reader.weights)), jax.config.jax_default_matmul_precision]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -203,29 +202,17 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
             kept = (ids or [self.eot_token_id])[-(self.max_length - count) :]
             self._count(request, lost_in(tokenizer, context, ids), len(kept) < len(ids))
             choices[choice].append(Text(tokenizer, kept, count, until, number))
-        size, reader = self._room(len(requests)), (scorer.graph, scorer.params, scorer.weights, self.max_length)
+        size, steps = min(scorer.batch_size, len(requests)), len(scorer.reader.weights.step_sizes)
+        check_room(self.opened.model, steps, self.max_length, size, "batch_size", divided=False)
+        how = scorer.reader, self.max_length, tokenizer
         keys, results = sample_keys(random_key(0, "sample"), len(requests)), [""] * len(requests)
         with _bar(len(requests), "Writing", " texts", disable_tqdm) as bar:
             for choice, alike in choices.items():
-                for text, result in zip(
-                    alike, write_batches(reader, tokenizer, alike, keys, choice, size), strict=True
-                ):
+                for text, result in zip(alike, write_batches(*how, alike, keys, choice, size), strict=True):
                     results[text.key] = result
                     self.cache_hook.add_partial("generate_until", requests[text.key].args, result)
                     bar.update(1)
         return results
-
-    def _room(self, texts: int) -> int:
-        """How many texts are written at once: `batch_size`, or half of it, and so on, until they fit into memory."""
-        size, steps = min(self.scorer.batch_size, texts), len(self.scorer.weights.step_sizes)
-        while True:
-            try:
-                check_room(self.opened.model, steps, self.max_length, size, "window", divided=False)
-                return size
-            except NoRoom:
-                if size <= 1:
-                    raise
-                size //= 2
 
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:

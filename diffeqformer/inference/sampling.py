@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.cached import (
     check_room,
@@ -25,7 +23,7 @@ from diffeqformer.inference.cached import (
     replace_text,
 )
 from diffeqformer.inference.choice import Choice, checked, choose_next
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.inference.speculation import continue_by_drafts
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
@@ -88,14 +86,13 @@ def write_tokens(
             raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
         return continue_by_drafts(model, num_steps, draft_steps, prompt, count=count, keys=keys, choice=choice)
     reader = _reader(model, num_steps, len(prompt) + count, samples, "samples")
-    return continue_prompts(*reader, [prompt] * samples, count=count, keys=keys, choice=choice)
+    return continue_prompts(reader, model.max_length, [prompt] * samples, count=count, keys=keys, choice=choice)
 
 
-def _reader(model: Transformer, num_steps: int | None, needed: int, texts: int, option: str) -> tuple:
-    """The first four arguments of `continue_prompts`, if there is room for texts of `needed` positions."""
-    length = positions_for(needed, model.max_length)
-    check_room(model, len(model.grid(num_steps).ends), length, texts, option)
-    return *split_reader(model, num_steps), model.max_length
+def _reader(model: Transformer, num_steps: int | None, needed: int, texts: int, option: str) -> Reader:
+    """What reads texts of `needed` positions, if there is room for them."""
+    check_room(model, len(model.grid(num_steps).ends), positions_for(needed, model.max_length), texts, option)
+    return split_reader(model, num_steps)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
@@ -104,9 +101,7 @@ def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
 
 
 def continue_prompts(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
+    reader: Reader,
     max_length: int,
     prompts: Sequence[list[int]],
     *,
@@ -120,7 +115,6 @@ def continue_prompts(
     there. So each id is read twice at most, and a token always sees at least half of what the model can take.
 
     Args:
-        graph, params: structure and parameters of a model of `max_length` positions; its `depth` isn't used.
         prompts: the ids of each text's beginning, at least one.
         keys: a random key for each text.
     """
@@ -129,7 +123,7 @@ def continue_prompts(
     begun = np.array([len(prompt) for prompt in prompts], np.int32)
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
     length = positions_for(max(map(len, seen)) + count, max_length)
-    read = functools.partial(_read, graph, params, weights, length)
+    read = functools.partial(_read, reader, length)
     logits, cache = of_text = read(seen[0])
     if len(seen) > 1:
         logits = jnp.repeat(logits, len(seen), axis=0)
@@ -141,7 +135,7 @@ def continue_prompts(
     token = choose_next(logits, keys, begun, choice)
     for written in range(1, count):
         places = np.array([len(ids) for ids in seen], np.int32)
-        logits, cache = read_token(graph, params, weights, cache, token, places[0] if alike else places)
+        logits, cache = read_token(reader, cache, token, places[0] if alike else places)
         now = checked(token)
         for text, (ids, new) in enumerate(zip(seen, now.tolist(), strict=True)):
             ids.append(new)
@@ -153,8 +147,8 @@ def continue_prompts(
     yield checked(token)
 
 
-def _read(graph, params, weights, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
-    return read_prompt(graph, params, weights, padded_prompt(ids, length), len(ids))
+def _read(reader: Reader, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    return read_prompt(reader, padded_prompt(ids, length), len(ids))
 
 
 class Text:
@@ -260,24 +254,26 @@ def write_texts(
         return iter(())
     size = min(batch_size, len(texts))
     reader = _reader(model, num_steps, max(len(text.prompt) + text.count for text in texts), size, "batch_size")
-    return write_batches(reader, tokenizer, texts, sample_keys(key, samples), choice, size)
+    return write_batches(reader, model.max_length, tokenizer, texts, sample_keys(key, samples), choice, size)
 
 
 def write_batches(
-    reader: tuple, tokenizer: Tokenizer, texts: Sequence[Text], keys: Key[Array, "N"], choice: Choice, size: int
+    reader: Reader,
+    max_length: int,
+    tokenizer: Tokenizer,
+    texts: Sequence[Text],
+    keys: Key[Array, "N"],
+    choice: Choice,
+    size: int,
 ) -> Iterator[str]:
-    """Yields the texts in order, `size` at a time: what follows each prompt, up to the string that ends it, if any.
-
-    Args:
-        reader: the first four arguments of `continue_prompts`.
-    """
+    """Yields what follows each prompt, in order, `size` texts at a time (`continue_prompts`)."""
     choice = choice._replace(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown)
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
         prompts, each = [text.prompt for text in whole], keys[np.array([text.key for text in whole])]
         count = max(text.count for text in batch)
-        for tokens in continue_prompts(*reader, prompts, count=count, keys=each, choice=choice):
+        for tokens in continue_prompts(reader, max_length, prompts, count=count, keys=each, choice=choice):
             for text, token in zip(batch, tokens.tolist()):
                 text.add(token)
             if all(text.ended for text in batch):

@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
@@ -64,11 +62,9 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
         done = end
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "written"))
+@functools.partial(jax.jit, static_argnames=("mesh", "written"))
 def target_scores(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
+    reader: Reader,
     tokens: Int[Array, "B S"],
     targets: Int[Array, "B S"],
     mesh: Mesh,
@@ -76,13 +72,13 @@ def target_scores(
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
-    `params` and `weights` are on every device of `mesh`. Each device scores its own examples.
+    The reader is on every device of `mesh`. Each device scores its own examples.
     """
 
-    def on_device(params, weights, tokens, targets):
-        model = nnx.merge(graph, params)
+    def on_device(reader, tokens, targets):
+        model = reader.model()
         attend, _ = attention.fastest(mesh.devices.flat[0], str(model.dtype), tokens.shape[1], model.field.head_width)
-        x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
+        x = model.normalize(model.last_state(tokens, reader.weights, Context.attending(attend)))
         with multiplying(model.precision):
             scores = log_probabilities(
                 x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size, written
@@ -90,8 +86,8 @@ def target_scores(
         return tuple(part.reshape(targets.shape) for part in scores)
 
     by_example, copies = partition(("batch", None)), PartitionSpec()
-    on_devices = on_each_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
-    return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
+    on_devices = on_each_device(mesh, on_device, (copies, by_example, by_example), by_example)
+    return jax.lax.with_sharding_constraint(on_devices(reader, tokens, targets), NamedSharding(mesh, copies))
 
 
 class Scorer:
@@ -117,7 +113,7 @@ class Scorer:
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         self.mesh = make_mesh() if mesh is None else mesh
-        self.graph, self.params, self.weights = split_reader(model, num_steps, self.mesh)
+        self.reader = split_reader(model, num_steps, self.mesh)
         self.by_example = sharding(self.mesh, "batch", None)
         self.max_length = model.max_length
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
@@ -171,7 +167,7 @@ class Scorer:
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        return target_scores(self.graph, self.params, self.weights, tokens, targets, self.mesh, self.written)
+        return target_scores(self.reader, tokens, targets, self.mesh, self.written)
 
 
 DONE, FAILED = -1, -2

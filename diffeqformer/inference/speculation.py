@@ -9,6 +9,7 @@ kept with a probability that makes the text as likely as without drafts: greedil
   booktitle={International Conference on Machine Learning}, year={2023}}
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,26 +17,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from diffeqformer.cross_entropy import of_vocabulary
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.cached import check_room, padded_prompt, positions_for, read_prompt
 from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.solvers import KeyValueCache
-from diffeqformer.transformer import Transformer
+from diffeqformer.transformer import Transformer, weights_at
 
 DRAFTED = 4  # tokens in a round of drafts
 
 
 class Depths(NamedTuple):
-    """One of each for the few steps that draft and the many that verify."""
+    """One for the few steps that draft, and one for the many that verify."""
 
-    few: StackedWeights | KeyValueCache
-    many: StackedWeights | KeyValueCache
+    few: Reader | KeyValueCache
+    many: Reader | KeyValueCache
 
 
 class Writing(NamedTuple):
@@ -69,15 +68,9 @@ def accept(
     return jnp.append(drafted, 0).at[kept].set(following), kept + 1
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "choice"), donate_argnames=("texts",))
+@functools.partial(jax.jit, static_argnames=("choice",), donate_argnames=("texts",))
 def write_round(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: Depths,
-    texts: Writing,
-    keys: Key[Array, "B"],
-    going_on: Bool[Array, "B"],
-    choice: Choice,
+    readers: Depths, texts: Writing, keys: Key[Array, "B"], going_on: Bool[Array, "B"], choice: Choice
 ) -> tuple[Writing, Int[Array, "B verified"], Int[Array, "B"]]:
     """Draft and verify once in every text: the texts, the new tokens, and how many of them count.
 
@@ -85,10 +78,10 @@ def write_round(
         texts: each leaf with an axis B in front. They are donated.
         going_on: which texts are written further. Of the others, only caches change, which aren't read again.
     """
-    model = nnx.merge(graph, params)
+    model = readers.many.model()
 
-    def read(tokens, weights, cache, position):
-        states, cache = model.extend(tokens[None], weights, cache, position)
+    def read(tokens, reader, cache, position):
+        states, cache = model.extend(tokens[None], reader.weights, cache, position)
         return of_vocabulary(model.head(states)[0], choice.vocab_size, choice.unknown), cache
 
     def write(text, key, going_on):
@@ -96,7 +89,7 @@ def write_round(
 
         def draft(carry, number):
             token, cache = carry
-            logits, cache = read(token[None], weights.few, cache, text.position + number)
+            logits, cache = read(token[None], readers.few, cache, text.position + number)
             [following] = draw(logits, jax.random.fold_in(key, 2 + number)[None], choice).astype(jnp.int32)
             return (following, cache), (following, logits[0])
 
@@ -104,7 +97,7 @@ def write_round(
         (_, few), (drafted, of_few) = jax.lax.scan(draft, (text.token, text.caches.few), jnp.arange(DRAFTED + 1))
         drafted, of_few = drafted[:-1], of_few[:-1]
         verified = jnp.append(text.token, drafted)
-        of_many, many = read(verified, weights.many, text.caches.many, text.position)
+        of_many, many = read(verified, readers.many, text.caches.many, text.position)
         tokens, count = accept(drafted, chances(of_few, choice), chances(of_many, choice), key)
         count = jnp.where(going_on, count, 0)
         tokens = refused(of_many, tokens)
@@ -140,14 +133,14 @@ def continue_by_drafts(
         )
     length = positions_for(len(prompt) + count, model.max_length)
     check_room(model, steps + draft_steps, length, len(keys), "samples")
-    graph, params, many = split_reader(model, num_steps)
-    *_, few = split_reader(model, draft_steps)
-    return _continue(graph, params, Depths(few, many), length, prompt, count, keys, choice)
+    many = split_reader(model, num_steps)
+    readers = Depths(dataclasses.replace(many, weights=weights_at(model, draft_steps)), many)
+    return _continue(readers, length, prompt, count, keys, choice)
 
 
-def _continue(graph, params, weights, length, prompt, count, keys, choice):
+def _continue(readers, length, prompt, count, keys, choice):
     tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
-    (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
+    (_, few), (logits, many) = (read_prompt(reader, tokens, len(prompt)) for reader in readers)
     logits, caches = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
     )
@@ -157,7 +150,7 @@ def _continue(graph, params, weights, length, prompt, count, keys, choice):
     while True:
         going_on = np.array([len(text) < count for text in written])
         if going_on.any():  # the device computes while the caller handles the tokens of the last round
-            waiting = write_round(graph, params, weights, texts, keys, going_on, choice)
+            waiting = write_round(readers, texts, keys, going_on, choice)
         while yielded < min(count, *map(len, written)):
             yield np.array([text[yielded] for text in written], np.int32)
             yielded += 1

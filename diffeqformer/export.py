@@ -29,13 +29,7 @@ from diffeqformer.errors import UserError, counted
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.huggingface.architectures import ARCHITECTURES
 from diffeqformer.huggingface.folder import check_new, written_whole
-from diffeqformer.huggingface.pretrained import (
-    SENTENCE,
-    difference,
-    logits_of,
-    open_pretrained,
-    write_pretrained,
-)
+from diffeqformer.huggingface.pretrained import SENTENCE, difference, logits_of, open_pretrained, write_pretrained
 from diffeqformer.huggingface.tokenizer_files import tokenizer_files
 from diffeqformer.inference.discretize import discretized_params
 from diffeqformer.parallel import hosts
@@ -44,7 +38,6 @@ from diffeqformer.transformer import Path, Transformer, abstract_model, check_we
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_ERROR = 1e-3
 """Of an exported model's logits in fp32, as a part of the largest one."""
-
 
 SOLVERS_OF = {"gpt": ("lie_trotter",), "llama": ("lie_trotter",), "neox": ("euler", "lie_trotter")}
 """The solvers with which an architecture computes each field."""
@@ -123,10 +116,8 @@ def check_exact(config: ConfigDict) -> None:
     elif getattr(block, "norm_of_norm", False):
         wrong = "has a norm of a norm; train one with --config.model.norm_of_norm=False"
     elif model.field != "llama" and block.head_width * block.heads != block.width:
-        wrong = (
-            f"has the block of model.field {model.field} with {block.heads} heads of {block.head_width} that are not "
-        )
-        wrong += f"{block.width} wide; train one without config.model.head_width"
+        wrong = f"of that field has {block.heads} heads of {block.head_width}, which are not {block.width} wide; "
+        wrong += "train one without config.model.head_width"
     if wrong:
         raise UserError(f"--workdir: no architecture of Transformers {wrong}")
 

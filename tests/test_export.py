@@ -135,7 +135,7 @@ def test_what_no_architecture_computes_is_one_sentence(tmp_path):
     for number, (field, changes, options, sentence) in enumerate((
         ("gpt", {"model__solver": "euler"}, {}, "the block of model.field gpt with model.solver euler; train one with"),
         ("llama", {"model__norm_of_norm": True}, {}, "no architecture of Transformers has a norm of a norm; train"),
-        ("gpt", {"model__head_width": 12}, {}, "4 heads of 12 are not 32 wide; train one without config.model"),
+        ("gpt", {"model__head_width": 12}, {}, "4 heads of 12, which are not 32 wide; train one without config.model"),
         ("gpt", {}, {"num_steps": 0}, "num_steps: must be at least 1"),
     )):  # fmt: skip
         write_run(tmp_path / str(number), "diffeqformer", field, **changes)

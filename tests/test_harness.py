@@ -201,9 +201,9 @@ def constant_writer(tokens):
     calls = []
 
     def writer(*arguments, count, choice, **options):
-        calls.append((*arguments[4], count, choice[:3]))
+        calls.append((*arguments[2], count, choice[:3]))
         for token in tokens[:count]:
-            yield np.full(len(arguments[4]), token)
+            yield np.full(len(arguments[2]), token)
             assert token != 256
 
     return writer, calls

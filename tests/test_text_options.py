@@ -61,7 +61,6 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     assert text_of() == ("python_stdlib", [f"{tmp_path}/validation.txt"], None)
     assert filed(None) == "python_stdlib-validation" and filed(["a/b.c.txt.zst"]) == "b.c"
     assert filed(["a/b.jsonl", "c.txt"]) == "b-and-1-more" and filed(["a.txt"], task="mine") == "mine-validation"
-    assert text_of(split="train") == ("python_stdlib", [f"{tmp_path}/train.txt"], None)
     (tmp_path / "stores").mkdir()
     (tmp_path / "elsewhere").rename(tmp_path / "stores" / "python_stdlib-bytes")
     for name in ("train.txt", "validation.txt"):
@@ -69,13 +68,11 @@ def test_the_text_is_by_default_that_of_the_training(tmp_path):
     for split, entry in about["splits"].items():
         assert text_of(split=split)[2].sha256 == entry["sha256"] and text_of(split=split)[1] is None
     assert text_of(split="test") == text_of(files="") == ("python_stdlib", None, None)
-    assert text_of(task="wikitext103") == ("wikitext103", None, None)
     with pytest.raises(UserError, match="^--files: no file matches '.*/train.txt'"):
         text_of(files=f"{tmp_path}/train.txt")
-    other = dataclasses.replace(opened.about, data_sha256="of other ids")
-    opened = dataclasses.replace(opened, about=other)
-    with pytest.raises(UserError, match="^--files: the default, config.data.validation_files of the training: no file"):
-        text_of()
-    for options in ({"split": "test"}, {"task": "wikitext103"}, {"files": f"{tmp_path}/train.txt"}, {"files": ""}):
+    for options in ({"split": "test"}, {"task": "wikitext103"}, {"files": ""}):
         with pytest.raises(UserError, match="^--remote: must go without --files and with the corpus of the training"):
             text_of(remote="gs://bucket/stores", **options)
+    opened = dataclasses.replace(opened, about=dataclasses.replace(opened.about, data_sha256="of other ids"))
+    with pytest.raises(UserError, match="^--files: the default, config.data.validation_files of the training: no file"):
+        text_of()

@@ -13,7 +13,6 @@ import pathlib
 import sys
 import time
 
-import jax
 from absl import flags
 from flax import nnx
 
@@ -28,7 +27,7 @@ from diffeqformer.inference.scoring import lead, window_size
 from diffeqformer.inference.task_table import PERCENT, describe, scores_of_documents, summary
 from diffeqformer.inference.tasks import SEED, Tasks, load_tasks, set_shots
 from diffeqformer.parallel import hosts
-from diffeqformer.transformer import abstract_model, split_model
+from diffeqformer.transformer import abstract_model
 
 BOOTSTRAP = 1000  # resamples for the standard errors of metrics that have no formula, such as perplexity
 
@@ -40,31 +39,21 @@ def define_flags() -> None:
     flags.DEFINE_list("tasks", [], "Tasks; by default those of --include, or else the paper's eleven (`paper`).")
     flags.DEFINE_string("include", None, "Folder of lm-eval task files (.yaml) of your own, for local data.")
     flags.DEFINE_list("num_steps", [], "Numbers of steps of depth; by default as in training.")
-    help_text = "Sequences scored at once over all devices, or texts written by each."
-    flags.DEFINE_integer("batch_size", 32, help_text, 1, 2**16)
+    flags.DEFINE_integer("batch_size", 32, "Sequences scored at once over all devices, or texts written.", 1, 2**16)
     flags.DEFINE_integer("window", None, "Tokens that the model sees at once; by default as in training.")
     flags.DEFINE_integer("limit", None, "Maximum number of examples of each task, for a trial.", lower_bound=1)
-    flags.DEFINE_string(
-        "output",
-        None,
-        "Folder for the results; by default <first workdir>/downstream/<date and time>, or within runs/ for one on "
-        "gs://.",
-    )
+    help_text = "Folder for the results; by default a new one in <first workdir>/downstream, or runs/ for one on gs://."
+    flags.DEFINE_string("output", None, help_text)
 
 
 def check_model(workdir: str, step: Step, num_steps: list[int | None], window: int | None) -> int:
-    """Check, before any work, that a checkpoint exists and fits the options.
-
-    Returns:
-        its window.
-    """
+    """The window of a checkpoint, which is checked to exist and to fit the options before any work."""
     config = checkpoint.load_config(workdir, step)
     model = abstract_model(config)
     window = window_size(window, config, model.max_length, "--window", f"of {workdir}")
-    graph, params = split_model(model)
     for steps in num_steps:
         try:
-            jax.eval_shape(lambda params: nnx.merge(graph, params).depth(model.grid(steps)), params)
+            nnx.eval_shape(lambda model: model.depth(model.grid(steps)), model)
         except UserError as error:
             raise UserError(f"{workdir}: {error}") from None
     return window
@@ -74,10 +63,9 @@ def run_harness(model, tasks: dict, limit: int | None) -> dict:
     """Run lm-eval on one model, without its printed output, and return the results, with those of each document."""
     from lm_eval import evaluator
 
+    how = dict(limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, verbosity="ERROR")
     with contextlib.redirect_stdout(io.StringIO()):
-        return evaluator.evaluate(
-            lm=model, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=True, verbosity="ERROR"
-        )
+        return evaluator.evaluate(lm=model, task_dict=tasks, **how)
 
 
 Study = tuple[Tasks, pathlib.Path, dict]
@@ -93,15 +81,9 @@ def open_study(options, shots: list[int], window: int) -> Study:
         for name, task in row["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 hosts.check_one(f"--tasks: {name} is a task of generation, which")
-    report = {
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "seed": SEED,
-        "limit": options.limit,
-        "batch_size": options.batch_size,
-        "include": options.include,
-        "failed": tasks.failed,
-        "runs": [],
-    }
+    report = {"lm_eval": importlib.metadata.version("lm_eval"), "seed": SEED}
+    report |= {name: getattr(options, name) for name in ("limit", "batch_size", "include")}
+    report |= {"failed": tasks.failed, "runs": []}
     return tasks, results_folder(options.output, options.workdir[0], "downstream"), report
 
 
@@ -110,15 +92,22 @@ def run_tasks(study: Study, workdir: str, model, shots: int) -> None:
     label, start, (tasks, folder, report) = f"{workdir}, {model.num_steps} steps", time.monotonic(), study
     said = f"{counted(len(tasks.rows), 'task')}, {counted(shots, 'shot')}"
     print(f"{label} of depth, checkpoint {model.opened.step:,}: {said}", flush=True)
-    about = {"num_steps": model.num_steps, "window": model.max_length, "shots": shots}
-    about |= {"seed": model.opened.config.seed, "tasks": {}, "documents": {}}
-    run = {"label": label, **header(workdir, model.opened), **about}
+    run = {
+        "label": label,
+        **header(workdir, model.opened),
+        "num_steps": model.num_steps,
+        "window": model.max_length,
+        "shots": shots,
+        "seed": model.opened.config.seed,
+        "tasks": {},
+        "documents": {},
+    }
     report["runs"].append(run)
     for row, loaded in tasks.rows.items():
         model.counts.clear()
         set_shots(loaded["tasks"], tasks.own, shots)
         results = run_harness(model, loaded, report["limit"])
-        found = summary(results, [row], model)
+        found = summary(results, row, model)
         run["tasks"] |= found
         run["documents"] |= scores_of_documents(results, found)
         run["seconds"] = round(time.monotonic() - start, 1)
@@ -162,17 +151,12 @@ def run_all(options) -> None:
             del model, work
     with hosts.all_succeed("the results"):
         if study:
-            print_results(study)
-
-
-def print_results(study: Study) -> None:
-    """Print the table."""
-    tasks, folder, report = study
-    print(f"\n{describe(report['runs'], tasks.failed)}")
-    print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
-    print(f"This table, all metrics and the scores of each document are in {folder}")
-    if failed := tasks.failed:
-        raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {folder}/results.md")
+            (_, _, failed), folder, report = study
+            print(f"\n{describe(report['runs'], failed)}")
+            print(f"{', '.join(PERCENT)} in per cent, other metrics as they are (standard error).")
+            print(f"This table, all metrics and the scores of each document are in {folder}")
+            if failed:
+                raise UserError(f"--tasks: {', '.join(failed)} didn't run; the reasons are in {folder}/results.md")
 
 
 def prepare_lm_eval() -> None:

@@ -6,7 +6,6 @@ The perplexities are defined in docs/evaluation.md.
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import time
 
@@ -36,32 +35,19 @@ def define_flags() -> None:
     define_text_flags("evaluation")
     flags.DEFINE_list("num_steps", [], "Steps of depth, one row for each number; by default as in training.")
     flags.DEFINE_list("solver", [], "Solvers, each with every number of steps; by default the trained one.")
-    choices = ("both", *PERPLEXITIES)
-    flags.DEFINE_enum("perplexity", "both", choices, "Which to compute; paper alone takes a third of the time.")
-    flags.DEFINE_integer(
-        "stride", None, "Tokens between the starts of the full perplexity's windows; by default half a window."
-    )
+    help_text = "Which to compute; paper alone takes a third of the time."
+    flags.DEFINE_enum("perplexity", "both", ("both", *PERPLEXITIES), help_text)
+    flags.DEFINE_integer("stride", None, "Tokens between the starts of the full perplexity's windows; by default half.")
     flags.DEFINE_bool("per_document", False, "Also write the full perplexity's score of each document.")
-
-
-def make_scorers(opened: checkpoint.Checkpoint, options) -> list[tuple[dict, Scorer]]:
-    """The description and the scorer of each row of the table."""
-    config, steps = opened.config.model, whole_numbers("--num_steps", options.num_steps, 1)
-    models = {name: with_solver(opened.model, name, config) for name in options.solver}
-    models = models or {config.solver: opened.model}
-    return [
-        ({"solver": name, "num_steps": number}, Scorer(models[name], number, options.batch_size))
-        for name, number in itertools.product(models, steps or [config.num_steps])
-    ]
 
 
 def score_checkpoint(options) -> dict | None:
     """Score a checkpoint according to the options, then write and print the results.
 
-    Returns:
-        the results; None on all processes but the first, which only help to score.
+    They are None on all processes but the first, which only help to score.
     """
     opened = checkpoint.load_on_all(options.workdir, options.step)
+    config = opened.config.model
     window = window_size(options.window, opened.config, opened.model.max_length, "--window")
     for name in ("stride", "per_document"):
         if options.perplexity == "paper" and getattr(options, name):
@@ -75,7 +61,13 @@ def score_checkpoint(options) -> dict | None:
             if options.output:  # before the work whose results it will hold
                 results_folder(options.output, options.workdir)
             text = text_of(options, opened)
-    scorers = make_scorers(opened, options)  # invalid options fail here, before anything is scored
+    steps = whole_numbers("--num_steps", options.num_steps, 1) or [config.num_steps]
+    models = {name: with_solver(opened.model, name, config) for name in options.solver}
+    rows = itertools.product(models or {config.solver: opened.model}, steps)
+    scorers = [  # invalid options fail here, before anything is scored
+        ({"solver": name, "num_steps": number}, Scorer(models.get(name, opened.model), number, options.batch_size))
+        for name, number in rows
+    ]
     results = {
         **header(options.workdir, opened),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param))),
@@ -83,33 +75,31 @@ def score_checkpoint(options) -> dict | None:
         "window": window,
         "stride": stride,
         "batch_size": options.batch_size,
-        "dtype": opened.config.model.dtype,
+        "dtype": config.dtype,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-    opened = dataclasses.replace(opened, model=without_depth(opened.model))  # frees the memory of a hypernetwork
+    opened, models = dataclasses.replace(opened, model=without_depth(opened.model)), {}  # frees a hypernetwork's memory
     naming = logits_of(f"{options.workdir}, checkpoint {opened.step}")
-    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, *text, results, scorers)))
+    return lead([scorer for _, scorer in scorers], naming(lambda: score_text(opened, options, text, results, scorers)))
 
 
 def score_text(
     opened: checkpoint.Checkpoint,
     options,
-    task: str,
-    files: list[str] | None,
-    stored: Split | None,
+    text: tuple[str, list[str] | None, Split | None],
     results: dict,
     scorers: list[tuple[dict, Scorer]],
 ) -> dict:
-    """Score a text with every scorer, then write and print the results."""
-    evaluation = open_text(options, opened, task, files, stored, results["window"], results["stride"])
-    text = name_of_text(options, task, files)
+    """Score a text, that of `text_of`, with every scorer, then write and print the results."""
+    task, files, stored = text
+    evaluation = open_text(options, opened, *text, results["window"], results["stride"])
     chosen = {name: what for name, what in PERPLEXITIES.items() if options.perplexity in (name, "both")}
     if "paper" in chosen:
         _ = evaluation.windows  # an error comes before anything is compiled
-    folder = results_folder(options.output, options.workdir, "evaluation", text)
-    results = {**results, "text": text, "task": task, "files": files, "split": options.split, "rows": []}
-    counted = options.per_document or not opened.tokenizer.exact
-    accounts, lines = evaluation.accounts(opened.tokenizer) if counted else [], []
+    name = name_of_text(options, task, files)
+    folder = results_folder(options.output, options.workdir, "evaluation", name)
+    results = {**results, "text": name, "task": task, "files": files, "split": options.split, "rows": []}
+    accounts, lines = evaluation.accounts(opened.tokenizer), []
     results["unknown_tokens"] = sum(account["unknown_tokens"] for account in accounts)
     results["altered_documents"] = sum(account["altered"] for account in accounts)
     if stored and not opened.tokenizer.exact and stored.altered != 0:  # its texts are what ids decode to
@@ -127,7 +117,7 @@ def score_text(
         write_json(folder / "results.json", results)
         write_text(folder / "results.md", table(results) + "\n")
         if options.per_document:
-            lines += lines_of(how, accounts, evaluation.nats)
+            lines += [json.dumps(how | document) for document in evaluation.scored(accounts)]
             write_text(folder / "documents.jsonl", "\n".join(lines) + "\n")
     write_curves(results, folder)
     print(f"\n{table(results)}\n\nThis table, results.json and curves are in {folder}", flush=True)
@@ -135,16 +125,6 @@ def score_text(
         plot(results, folder / "perplexity.png")
         print("and perplexity.png beside them")
     return results
-
-
-def lines_of(how: dict, accounts: list[dict], nats: list[float]) -> list[str]:
-    """JSON of each document: how it was scored, its account, its negative log-likelihood and bits per byte."""
-    lines = []
-    for number, (account, loss) in enumerate(zip(accounts, nats, strict=True)):
-        known = account["bytes"] and not account["unknown_tokens"]
-        bits = loss / math.log(2) / account["bytes"] if known else None
-        lines.append(json.dumps({**how, "document": number, **account, "nats": loss, "bits_per_byte": bits}))
-    return lines
 
 
 def time_windows(scorers: list[Scorer], window: int, rounds: int = 7, enough: float = 30.0) -> list[float]:

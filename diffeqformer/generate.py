@@ -19,7 +19,7 @@ from diffeqformer.data.tokenizers import Tokenizer
 from diffeqformer.errors import UserError, counted, printable
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import with_solver
-from diffeqformer.inference.sampling import MOST, Samples, encode_prompt, write_texts, write_tokens
+from diffeqformer.inference.sampling import MOST, Text, encode_prompt, write_texts, write_tokens
 from diffeqformer.parallel import hosts
 from diffeqformer.transformer import Transformer, random_key
 
@@ -35,8 +35,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("tokens", None, f"Maximum number of tokens to write; by default as many as fit, up to {MOST}.")
     flags.DEFINE_multi_string("stop", [], "Where this text comes up, a text ends before it; several can be given.")
     flags.DEFINE_bool("sliding_window", False, "When a text fills all positions, go on from its last half.")
-    help_text = "Texts to write after the same prompt; the first is shown as it is generated."
-    flags.DEFINE_integer("samples", 1, help_text, 1, 2**16)
+    flags.DEFINE_integer("samples", 1, "Texts to write after the same prompt; the first is streamed.", 1, 2**16)
     flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 takes the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Choose among this many of the likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
@@ -52,11 +51,10 @@ def prompt_text(options) -> str:
         return options.prompt
     if options.prompt_file in (None, "-"):
         hosts.check_one("--prompt: reading standard input, as without it and --prompt_file,")
-    if options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
-    text = read_text("--prompt_file", options.prompt_file or "-")
+    nothing = options.prompt_file is None and (sys.stdin is None or sys.stdin.isatty())
+    text = "" if nothing else read_text("--prompt_file", options.prompt_file or "-")
     if not text and options.prompt_file is None:
-        raise UserError("--prompt: a text is needed, but standard input is empty; --prompt= continues nothing")
+        raise UserError("--prompt: a text to continue is needed, or --prompt_file, or text on standard input")
     return text
 
 
@@ -66,18 +64,15 @@ def prompts_of(options) -> list[str]:
     if len(given) > 1:
         raise UserError(f"--{given[1]}: a prompt was given as well; leave one of them out")
     if options.prompts_file is None:
-        if options.output is not None:
-            raise UserError("--output: goes with --prompts_file; other texts are written to standard output")
-        if options.batch_size is not None:
-            raise UserError("--batch_size: goes with --prompts_file; leave it out")
+        for name in ("output", "batch_size"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name}: goes with --prompts_file; leave it out")
         return [prompt_text(options)]
     if options.draft_steps is not None:
         raise UserError("--draft_steps: can't be combined with --prompts_file; leave one of them out")
     folder = os.path.dirname(options.output or "") or "."
     if options.output is not None and (os.path.lexists(options.output) or not os.access(folder, os.W_OK)):
-        raise UserError(
-            f"--output: must be a new file in a folder that can be written, but it is {options.output}; choose another"
-        )
+        raise UserError(f"--output: must be a new file in a folder that can be written, but it is {options.output}")
     return read_text("--prompts_file", options.prompts_file).split("\n")
 
 
@@ -93,11 +88,9 @@ def write(options) -> None:
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     hosts.check_same("--prompt: the text", digest, "give all processes the same one")
     opened = checkpoint.load_on_all(options.workdir, options.step)
-    model, trained, solver, drafts = opened.model, opened.config.model, "", ""
+    model, trained = opened.model, opened.config.model
     if options.solver is not None:
-        model, solver = with_solver(model, options.solver, trained), f" of {options.solver}"
-    if options.draft_steps is not None:
-        drafts = f", drafts in {options.draft_steps}"
+        model = with_solver(model, options.solver, trained)
     how = dict(
         key=random_key(options.seed, "sample"),
         choice=choice,
@@ -113,6 +106,8 @@ def write(options) -> None:
             said = write_samples(model, opened.tokenizer, prompts[0], options, started, how)
         else:
             said = write_lines(model, opened.tokenizer, prompts, options, started, how)
+    solver = f" of {options.solver}" if options.solver is not None else ""
+    drafts = f", drafts in {options.draft_steps}" if options.draft_steps is not None else ""
     steps = f"{counted(options.num_steps or trained.num_steps, 'step')}{solver}{drafts}"
     if hosts.is_first():
         what = f"{title(opened.config)} ({trained.kind}, {steps}, {trained.dtype}) at step {opened.step:,}"
@@ -127,22 +122,23 @@ def write_samples(model: Transformer, tokenizer: Tokenizer, prompt: str, options
         draft_steps=options.draft_steps, **how,
     )  # fmt: skip
     headings = [f"--- sample {n + 1} of {count} ---\n" if count > 1 else "" for n in range(count)]
-    samples, shown = Samples(tokenizer, ids, count, options.stop), prompt
+    texts, shown = [Text(tokenizer, ids, until=options.stop) for _ in range(count)], prompt
     print(headings[0] + prompt, end="", flush=True)
     for tokens in steps:
         first = first or time.monotonic()
-        samples.add(tokens)
-        text = prompt + samples.settled(0)
-        print(text[len(shown) :], end="", flush=True)
-        shown = max(shown, text, key=len)
-        if samples.finished():
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.add(token)
+        settled = prompt + texts[0].settled()
+        print(settled[len(shown) :], end="", flush=True)
+        shown = max(shown, settled, key=len)
+        if all(text.ended for text in texts):
             break
     seconds = time.monotonic() - first
-    print((prompt + samples.text(0))[len(shown) :])
-    for n in range(1, count):
-        print(headings[n] + prompt + samples.text(n))
+    print((prompt + texts[0].text())[len(shown) :])
+    for heading, text in zip(headings[1:], texts[1:]):
+        print(heading + prompt + text.text())
     sys.stdout.flush()
-    written = sum(map(len, samples.ids))
+    written = sum(len(text.ids) for text in texts)
     rate = f", then {(written - count) / seconds:,.0f} tokens/s" if written > count else ""
     return f"{counted(written, 'token')}, the first after {first - started:.1f} s{rate}"
 
@@ -153,12 +149,9 @@ def write_lines(
     """Write the texts after all prompts as JSON lines, batch by batch; returns how long that took."""
     how = dict(how, tokens=options.tokens, batch_size=options.batch_size or 8, until=options.stop)
     texts = write_texts(model, tokenizer, prompts, **how)
+    path = options.output if hosts.is_first() else os.devnull
     try:
-        with contextlib.ExitStack() as stack:
-            file = sys.stdout
-            if options.output is not None:
-                path = options.output if hosts.is_first() else os.devnull
-                file = stack.enter_context(open(path, "w", encoding="utf-8"))
+        with open(path, "w", encoding="utf-8") if options.output else contextlib.nullcontext(sys.stdout) as file:
             for number, text in enumerate(texts):
                 line = {"prompt": prompts[number // options.samples], "text": text}
                 print(json_line(line), file=file, flush=True)

@@ -52,7 +52,6 @@ def import_model(folder: pathlib.Path, workdir: epath.PathLike, kind: str | None
 
     Args:
         folder: of the pretrained model.
-        workdir: of the run, which must not hold a checkpoint yet.
         kind: one of `KINDS`; None: the baseline that computes the same.
 
     Raises:
@@ -94,14 +93,12 @@ def check(model: Transformer, found: Pretrained, kind: str | None) -> Check:
 
 def describe(found: Pretrained, check: Check) -> str:
     """What was read, and the check, in lines."""
-    lines = [f"{found.folder}: {found.describe()}"]
+    text = f"{found.folder}: {found.describe()}\n"
     if check.of_weights is not None:
-        lines.append(
-            f"largest error of a weight: {check.of_weights:.1e} of the largest one of its layers; of a logit: "
-            f"{check.of_logits:.1e} of the largest"
-        )
+        text += f"largest error of a weight: {check.of_weights:.1e} of the largest one of its layers; "
+        text += f"of a logit: {check.of_logits:.1e} of the largest\n"
     likeliest = ", ".join(f"{text!r} {probability:.1%}" for text, probability in check.likeliest)
-    return "\n".join([*lines, f"{SENTENCE!r}: {check.loss:.4f} nats per token; next: {likeliest}"])
+    return f"{text}{SENTENCE!r}: {check.loss:.4f} nats per token; next: {likeliest}"
 
 
 def main() -> None:

@@ -37,16 +37,15 @@ def materialize(
     Args:
         workdir: folder of the run.
         num_steps: steps of depth; None: as trained.
-        dtype: float32 or bfloat16, for both the weights and the computation; None: the run's compute type.
+        dtype: float32 or bfloat16, of weights and computation; None: the run's compute type.
         output: folder of the new checkpoint, which must not hold one yet; by default a subfolder of the run's.
         step: see `diffeqformer.checkpoints.folder.Step`.
     """
     folder, step, about, config = checkpoint.open_to_read(workdir, step=step)
     if config.model.solver not in MODELS["discretized"].solvers(unit_steps=not config.model.span):
         raise UserError(
-            f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of "
-            "each step, and a materialized one has one set for each; use the run itself, or fine-tune it with "
-            "--config.base"
+            f"--workdir: a model that was trained with {config.model.solver} takes weights at several times of each "
+            "step, and a materialized one has one set; use the run itself, or fine-tune it with --config.base"
         )
     num_steps = config.model.num_steps if num_steps is None else num_steps
     dtype = dtype or config.model.dtype
@@ -54,10 +53,9 @@ def materialize(
     if config.model.lora_rank:
         frozen, recorded, remedy = checkpoint.open_frozen(workdir, about.base)
         stored |= checkpoint.open_arrays(frozen, 0, recorded, remedy)
-    inside = epath.Path(workdir) / f"materialized-{num_steps}-{dtype}"
     if not output:
-        check_link(inside, "--workdir")
-    output = epath.Path(output or inside)
+        output = epath.Path(workdir) / f"materialized-{num_steps}-{dtype}"
+        check_link(output, "--workdir")
     trained = (about.materialized_from or {}).get("model", config.model.to_dict())
     about = dataclasses.replace(
         about,
@@ -65,9 +63,8 @@ def materialize(
         materialized_from={"workdir": str(workdir), "step": step, "model": trained},
         time_spent=None,
     )
-    progress = show_progress("weights", "layers")
-    arrays = discretized_arrays(config, stored, num_steps, dtype, progress)
-    with new_checkpoints(output, "--output"):
+    arrays = discretized_arrays(config, stored, num_steps, dtype, show_progress("weights", "layers"))
+    with new_checkpoints(epath.Path(output), "--output"):
         checked, bad = show_progress("checksums", "arrays"), []
         for done, array in enumerate(stored.values(), 1):  # in a pass of its own: each layer reads a part of it
             if not all([np.isfinite(block).all() for block in array.checked_blocks()]):
@@ -75,17 +72,15 @@ def materialize(
             checked(done, len(stored))
         if bad:  # after all checksums: damage may look like it
             raise not_finite(f"{workdir}, checkpoint {step}", bad[0])
-        save_one_by_one(output, step, arrays, about)
-    return output
+        save_one_by_one(epath.Path(output), step, arrays, about)
+    return epath.Path(output)
 
 
 def main() -> None:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
     step = command_line.define_step()
     num_steps = flags.DEFINE_integer("num_steps", None, "Steps of depth; by default as in training.")
-    dtype = flags.DEFINE_enum(
-        "dtype", None, ["float32", "bfloat16"], "Type of weights and computation; by default as in training."
-    )
+    dtype = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Type of all; by default as in training.")
     output = flags.DEFINE_string("output", None, "Folder to write; by default materialized-STEPS-DTYPE in the run's.")
 
     def command() -> None:

@@ -18,10 +18,7 @@ LEFT_OUT = [".*", "*/.*", "*.partial-*"]
 def push(folder: pathlib.Path, to: str, private: bool = False) -> str:
     """Upload a folder as one commit of a model's repository, which is made if there is none, and return its address.
 
-    Files of the repository that the folder lacks stay.
-
-    Raises:
-        UserError: if the folder holds no model, there is no token, or the hub refuses.
+    Files that the folder lacks stay. A UserError says if it holds no model, there is no token, or the hub refuses.
     """
     found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)", to)
     if not found:
@@ -36,10 +33,8 @@ def push(folder: pathlib.Path, to: str, private: bool = False) -> str:
         raise UserError("--to: the hub needs a token that may write; set HF_TOKEN, or run `hf auth login`")
     with asking_hub(to, "check that the token may write there, or try again later"):
         HfApi().create_repo(found[1], private=private, exist_ok=True)
-        message = f"Upload {folder.resolve().name}"
-        commit = HfApi().upload_folder(
-            repo_id=found[1], folder_path=folder, commit_message=message, ignore_patterns=LEFT_OUT
-        )
+        how = dict(commit_message=f"Upload {folder.resolve().name}", ignore_patterns=LEFT_OUT)
+        commit = HfApi().upload_folder(repo_id=found[1], folder_path=folder, **how)
     return str(commit.repo_url)
 
 

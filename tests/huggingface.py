@@ -29,12 +29,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 16},
     "llama": {
+        **SMALL,
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 16,
         "rms_norm_eps": 1e-5,
     },
     "llama3": {

@@ -18,6 +18,7 @@ from diffeqformer.errors import UserError
 from diffeqformer.fields.llama import BIASES
 from diffeqformer.fields.rotary import rotary_table
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
+from diffeqformer.inference.reader import Reader
 from diffeqformer.planning.flash import flash
 from diffeqformer.transformer import split_model, vector_field, weights_at
 from helpers import ONE_DEVICE, forward, lively_model, logits_of, loss_and_gradient, run_steps, toy_config
@@ -95,12 +96,13 @@ def test_a_cache_holds_the_keys_and_values_that_there_are(kind, changes):
     graph, params = split_model(model)
     weights, ids = weights_at(model), np.random.RandomState(1).randint(64, size=CHUNK + 8)
     expected = logits_of(graph, params, weights, ids[None])[0]
-    logits, cache = read_prompt(graph, params, weights, padded_prompt(ids[:CHUNK].tolist(), len(ids)), CHUNK)
+    reader = Reader(graph, params, weights)
+    logits, cache = read_prompt(reader, padded_prompt(ids[:CHUNK].tolist(), len(ids)), CHUNK)
     heads, width = (2, 6) if kind == "llama" else (4, 8)
     assert cache.keys.shape == cache.values.shape == (2, 1, 2 * CHUNK, heads, width)
     for position in range(CHUNK, CHUNK + 8):
         np.testing.assert_allclose(logits[0], expected[position - 1], atol=5e-6 * np.abs(expected).max())
-        logits, cache = read_token(graph, params, weights, cache, ids[position : position + 1], position)
+        logits, cache = read_token(reader, cache, ids[position : position + 1], position)
 
 
 def test_rotations_slow_down_as_llama_3_has_it():

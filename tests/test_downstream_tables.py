@@ -66,15 +66,6 @@ def test_published_figures(script):
                     assert error == pytest.approx(implied, abs=0.011 + 0.15 * (task == "piqa"))
 
 
-def test_what_the_tokenizer_loses_is_shown():
-    lossy = ROW | {"bits_per_byte,none": math.nan, "unknown_tokens": 1234, "altered_texts": 3}
-    run = {"label": "a", "shots": 0}
-    shown = task_table.describe([{**run, "tasks": {"pages": lossy}}], {})
-    assert "| nan [1,234 unknown, 3 altered] |" in shown and "\n[n unknown, m altered]: the tokenizer has" in shown
-    whole = ROW | {"bits_per_byte,none": 1.0}
-    assert "altered" not in task_table.describe([{**run, "tasks": {"pages": whole}}], {})
-
-
 def test_a_group_has_the_documents_of_its_tasks_in_their_order():
     def samples(*numbers):
         return [{"doc_id": number, "filter": "none", "acc": number % 2} for number in numbers]

@@ -1,7 +1,6 @@
 """Pretrained models in Hugging Face's format: read exactly, or refused in one sentence."""
 
 import collections
-import itertools
 import json
 import pathlib
 
@@ -34,7 +33,7 @@ def parameters(found: Pretrained) -> dict[Path, Array]:
 
 @pytest.mark.parametrize(
     "name, kind",
-    [*((name, None) for name in CONFIGS), *itertools.product(("llama3", "neox"), ("interpolated", "diffeqformer"))],
+    [*((name, None) for name in CONFIGS), ("llama3", "interpolated"), ("llama3", "diffeqformer")],
 )
 def test_logits_are_those_of_transformers(name, kind, tmp_path):
     arrays, tokens, expected = arrays_of(name)
@@ -103,26 +102,21 @@ def test_types_shards_and_names_of_any_kind_are_read(tmp_path):
     assert {str(array.dtype) for array in found.values()} == {"float32"}
 
 
+LENGTH = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     "architecture, given, expected",
     [
         ("Llama", {"rope_theta": 1e5}, {"rope_theta": 1e5, "rope_scaling": "", "biases": "none", "tied_head": False}),
-        ("Llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 5e5}),
         ("Llama", {"rope_theta": 5, "rope_parameters": {"rope_theta": 5.0}, "rope_scaling": None}, {"rope_theta": 5.0}),
-        (
-            "Llama",
-            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
-            {"rope_scaling": "8.0,1.0,4.0,8192"},
-        ),
+        ("Llama", {"rope_scaling": LLAMA3 | {LENGTH: 8192}}, {"rope_scaling": "8.0,1.0,4.0,8192"}),
         ("Llama", {"num_attention_heads": 8, "hidden_size": 64, "head_dim": 16}, {"head_width": 16, "num_steps": 32}),
         ("Llama", {"head_dim": 128, "num_key_value_heads": 32}, {"head_width": 0, "key_value_heads": 0}),
-        ("Llama", {"num_key_value_heads": 4}, {"key_value_heads": 4}),
-        ("Llama", {"attention_bias": True}, {"biases": "attention"}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, {"biases": "all"}),
         ("Mistral", {"sliding_window": None}, {"key_value_heads": 8, "mlp": 14_336, "norm_epsilon": 1e-6}),
         ("Qwen2", {"tie_word_embeddings": True, "sliding_window": 4096}, {"biases": "qkv", "tied_head": True}),
         ("GPT2", {"n_inner": None}, {"mlp": 3072, "norm_epsilon": 1e-5}),
-        ("GPT2", {"n_inner": 100}, {"mlp": 100}),
         ("GPTNeoX", {"rotary_pct": 1.0, "rotary_emb_base": 500}, {"rotary_fraction": 1.0, "rope_theta": 500.0}),
         ("GPTNeoX", {}, {"rotary_fraction": 0.25, "solver": "euler", "tied_head": False}),
         ("GPTNeoX", {"use_parallel_residual": False}, {"solver": "lie_trotter"}),
@@ -136,21 +130,16 @@ def test_what_is_left_out_of_a_config_has_the_default_of_its_architecture(archit
 
 REFUSED = [
     ({"architectures": ["BertModel"]}, "architectures: must be one of GPT2LMHeadModel, .*, but it is 'BertModel'"),
-    ({"architectures": [{}]}, "architectures: must be one of .*, but it is {}"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised; take a folder"),
     ({"hidden_act": "relu"}, "hidden_act: must be 'silu' or 'swish' to be imported, but it is 'relu'"),
     ({"hidden_size": "32"}, "hidden_size: must be of type int, but it is '32'"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters: must be of the type default or llama3 .* 'yarn'"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "rope_parameters: must give factor, low_freq_factor, .* as numbers"),
-    ({"rms_norm_eps": 0}, "the epsilon of norms: must be above 0 to be imported, but it is 0.0"),
-    ({"rope_parameters": 3}, "rope_parameters: must hold fields, but it is 3"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta: must have one value, but it is"),
     ({"layer_types": ["sliding_attention"]}, "layer_types: must be full_attention alone"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window: must be null, or no less than"),
     ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window: must be False"),
     ({"num_attention_heads": 0}, "gives a model that can't be computed: config.model.heads: must be at least 1"),
     ({"num_hidden_layers": 7}, "lacks the tensor model.layers.6.input_layernorm.weight, which config.json asks for"),
-    ({"num_hidden_layers": 5}, "has the tensor model.layers.5.input_layernorm.weight, which a Llama.* lacks"),
     ({"intermediate_size": 48}, r"mlp.gate_proj.weight has the shape \[64, 32\], but config.json asks for \[48, 32\]"),
     ({"vocab_size": 59}, "tokenizer.json: has ids up to 59, but the vocab_size of config.json is 59"),
     ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight, to which config.json ties"),
@@ -165,53 +154,35 @@ def test_a_model_that_cannot_be_computed_is_one_sentence(given, sentence, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def spoiled(folder: pathlib.Path, how: str, arrays: dict) -> None:
-    """Damage a folder in one of several ways."""
-    weights, index = folder / "model.safetensors", folder / INDEX
+@pytest.mark.parametrize(
+    "how, sentence",
+    [
+        ("pickled", "has its weights as a pickle alone, which can run any code; save them as"),
+        ("cut", "model.safetensors: can't be read: .*; download it again"),
+        ("nan", "model.norm.weight has numbers that are NaN or infinite; download it again"),
+        ("no config", "config.json: can't be read: .*No such file.*; name the folder of a pretrained model"),
+        ("no tokenizer", "tokenizer.json: No such file or directory; name a tokenizer.json"),
+        ("../folder/1.safetensors", r"model.* is in \.\./folder/1.safetensors, which isn't in this folder"),
+        ("1.safetensors", "1.safetensors: lacks absent, which model.safetensors.index.json puts there"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
+    folder, arrays = tmp_path / "folder", arrays_of("llama")[0]
+    write_folder(folder, arrays, CONFIGS["llama"])
+    weights = folder / "model.safetensors"
     if how == "pickled":
         weights.rename(folder / "pytorch_model.bin")
     elif how == "cut":
         weights.write_bytes(weights.read_bytes()[:-8])
     elif how == "nan":
-        save_file({**arrays, "model.norm.weight": np.full(32, np.nan, np.float32)}, weights)
-    elif how == "int8":
-        save_file({**arrays, "model.norm.weight": np.zeros(32, np.int8)}, weights)
-    elif how == "no config":
-        (folder / "config.json").unlink()
-    elif how == "no tokenizer":
-        (folder / "tokenizer.json").unlink()
-    elif how == "two files":
-        weights.rename(folder / "a.safetensors")
-        save_file(arrays, folder / "b.safetensors")
+        write_folder(folder, {**arrays, "model.norm.weight": np.full(32, np.nan, np.float32)}, CONFIGS["llama"])
+    elif how.startswith("no "):
+        (folder / f"{how[3:]}.json").unlink()
     else:
         weights.rename(folder / "1.safetensors")
-        file = {"no shard": "2.safetensors", "elsewhere": f"../{folder.name}/1.safetensors"}.get(how, "1.safetensors")
-        places = {name: file for name in arrays} | ({"absent": file} if how == "not in its shard" else {})
-        index.write_text("[]" if how == "no map" else json.dumps({"weight_map": places}))
-
-
-@pytest.mark.parametrize(
-    "how, sentence",
-    [
-        ("pickled", "has its weights in pytorch_model.bin alone, a pickle, which can run any code; save them as"),
-        ("cut", "model.safetensors: can't be read: .*; download it again"),
-        ("nan", "model.norm.weight has numbers that are NaN or infinite; download it again"),
-        ("int8", "model.norm.weight must be of one of the types F32, BF16, F16, but it is I8"),
-        ("no config", "config.json: can't be read: .*No such file.*; name the folder of a pretrained model"),
-        ("no tokenizer", "tokenizer.json: No such file or directory; name a tokenizer.json"),
-        ("two files", "has 2 files of weights and no model.safetensors.index.json, which names them"),
-        ("no shard", "model.* is in 2.safetensors, which isn't in this folder; download it, too"),
-        ("elsewhere", r"model.* is in \.\./folder/1.safetensors, which isn't in this folder"),
-        ("not in its shard", "1.safetensors: lacks absent, which model.safetensors.index.json puts there"),
-        ("no map", "index.json: must hold fields, but it holds a list"),
-    ],
-)
-def test_a_folder_that_is_not_whole_is_one_sentence(how, sentence, tmp_path):
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays_of("llama")[0].items()}
-    write_folder(tmp_path / "folder", arrays, CONFIGS["llama"])
-    spoiled(tmp_path / "folder", how, arrays)
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys([*arrays, "absent"], how)}))
     with pytest.raises(UserError, match=sentence):
-        import_model(tmp_path / "folder", tmp_path / "run")
+        import_model(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,7 +1,6 @@
 """Weights sampled once and written as a separate model."""
 
 import os
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +17,26 @@ from diffeqformer.errors import UserError
 from diffeqformer.inference.discretize import discretize, discretized_arrays
 from diffeqformer.inference.sampling import generate
 from diffeqformer.materialize import materialize
-from diffeqformer.transformer import abstract_model, select, split_model, weights_at
-from helpers import FAMILY, drawn, forward, lively_model, save_params, toy_config
+from diffeqformer.transformer import abstract_model, select, split_model
+from helpers import FAMILY, drawn, forward, lively_model, save_params, some_slow, toy_config
 from runs import command
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_materialized_model_is_small_and_says_the_same(run, dtype, tmp_path):
-    done = command("materialize", "--workdir", run, "--num_steps=9", f"--dtype={dtype}", "--output", tmp_path / "out")
+def test_a_materialized_model_is_small_and_says_the_same(run, tmp_path):
+    done = command("materialize", "--workdir", run, "--num_steps=9", "--dtype=bfloat16", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     original, opened = checkpoint.load(run), checkpoint.load(tmp_path / "out")
     assert opened.step == 12 and opened.config.model.kind == "discretized" and opened.config.model.num_steps == 9
     assert opened.about.materialized_from["model"]["kind"] == "diffeqformer"
     assert header(run, opened)["trained_num_steps"] == original.config.model.num_steps != 9
-    sizes = {path: value.dtype for path, value in nnx.to_flat_state(nnx.state(opened.model, nnx.Param))}
-    norms = {path for path in sizes if path[-1] in ("scale", "shift")}
-    assert all(sizes[path] == (jnp.float32 if path in norms else dtype) for path in sizes) and len(norms) == 6
+    types = {path: value.dtype for path, value in nnx.to_flat_state(nnx.state(opened.model, nnx.Param))}
+    norms = {path for path in types if path[-1] in ("scale", "shift")}
+    assert all(types[path] == ("float32" if path in norms else "bfloat16") for path in types) and len(norms) == 6
 
     tokens = jnp.arange(32).reshape(2, 16)
     expected, logits = forward(original.model, tokens, 9), forward(opened.model, tokens)
-    tolerance = {"float32": 1e-6, "bfloat16": 0.03}[dtype]
-    np.testing.assert_allclose(logits, expected, atol=tolerance * float(jnp.abs(expected).max()))
-    states = jax.eval_shape(opened.model.trajectory, tokens, weights_at(opened.model))
-    assert states.shape == (10, 2, 16, 32) and states.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, atol=0.03 * float(jnp.abs(expected).max()))
     assert len(generate(opened.model, ByteTokenizer(), "", tokens=3, key=jax.random.key(0))) == 1
 
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(opened.model, nnx.Param)))
@@ -66,7 +61,10 @@ def leaves(model) -> dict:
     return traverse_util.flatten_dict(split_model(model)[1])
 
 
-@pytest.mark.parametrize("kind, field, changes", [(*row, {}) for row in FAMILY] + [("gpt", "gpt", {"lora_rank": 3})])
+CASES = [(*row, {}) for row in FAMILY] + [("gpt", "gpt", {"lora_rank": 3})]
+
+
+@pytest.mark.parametrize("kind, field, changes", some_slow(CASES, lambda case: case[1] == "llama" != case[0]))
 def test_every_model_can_be_materialized(kind, field, changes, tmp_path):
     """To the same bits as at once, if no layer is larger than a block."""
     config, model = saved(tmp_path / "run", kind, field, **changes)
@@ -148,10 +146,6 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
         patch.setattr(np, "memmap", fails)
         with pytest.raises(UserError, match="parts-.*: the arrays can't be kept here until .*: no space left; make ro"):
             materialize(tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredArray, "__getitem__", mock.Mock(side_effect=UserError("can't be read")))
-        with pytest.raises(UserError, match="^can't be read$"):
-            materialize(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
     folder = materialize(tmp_path / "run")  # the same folder, which isn't occupied
     assert folder == tmp_path / "run" / "materialized-6-bfloat16"
@@ -161,24 +155,18 @@ def test_a_run_is_materialized_in_its_own_type_and_nothing_is_left_of_a_save_tha
 
 def test_materializing_never_overwrites_and_says_what_is_wrong(run, tmp_path):
     materialize(run, 2, "bfloat16", tmp_path / "out")
+    config = toy_config(model__solver="heun")
+    save_params(tmp_path / "heun", config, {1: drawn(config.model)[1]})
     before = sorted(path for path in tmp_path.rglob("*"))
     for arguments, sentence in (
         ((run, 3, "float32", tmp_path / "out"), "--output: .*out already holds a checkpoint"),
-        ((run, 3, "float32", run), "--output: .* already holds a checkpoint"),
         ((run, 0, "float32", tmp_path / "other"), "num_steps: must be at least 1, but it is 0"),
         ((tmp_path / "out", 3), "num_steps: this model has weights for 2 steps and for no other number, but it is 3"),
-        ((tmp_path / "absent",), "there is no checkpoint here"),
+        ((tmp_path / "heun",), "--workdir: a model that was trained with heun takes weights at several"),
     ):
         with pytest.raises(UserError, match=sentence):
             materialize(*arguments)
     assert sorted(path for path in tmp_path.rglob("*")) == before
-
-
-def test_a_model_whose_solver_takes_weights_several_times_in_a_step_is_refused(tmp_path):
-    config = toy_config(model__solver="heun")
-    save_params(tmp_path, config, {1: drawn(config.model)[1]})
-    with pytest.raises(UserError, match="^--workdir: a model that was trained with heun takes weights at several"):
-        materialize(tmp_path)
 
 
 def test_arrays_saved_one_by_one_are_written_in_small_files(tmp_path, monkeypatch):

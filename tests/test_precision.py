@@ -13,7 +13,8 @@ from diffeqformer.fields import attention
 from diffeqformer.fields.attention import plain
 from diffeqformer.inference.cached import padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice
-from diffeqformer.inference.discretize import discretized_params
+from diffeqformer.inference.discretize import discretized_config, discretized_params
+from diffeqformer.inference.reader import Reader
 from diffeqformer.inference.scoring import target_scores
 from diffeqformer.inference.speculation import Depths, Writing, write_round
 from diffeqformer.parallel.mesh import make_mesh
@@ -82,16 +83,16 @@ def of_inference(config) -> list[Product]:
     graph, params = split_model(model)
 
     def score_and_write(params):
-        weights = weights_of(graph, params, None)
-        _, cache = read_prompt(graph, params, weights, prompt, 1)
-        made = [target_scores(graph, params, weights, tokens, tokens, ONE_DEVICE)]
+        reader = Reader(graph, params, weights_of(graph, params, None))
+        _, cache = read_prompt(reader, prompt, 1)
+        made = [target_scores(reader, tokens, tokens, ONE_DEVICE)]
         made += [discretized_params(graph, params, config.model.num_steps, np.dtype("float32"), "euler")]
         if model.depth.generated:
             caches, one = Depths(*2 * [jax.tree.map(lambda leaf: leaf[None], cache)]), jnp.ones(1, jnp.int32)
             text, keys = Writing(one, one, caches), jax.random.split(jax.random.key(0), 1)
             choice = Choice(vocab_size=config.model.vocab_size)
-            made += [write_round(graph, params, Depths(weights, weights), text, keys, np.ones(1, bool), choice)]
-        return made, read_token(graph, params, weights, cache, tokens[:1, 0], 1)
+            made += [write_round(Depths(reader, reader), text, keys, np.ones(1, bool), choice)]
+        return made, read_token(reader, cache, tokens[:1, 0], 1)
 
     return products(score_and_write, params)
 

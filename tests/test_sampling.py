@@ -11,10 +11,11 @@ from diffeqformer.errors import UserError, printable
 from diffeqformer.inference import sampling
 from diffeqformer.inference.cached import CHUNK, padded_prompt, read_prompt, read_token
 from diffeqformer.inference.choice import Choice, draw
-from diffeqformer.inference.sampling import Samples, encode_prompt, generate, write_tokens
+from diffeqformer.inference.reader import Reader
+from diffeqformer.inference.sampling import Text, generate, write_tokens
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, split_model, weights_at
-from helpers import FAMILY, build_model, forward, lively_model, logits_of
+from helpers import FAMILY, build_model, lively_model, logits_of, long_to_compile, some_slow
 
 BYTES = ByteTokenizer()
 LENGTH = 2 * CHUNK + 20  # no multiple of a chunk
@@ -24,10 +25,11 @@ def padded(ids, length=3 * CHUNK):
     return np.pad(ids, (0, length - len(ids)))[None].astype(np.int32)
 
 
-OTHER_SOLVERS = [("diffeqformer", "gpt", name) for name in SOLVERS if name != MODELS["diffeqformer"].solver]
+CASES = [(*row, MODELS[row[0]].solver) for row in FAMILY]
+CASES += [("diffeqformer", "gpt", name) for name in SOLVERS if name != MODELS["diffeqformer"].solver]
 
 
-@pytest.mark.parametrize("kind, field, solver", [(*row, MODELS[row[0]].solver) for row in FAMILY] + OTHER_SOLVERS)
+@pytest.mark.parametrize("kind, field, solver", some_slow(CASES, long_to_compile))
 def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, solver, compilations):
     """After prompts of any length, token by token; in chunks, at another depth, and with one compilation."""
     model = lively_model(kind, field, max_length=LENGTH, num_steps=3, solver=solver)
@@ -35,14 +37,14 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(kind, field, sol
     weights = weights_at(model, 3 if MODELS[kind].weights.fixed_depth else 5)
     ids = np.random.RandomState(0).randint(64, size=LENGTH)
     expected = logits_of(graph, params, weights, ids[None])[0]
-    scale = float(jnp.abs(expected).max())
+    scale, reader = float(jnp.abs(expected).max()), Reader(graph, params, weights)
     for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH):
-        logits, _ = read_prompt(graph, params, weights, padded(ids), count)
+        logits, _ = read_prompt(reader, padded(ids), count)
         np.testing.assert_allclose(logits[0], expected[count - 1], atol=5e-6 * scale)
-    logits, cache = read_prompt(graph, params, weights, padded(ids[: CHUNK // 2]), CHUNK // 2)
+    logits, cache = read_prompt(reader, padded(ids[: CHUNK // 2]), CHUNK // 2)
     for position in range(CHUNK // 2, LENGTH):
         old = cache
-        logits, cache = read_token(graph, params, weights, cache, ids[position : position + 1], position)
+        logits, cache = read_token(reader, cache, ids[position : position + 1], position)
         assert all(leaf.is_deleted() for leaf in old)  # donated
         np.testing.assert_allclose(logits[0], expected[position], atol=5e-6 * scale)
     assert compilations("read_prompt") == compilations("read_token") == 1
@@ -62,18 +64,16 @@ def test_greedy_text_is_the_argmax_of_every_prefix_at_any_depth():
             assert written == ids[-10:], choice
 
 
-def frequencies(choice: Choice, logits) -> np.ndarray:
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    tokens = draw(jnp.broadcast_to(jnp.asarray(logits), (len(keys), len(logits))), keys, choice)
-    return np.bincount(tokens, minlength=len(logits)) / len(keys)
-
-
 def test_choices_have_their_distributions():
     probabilities = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
     logits = np.log(probabilities).astype(np.float32)
 
+    keys = jax.random.split(jax.random.key(0), 20_000)
+
     def check(choice, expected):
-        np.testing.assert_allclose(frequencies(choice, logits), expected / expected.sum(), atol=0.015)
+        tokens = draw(jnp.broadcast_to(logits, (len(keys), len(logits))), keys, choice)
+        found = np.bincount(tokens, minlength=len(logits)) / len(keys)
+        np.testing.assert_allclose(found, expected / expected.sum(), atol=0.015)
 
     check(Choice(1.0), probabilities)
     check(Choice(0.5), probabilities**2)
@@ -99,11 +99,10 @@ def test_a_cache_is_no_longer_than_a_text_needs(monkeypatch):
     np.testing.assert_array_equal(texts[0], texts[1][:20])
 
 
-def test_what_is_shown_and_what_an_empty_prompt_means():
+def test_what_is_printed_cannot_steer_a_terminal():
     assert printable("a\x1b[2J\x9b\u202e\u2028\ud800") == "a\ufffd[2J" + 4 * "\ufffd"
     kept = "\n\té, a\u00a0!, \u3000, \U0001f469\u200d\U0001f4bb, so\u00adft"
     assert printable(kept) == kept
-    assert encode_prompt(BYTES, "") == [256] and encode_prompt(BYTES, "a") == [97]
 
 
 def test_text_stops_at_its_end_and_never_leaves_the_vocabulary():
@@ -155,23 +154,24 @@ def test_a_text_is_decoded_token_by_token_as_at_once(sentencepiece_file):
     drawn = random.integers(0, 256, 300).tolist() + list("süß, 漢字 \U0001f642".encode()) + [0xE6, 0xBC]
     for tokenizer, ids in ((BYTES, drawn), (pieces, random.integers(3, pieces.vocab_size, 200).tolist())):
         for prompt in (ids[:1], ids[:20]):
-            samples = Samples(tokenizer, prompt, 1)
+            text = Text(tokenizer, prompt)
             for number, token in enumerate(ids, 1):
-                samples.add(np.array([token]))
+                text.add(token)
                 whole = tokenizer.decode(prompt + ids[:number])
-                assert samples.text(0) == whole[len(tokenizer.decode(prompt)) :]
+                assert text.text() == whole[len(tokenizer.decode(prompt)) :]
 
 
 @pytest.mark.parametrize(
     "prompt, options, sentence",
     [
-        ([], {}, "prompt: must have at least 1 token .* but it has 0"),
-        (16 * [1], {}, "prompt: must have .* fewer than the model's 16 positions, but it has 16"),
-        (12 * [1], {}, "tokens: after a prompt of 12 there is room for 4, but it is 5"),
+        (
+            16 * [1],
+            {"count": None},
+            "tokens: after a prompt of 16 there is room for 0 of 16, but it is 1; with sliding",
+        ),
+        (12 * [1], {}, "tokens: after a prompt of 12 there is room for 4 of 16, but it is 5"),
         ([1], {"count": 0}, "tokens: must be at least 1, but it is 0"),
         ([1], {"choice": Choice(-1.0)}, "temperature: must be a number of at least 0, but it is -1.0"),
-        ([1], {"choice": Choice(1.0, -2)}, "top_k: must be a whole number of at least 0, but it is -2"),
-        ([1], {"choice": Choice(1.0, 0, 1.5)}, "top_p: must be above 0 and at most 1, but it is 1.5"),
         ([1], {"num_steps": 7}, "num_steps: this model has weights for 6 steps"),
         ([1], {"draft_steps": 2}, "draft_steps: this model has weights for 6 steps and for no other number"),
     ],
@@ -180,10 +180,3 @@ def test_impossible_wishes_are_refused_at_once(prompt, options, sentence):
     options = {"count": 5, "key": jax.random.key(0), "vocab_size": 64, **options}
     with pytest.raises(UserError, match=f"^{sentence}"):
         write_tokens(build_model("gpt"), prompt, **options)
-
-
-def test_prompts_may_end_in_the_last_chunk():
-    model = lively_model("diffeqformer", max_length=CHUNK + 20)
-    ids = [*range(60), *range(10)]
-    first = next(write_tokens(model, ids, count=3, key=jax.random.key(0), vocab_size=64, choice=Choice(0.0)))
-    assert first[0] == jnp.argmax(forward(model, jnp.array([ids]))[0, -1])

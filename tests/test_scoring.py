@@ -10,7 +10,6 @@ from flax import nnx
 from diffeqformer import transformer
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.errors import UserError
-from diffeqformer.inference import scoring
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows
 from diffeqformer.parallel.mesh import make_mesh
 from helpers import ONE_DEVICE, build_model, forward, lively_model
@@ -21,8 +20,8 @@ STRETCHES = [
 ]
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 30])
-@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1), (2, 1)])
+@pytest.mark.parametrize("length", [0, 7, 8, 9, 30])
+@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (2, 1)])
 def test_sliding_windows_score_every_id_once_with_as_much_context_as_fits(length, window, stride):
     ids, scored = list(range(100, 100 + length)), []
     for part in sliding_windows(ids, window, stride, before=7):
@@ -49,7 +48,7 @@ def test_scores_are_those_of_a_plain_loop(kind, field):
         np.testing.assert_array_equal(scores.likeliest, best)
 
 
-@pytest.mark.parametrize("batch_size, mesh", [(1, ONE_DEVICE), (5, ONE_DEVICE), (3, make_mesh()), (16, make_mesh())])
+@pytest.mark.parametrize("batch_size, mesh", [(5, ONE_DEVICE), (3, make_mesh())])
 def test_scores_depend_on_neither_batch_nor_devices(batch_size, mesh):
     model = lively_model("diffeqformer")
     ours, theirs = (Scorer(model, 9, *how)(STRETCHES) for how in ((batch_size, mesh), (2, ONE_DEVICE)))
@@ -57,24 +56,14 @@ def test_scores_depend_on_neither_batch_nor_devices(batch_size, mesh):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
 
 
-def test_what_fills_up_a_batch_never_reaches_a_score(monkeypatch):
-    model = lively_model("diffeqformer")
-    expected, filled = Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), []
-    monkeypatch.setattr(scoring.np, "zeros", lambda shape, dtype: filled.append(shape) or np.full(shape, 63, dtype))
-    for a, b in zip(Scorer(model, batch_size=4, mesh=ONE_DEVICE)(STRETCHES), expected, strict=True):
-        np.testing.assert_array_equal(a.log_probs, b.log_probs)
-    assert (4, 17) in filled  # a batch of 16 positions and one more
-
-
-@pytest.mark.parametrize("multiple", [1, 48])
-def test_a_model_that_knows_nothing_scores_log_v(multiple):
+def test_a_model_that_knows_nothing_scores_log_v():
     """Id 0 and every other id, and none of the rows that pad the vocabulary."""
-    graph, params = nnx.split(build_model("diffeqformer", vocab_multiple=multiple))
+    graph, params = nnx.split(build_model("diffeqformer", vocab_multiple=48))
     model = nnx.merge(graph, jax.tree.map(jnp.zeros_like, params))
     [scores] = Scorer(model)([Stretch([0] + [0] * 8 + [63] * 8, 1)])
     np.testing.assert_allclose(scores.log_probs, -np.log(64), rtol=1e-6)
     logits = forward(model, jnp.zeros((1, 4), jnp.int32))
-    assert logits.shape[-1] == (96 if multiple == 48 else 64) and np.isneginf(logits[..., 64:]).all()
+    assert logits.shape[-1] == 96 and np.isneginf(logits[..., 64:]).all()
 
 
 @pytest.mark.long

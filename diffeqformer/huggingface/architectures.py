@@ -92,8 +92,7 @@ OF_QWEN2 = _but(
     intermediate_size=22_016,
     num_key_value_heads=32,
     max_position_embeddings=32_768,
-    use_sliding_window=False,
-)
+) + [Field("use_sliding_window", False, only=(False,))]
 OF_MISTRAL = _but(
     OF_LLAMA, intermediate_size=14_336, num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
 )
@@ -104,31 +103,18 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 """The numbers of rotations of the type llama3."""
 
 
-class Unsupported(ValueError):
-    """A field of config.json that this version can't compute with. The message begins with its name."""
-
-
-def _require(fields: dict, name: str, *values: Any) -> None:
-    if fields[name] not in values:
-        possible = " or ".join(repr(value) for value in values)
-        raise Unsupported(f"{name}: must be {possible} to be imported, but it is {fields[name]!r}")
-
-
 def _from_gpt2(fields: dict) -> dict:
-    """Fields of the `model` part of our config that don't mean the same as one of a GPT2LMHeadModel's."""
     return {"mlp": fields["n_inner"] or 4 * fields["n_embd"]}
 
 
 def _to_gpt2(model: dict) -> dict:
-    """Fields of the config.json of a GPT2LMHeadModel that don't mean the same as one of our `model`'s."""
     return {"n_ctx": model["max_length"]}  # llama.cpp's converter reads it
 
 
 def _from_llama(fields: dict) -> dict:
-    """As `_from_gpt2` for a LlamaForCausalLM and what has its block."""
     heads, of_values, head_width = (fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if fields["mlp_bias"] and not fields["attention_bias"]:
-        raise Unsupported("mlp_bias: must be False without attention_bias to be imported, but it is True")
+        raise UserError("mlp_bias: must be False without attention_bias to be imported, but it is True")
     return {
         "key_value_heads": 0 if of_values == heads else of_values,
         "head_width": 0 if head_width * heads == fields["hidden_size"] else head_width,
@@ -137,16 +123,14 @@ def _from_llama(fields: dict) -> dict:
 
 
 def _to_llama(model: dict) -> dict:
-    """As `_to_gpt2` for a LlamaForCausalLM."""
     biases = {"attention_bias": model["biases"] in ("attention", "all"), "mlp_bias": model["biases"] == "all"}
     return {**biases, **_to_rotations(model)}
 
 
 def _from_mistral(fields: dict) -> dict:
-    """As `_from_llama` for a MistralForCausalLM without a sliding window, or with one that no text exceeds."""
     window, positions = fields["sliding_window"], fields["max_position_embeddings"]
-    if 0 < window < positions:
-        raise Unsupported(
+    if 0 < window < positions:  # no text exceeds a longer one
+        raise UserError(
             f"sliding_window: must be null, or no less than max_position_embeddings ({positions}), to be imported, but "
             f"it is {window}"
         )
@@ -154,18 +138,14 @@ def _from_mistral(fields: dict) -> dict:
 
 
 def _from_qwen2(fields: dict) -> dict:
-    """As `_from_llama` for a Qwen2ForCausalLM, whose queries, keys and values have biases."""
-    _require(fields, "use_sliding_window", False)
     return _from_llama(fields) | {"biases": "qkv"}
 
 
 def _from_neox(fields: dict) -> dict:
-    """As `_from_gpt2` for a GPTNeoXForCausalLM."""
     return {"solver": "euler" if fields["use_parallel_residual"] else "lie_trotter"}
 
 
 def _to_neox(model: dict) -> dict:
-    """As `_to_gpt2` for a GPTNeoXForCausalLM."""
     earlier = {"rotary_emb_base": model["rope_theta"], "rotary_pct": model["rotary_fraction"]}
     fields = _to_rotations(model)
     fields["rope_parameters"]["partial_rotary_factor"] = model["rotary_fraction"]
@@ -178,7 +158,7 @@ class Architecture(NamedTuple):
     kind: our model that computes the same, a key of `diffeqformer.transformer.MODELS`.
     fields: those of its config.json that count.
     rows: its tensors.
-    to_ours: from these fields, what the `model` part of our config has beside what means the same.
+    to_ours: the fields of our config's `model` part that aren't the same as one of theirs.
     to_theirs: the reverse.
     model_type: another name of it, which is written; empty: it is imported, but not exported.
     """
@@ -202,10 +182,7 @@ ARCHITECTURES = {
 
 
 def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str, Any]]:
-    """The architecture of a config.json, and the fields of the `model` part of our config.
-
-    Args:
-        given: its fields.
+    """The architecture of a config.json, whose fields are given, and the fields of the `model` part of our config.
 
     Raises:
         UserError: if it isn't one of `ARCHITECTURES`, or has something that this version can't compute.
@@ -213,38 +190,35 @@ def read_model(given: dict[str, Any], file: pathlib.Path) -> tuple[str, dict[str
     try:
         named = given.get("architectures") or []
         name = named[0] if isinstance(named, list) and len(named) == 1 else named
-        if name not in (*ARCHITECTURES,):
-            raise Unsupported(f"architectures: must be one of {', '.join(ARCHITECTURES)}, but it is {name!r}")
+        if name not in (*ARCHITECTURES,):  # it may be unhashable
+            raise UserError(f"architectures: must be one of {', '.join(ARCHITECTURES)}, but it is {name!r}")
         if given.get("quantization_config"):
-            raise Unsupported("quantization_config: the weights are quantised; take a folder with the original ones")
-        layers = given.get("layer_types") or []
-        if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-            raise Unsupported(f"layer_types: must be full_attention alone, but it is {layers!r}")
+            raise UserError("quantization_config: the weights are quantised; take a folder with the original ones")
+        if {*(given.get("layer_types") or ["full_attention"])} != {"full_attention"}:
+            raise UserError(f"layer_types: must be full_attention alone, but it is {given['layer_types']!r}")
         table = ARCHITECTURES[name].fields
         fields = _with_defaults(_with_rotations(given), table)
-        for field in table:
-            if field.only:
-                _require(fields, field.theirs, *field.only)
         model = {field.ours: fields[field.theirs] for field in table if field.ours}
         model |= ARCHITECTURES[name].to_ours(fields)
         if not model["norm_epsilon"] > 0:  # our 0 stands for a default
-            raise Unsupported(
-                f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}"
-            )
+            raise UserError(f"the epsilon of norms: must be above 0 to be imported, but it is {model['norm_epsilon']}")
         return name, model
-    except Unsupported as error:
+    except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
 def _with_defaults(given: dict, table: list[Field]) -> dict:
-    """The value of each field of a table. Its type must be the default's."""
+    """The value of each field of a table, checked."""
     fields = {}
-    for name, default, *_ in table:
+    for name, default, _, only in table:
         value = given.get(name, default)
         needed = type(default)
         value = needed(value or 0) if value is None or (needed is float and type(value) is int) else value
         if type(value) is not needed:
-            raise Unsupported(f"{name}: must be of type {needed.__name__}, but it is {value!r}")
+            raise UserError(f"{name}: must be of type {needed.__name__}, but it is {value!r}")
+        if only and value not in only:
+            possible = " or ".join(map(repr, only))
+            raise UserError(f"{name}: must be {possible} to be imported, but it is {value!r}")
         fields[name] = value
     return fields
 
@@ -254,29 +228,25 @@ def _with_rotations(given: dict) -> dict:
     nested = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(given.get(name) or {}, dict):
-            raise Unsupported(f"{name}: must hold fields, but it is {given[name]!r}")
+            raise UserError(f"{name}: must hold fields, but it is {given[name]!r}")
         nested |= given.get(name) or {}
     fields, names = {}, ("rope_theta", "partial_rotary_factor", *OTHER_NAMES)
     for name, value in ((name, where.get(name)) for where in (given, nested) for name in names):
         name = OTHER_NAMES.get(name, name)
         if value is not None and fields.setdefault(name, value) != value:
-            raise Unsupported(f"{name}: must have one value, but it is {fields[name]!r} and {value!r}")
+            raise UserError(f"{name}: must have one value, but it is {fields[name]!r} and {value!r}")
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise Unsupported(f"rope_parameters: must be of the type default or llama3 to be imported, but it is {kind!r}")
+        raise UserError(f"rope_parameters: must be of the type default or llama3 to be imported, but it is {kind!r}")
     numbers = [nested.get(name) for name in LLAMA3] if kind == "llama3" else []
     if not all(isinstance(number, int | float) for number in numbers):
-        raise Unsupported(f"rope_parameters: must give {', '.join(LLAMA3)} as numbers, but it is {nested!r}")
+        raise UserError(f"rope_parameters: must give {', '.join(LLAMA3)} as numbers, but it is {nested!r}")
     others = {name: value for name, value in given.items() if name not in names}
     return {**others, **fields, "rope_scaling": ",".join(map(str, numbers))}
 
 
 def write_model(model: ConfigDict) -> dict[str, Any]:
-    """The fields of the config.json of a baseline: the reverse of `read_model`.
-
-    Args:
-        model: the `model` part of its config. It gives the epsilon of norms, and a Llama has no biases of `qkv` alone.
-    """
+    """The fields of the config.json of a baseline, from the `model` part of its config: `read_model` reversed."""
     block = vector_field(model)
     ours = {**model, "key_value_heads": block.key_value_heads, "head_width": block.head_width}
     [(name, row)] = ((name, row) for name, row in ARCHITECTURES.items() if row.model_type and row.kind == model.kind)

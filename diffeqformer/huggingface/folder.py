@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import EllipsisType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
@@ -22,15 +23,11 @@ LARGEST = 5 * 10**9
 Index = tuple[slice, ...] | EllipsisType
 """A part of an array: of each axis, from where to where."""
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of a JSON file.
-
-    Raises:
-        UserError: if it can't be read, or holds no fields.
-    """
+    """The fields of a JSON file. Raises a UserError if it can't be read, or holds no fields."""
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -44,33 +41,25 @@ class Tensors:
     """The tensors of a folder, each of which is read when it is asked for.
 
     They are in model.safetensors, in the files that an index names, of which only what it names counts, or in the only
-    file of this kind. Types are F32, BF16 and F16.
+    file of this kind.
 
     Raises:
         UserError: if there are none, or a file is missing or damaged.
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._files = {}
-        if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
-            self._places = self._indexed(folder)
-        else:
+        self._files, self._places = {}, {}
+        if not (folder / INDEX).exists() or (folder / "model.safetensors").exists():
             path = _only_file(folder)
             self._places = dict.fromkeys(self._open(path).keys(), path)
-
-    def _indexed(self, folder: pathlib.Path) -> dict[str, pathlib.Path]:
-        places = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise UserError(
-                f"{folder / INDEX}: has no weight_map that gives the file of each tensor; download it again"
-            )
-        for name, file in places.items():
+            return
+        for name, file in read_json(folder / INDEX).get("weight_map", {}).items():
             path = folder / file
             if pathlib.PurePath(file).name != file or not path.is_file():
                 raise UserError(f"{folder / INDEX}: {name} is in {file}, which isn't in this folder; download it, too")
             if name not in self._open(path).keys():
                 raise UserError(f"{path}: lacks {name}, which {INDEX} puts there; download both again")
-        return {name: folder / file for name, file in places.items()}
+            self._places[name] = path
 
     def _open(self, path: pathlib.Path):
         if path not in self._files:
@@ -81,7 +70,6 @@ class Tensors:
         return self._files[path]
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
         return set(self._places)
 
     def describe(self, name: str) -> tuple[pathlib.Path, str, tuple[int, ...]]:
@@ -91,11 +79,7 @@ class Tensors:
         return path, part.get_dtype(), tuple(part.get_shape())
 
     def read(self, name: str, part: Index = ...) -> np.ndarray:
-        """A part of a tensor in fp32, which holds every number of the shorter types. Nothing else of it is read.
-
-        Raises:
-            UserError: if one of its numbers isn't finite.
-        """
+        """A part of a tensor in fp32. Nothing else of it is read. A UserError says if a number isn't finite."""
         path = self._places[name]
         array = self._open(path).get_slice(name)[part].astype(np.float32)
         if not np.isfinite(array).all():
@@ -105,40 +89,39 @@ class Tensors:
 
 def _only_file(folder: pathlib.Path) -> pathlib.Path:
     """The file that holds all tensors of a folder without an index."""
-    if (folder / "model.safetensors").exists():
-        return folder / "model.safetensors"
-    found = sorted(folder.glob("*.safetensors"))
+    found = [folder / "model.safetensors"]
+    found = found if found[0].exists() else sorted(folder.glob("*.safetensors"))
     if len(found) == 1:
         return found[0]
-    if found:
+    if any(path.suffix in PICKLES for path in folder.iterdir()) and not found:
         raise UserError(
-            f"{folder}: has {len(found)} files of weights and no {INDEX}, which names them; download it, too"
+            f"{folder}: has its weights as a pickle alone, which can run any code; save them as safetensors where you "
+            "trust it (save_pretrained of Transformers)"
         )
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise UserError(
-            f"{folder}: has its weights in {pickles[0]} alone, a pickle, which can run any code; save them as "
-            "safetensors where you trust it (save_pretrained of Transformers)"
-        )
-    raise UserError(f"{folder}: has no weights, model.safetensors or {INDEX}; name the folder of a pretrained model")
+    what = f"{len(found)} files of weights, but no {INDEX}, which names them" if found else "no weights in safetensors"
+    raise UserError(f"{folder}: has {what}; name the folder of a pretrained model, with all of its files")
 
 
-def write_tensors(folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int]) -> None:
-    """Write tensors to a folder: one file, or several of up to `LARGEST` bytes with an index.
+def write_tensors(
+    folder: pathlib.Path, tensors: dict[str, Callable[[], np.ndarray]], sizes: dict[str, int], dtype: str
+) -> None:
+    """Write tensors as `dtype`: one file, or several of up to `LARGEST` bytes with an index.
 
     Args:
         tensors: what makes each of them. Those of one file are in memory at a time.
         sizes: of each, in bytes.
     """
-    files = [[]]
+    files, room = [[]], LARGEST
     for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > LARGEST:
+        if files[-1] and size > room:
             files.append([])
+            room = LARGEST
         files[-1].append(name)
+        room -= size
     places = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        made = {name: np.ascontiguousarray(tensors[name]()) for name in names}
+        made = {name: np.ascontiguousarray(tensors[name](), jnp.dtype(dtype)) for name in names}
         save_file(made, folder / file, metadata={"format": "pt"})  # some readers refuse files without it
         places |= dict.fromkeys(names, file)
     if len(files) > 1:
@@ -151,11 +134,7 @@ def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
 
 
 def check_new(folder: pathlib.Path) -> None:
-    """Check that there is nothing where a folder will be written.
-
-    Raises:
-        UserError: if there is a file, or a folder that isn't empty.
-    """
+    """Raise a UserError if there is a file, or a folder that isn't empty, where a folder will be written."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--to: {folder} already holds something; give another folder, or delete it")
 
@@ -164,10 +143,8 @@ def check_new(folder: pathlib.Path) -> None:
 def written_whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside another, for a `with` block that writes into it. At the end it becomes the other.
 
-    After an error it is removed.
-
     Raises:
-        UserError: if it can't be written.
+        UserError: if it can't be written. After any error it is removed.
     """
     folder = folder.absolute()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")

@@ -37,11 +37,7 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
     """The parameters of a `TimeMLP` whose h(t) is 1 in place n at t = (n + 1) / E, and linear between these times.
 
     Before the first of them it is constant. With u = E t, unit j of lin1 is a SiLU that bends where u is j + 1, and
-    lin2 takes second differences.
-
-    Args:
-        features: the width of e(t), the first of which is t.
-        knots: E.
+    lin2 takes second differences. E is `knots`, and e(t) has so many `features`, the first of which is t.
     """
     lin1, bend = np.zeros((features, knots), np.float32), np.arange(1, knots + 1, dtype=np.float32)
     lin1[0] = SHARPNESS * knots
@@ -56,12 +52,7 @@ def hat_functions(features: int, knots: int) -> dict[str, Float[np.ndarray, "...
 
 
 def knots_parts(config: ConfigDict, parts: dict[Path, ReadPart]) -> dict[Path, ReadPart]:
-    """What reads a part of each parameter of the model of `knots_config`, by path.
-
-    Args:
-        config: from `knots_config`.
-        parts: the same of the baseline.
-    """
+    """What reads a part of each parameter of the model of `knots_config`, by path, from the same of the baseline."""
     made = {}
     for path, shape in shapes_of(config).items():  # shifts and constant terms, which no layer has, stay 0
         array = np.broadcast_to(np.float32(0), shape)

@@ -1,6 +1,6 @@
 """Which parameter of ours is which of theirs, in both directions: one table for each architecture."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,33 +9,9 @@ from jaxtyping import Float
 from diffeqformer.transformer import Path
 
 
-class Transform(NamedTuple):
-    """How an array of theirs becomes ours, and ours theirs, each without rounding. Both are given the number of heads.
-
-    They work on the arrays of one layer, and `to_ours` on some rows of them, too.
-
-    transposed: the rows of ours are their columns.
-    """
-
-    to_ours: Callable[[np.ndarray, int], np.ndarray]
-    to_theirs: Callable[[np.ndarray, int], np.ndarray]
-    transposed: bool = False
-
-
-def _heads_first(array: Float[np.ndarray, "*D outputs"], heads: int) -> Float[np.ndarray, "*D outputs"]:
-    """From the order [query | key | value, head, width] of the last axis to [head, query | key | value, width]."""
-    return array.reshape(*array.shape[:-1], 3, heads, -1).swapaxes(-3, -2).reshape(array.shape)
-
-
-def _parts_first(array: Float[np.ndarray, "*D outputs"], heads: int) -> Float[np.ndarray, "*D outputs"]:
-    """The reverse of `_heads_first`."""
-    return array.reshape(*array.shape[:-1], heads, 3, -1).swapaxes(-3, -2).reshape(array.shape)
-
-
-SAME = Transform(lambda array, _: array, lambda array, _: array)
-# torch's Linear keeps [outputs, inputs]
-TRANSPOSED = Transform(lambda array, _: array.T, lambda array, _: array.T, transposed=True)
-HEADS_FIRST = Transform(_heads_first, _parts_first)
+def _reordered(array: Float[np.ndarray, "*D outputs"], parts: int, of_each: int) -> Float[np.ndarray, "*D outputs"]:
+    """The last axis, of [parts, of_each, width], as [of_each, parts, width]."""
+    return array.reshape(*array.shape[:-1], parts, of_each, -1).swapaxes(-3, -2).reshape(array.shape)
 
 
 class Row(NamedTuple):
@@ -43,27 +19,37 @@ class Row(NamedTuple):
 
     ours: its path, where the layers' arrays are stacked if it is in `depth`.
     theirs: the name of their tensor, with {} for the number of the layer.
-    transform: how one becomes the other.
+    transposed: torch's Linear keeps [outputs, inputs].
+    qkv: the last axis of theirs is [query | key | value, head, width], and of ours [head, query | key | value, width].
     earlier: its name in files of earlier versions.
     """
 
     ours: Path
     theirs: str
-    transform: Transform = SAME
+    transposed: bool = False
+    qkv: bool = False
     earlier: str = ""
 
-    def name(self, layer: int, names: Collection[str]) -> str:
-        """The name of its tensor among `names`, where its first part may be missing; if it isn't there, the usual one.
+    def to_ours(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """Our array of one layer, or some of its rows, from theirs, without rounding."""
+        array = array.T if self.transposed else array
+        return _reordered(array, 3, heads) if self.qkv else array
 
-        The first part is that of the whole model, without a head, from which some files were saved.
-        """
+    def to_theirs(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """The reverse of `to_ours`."""
+        array = _reordered(array, heads, 3) if self.qkv else array
+        return array.T if self.transposed else array
+
+    def name(self, layer: int, names: Collection[str]) -> str:
+        """The name of its tensor among `names`; if it isn't there, the usual one. Some files lack its first part."""
         usual = self.theirs.format(layer)
         return next((name for name in (usual, self.earlier, usual.partition(".")[2]) if name in names), usual)
 
 
-def _linear(layer: str, theirs: str, kernel: Transform = TRANSPOSED, bias: Transform = SAME) -> list[Row]:
+def _linear(layer: str, theirs: str, transposed: bool = True, qkv: bool = False) -> list[Row]:
     ours = "depth", "layers", layer
-    return [Row((*ours, "kernel"), f"{theirs}.weight", kernel), Row((*ours, "bias"), f"{theirs}.bias", bias)]
+    kernel = Row((*ours, "kernel"), f"{theirs}.weight", transposed, qkv)
+    return [kernel, Row((*ours, "bias"), f"{theirs}.bias", qkv=qkv)]
 
 
 def _norms(attention: str, feed_forward: str, last: str) -> list[Row]:
@@ -78,11 +64,11 @@ GPT2 = [
     Row(("position_embedding",), "transformer.wpe.weight"),
     *_norms("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
     # GPT-2 has no Linear but Conv1D, which keeps [inputs, outputs] as we do
-    *_linear("qkv", "transformer.h.{}.attn.c_attn", HEADS_FIRST, HEADS_FIRST),
-    *_linear("attention_out", "transformer.h.{}.attn.c_proj", SAME),
-    *_linear("mlp_up", "transformer.h.{}.mlp.c_fc", SAME),
-    *_linear("mlp_down", "transformer.h.{}.mlp.c_proj", SAME),
-    Row(("lm_head",), "lm_head.weight", TRANSPOSED),
+    *_linear("qkv", "transformer.h.{}.attn.c_attn", transposed=False, qkv=True),
+    *_linear("attention_out", "transformer.h.{}.attn.c_proj", transposed=False),
+    *_linear("mlp_up", "transformer.h.{}.mlp.c_fc", transposed=False),
+    *_linear("mlp_down", "transformer.h.{}.mlp.c_proj", transposed=False),
+    Row(("lm_head",), "lm_head.weight", transposed=True),
 ]
 LLAMA = [
     Row(("token_embedding",), "model.embed_tokens.weight"),
@@ -95,7 +81,7 @@ LLAMA = [
     *_linear("mlp_gate", "model.layers.{}.mlp.gate_proj"),
     *_linear("mlp_up", "model.layers.{}.mlp.up_proj"),
     *_linear("mlp_down", "model.layers.{}.mlp.down_proj"),
-    Row(("lm_head",), "lm_head.weight", TRANSPOSED),
+    Row(("lm_head",), "lm_head.weight", transposed=True),
 ]
 NEOX = [
     Row(("token_embedding",), "gpt_neox.embed_in.weight"),
@@ -109,7 +95,7 @@ NEOX = [
     *_linear("attention_out", "gpt_neox.layers.{}.attention.dense"),
     *_linear("mlp_up", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
     *_linear("mlp_down", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
-    Row(("lm_head",), "lm_head.weight", TRANSPOSED, "embed_out.weight"),  # the second before Transformers 5
+    Row(("lm_head",), "lm_head.weight", transposed=True, earlier="embed_out.weight"),  # before Transformers 5
 ]
 
 
@@ -118,14 +104,12 @@ def tensors_of(
 ) -> Iterator[tuple[Row, int, str, tuple[int, ...]]]:
     """The tensors that a model consists of: each one's row, the number of its layer, its name, and its shape there.
 
-    Args:
-        leaves: the shapes of our parameters, by path.
-        names: those of a file, which may have other names for some.
+    `leaves` are the shapes of our parameters, and `names` those of a file, which may have other names for some.
     """
     for row in rows:
         if row.ours in leaves:
             stacked, shape = row.ours[0] == "depth", leaves[row.ours]
             one = np.broadcast_to(np.float32(0), shape[stacked:])
-            theirs = row.transform.to_theirs(one, heads).shape
+            theirs = row.to_theirs(one, heads).shape
             for layer in range(shape[0] if stacked else 1):
                 yield row, layer, row.name(layer, names), theirs

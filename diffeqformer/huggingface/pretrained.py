@@ -77,18 +77,16 @@ class Pretrained(NamedTuple):
         """A part of a parameter, whose last axis must be whole, as each row of a GPT-2's heads is put in order."""
 
         def read(name: str, part: Index) -> np.ndarray:
-            theirs = self.tensors.read(name, part[::-1] if row.transform.transposed else part)
-            return row.transform.to_ours(theirs, self.config.model.heads)
+            theirs = self.tensors.read(name, part[::-1] if row.transposed else part)
+            return row.to_ours(theirs, self.config.model.heads)
 
         stacked = row.ours[0] == "depth"
         return np.stack([read(name, part[1:]) for name in names[part[0]]]) if stacked else read(names[0], part)
 
     def model(self) -> Transformer:
-        """Our baseline, over all devices."""
         return placed_model(self.config, self.parts())
 
     def describe(self) -> str:
-        """What there is."""
         files, types, shapes = zip(*(self.tensors.describe(name) for _, _, name, _ in self.places()))
         return (
             f"{self.architecture}, {counted(sum(map(math.prod, shapes)), 'weight')} in {len(shapes):,} tensors of "
@@ -105,11 +103,7 @@ def shapes_of(config: ConfigDict) -> dict[Path, tuple[int, ...]]:
 
 
 def open_pretrained(folder: pathlib.Path) -> Pretrained:
-    """The pretrained model in a folder. Nothing but headers of its tensors is read.
-
-    Raises:
-        UserError: if it isn't one that can be imported exactly.
-    """
+    """The pretrained model in a folder, or a UserError if it can't be imported exactly. Only headers are read."""
     if not folder.is_dir():
         raise UserError(f"--from: there is no folder {folder}; name the folder of a pretrained model")
     file = folder / "config.json"
@@ -146,10 +140,7 @@ def _check_tensors(found: Pretrained) -> None:
         if kind not in TYPES:
             raise UserError(f"{file}: {name} must be of one of the types {', '.join(TYPES)}, but it is {kind}")
         if theirs != shape:
-            raise UserError(
-                f"{file}: {name} has the shape {list(theirs)}, but config.json asks for {list(shape)}; take both files "
-                "from the same model"
-            )
+            raise UserError(f"{file}: {name} has the shape {list(theirs)}, but config.json asks for {list(shape)}")
         rest.remove(name)
     if vector_field(found.config.model).tied_head:
         rows = {row.ours[0]: row for row in ARCHITECTURES[found.architecture].rows if len(row.ours) == 1}
@@ -161,9 +152,7 @@ def _check_tensors(found: Pretrained) -> None:
             )
         rest.discard(head)
     if rest:
-        raise UserError(
-            f"{folder}: has the tensor {min(rest)}, which a {found.architecture} lacks; correct config.json"
-        )
+        raise UserError(f"{folder}: has the tensor {min(rest)}, which a {found.architecture} lacks")
 
 
 def write_pretrained(
@@ -172,8 +161,7 @@ def write_pretrained(
     """Write the config.json, generation_config.json and weights of a baseline, which `open_pretrained` can open.
 
     Args:
-        config, arrays: of the baseline; its parameters in fp32, by path.
-        dtype: of what is written.
+        arrays: its parameters in fp32, by path, which are written as `dtype`.
         tokens: the ids of special tokens, by their names in config.json.
     """
     model = write_model(config.model)
@@ -181,30 +169,18 @@ def write_pretrained(
     [architecture] = model["architectures"]
     leaves = {path: array.shape for path, array in arrays.items()}
     for row, layer, name, shape in tensors_of(ARCHITECTURES[architecture].rows, leaves, config.model.heads):
-        tensors[name] = functools.partial(_theirs, row, layer, arrays[row.ours], config.model.heads, dtype)
+        one = arrays[row.ours][layer] if row.ours[0] == "depth" else arrays[row.ours]
+        tensors[name] = functools.partial(row.to_theirs, one, config.model.heads)
         sizes[name] = math.prod(shape) * jnp.dtype(dtype).itemsize
     write_json(folder / "config.json", {**model, **tokens, "dtype": dtype, "torch_dtype": dtype})
     write_json(folder / "generation_config.json", tokens)
-    write_tensors(folder, tensors, sizes)
-
-
-def _theirs(row: Row, layer: int, array: Float[np.ndarray, "..."], heads: int, dtype: str) -> np.ndarray:
-    one = array[layer] if row.ours[0] == "depth" else array
-    return row.transform.to_theirs(one, heads).astype(jnp.dtype(dtype))
-
-
-def baseline_model(config: ConfigDict, arrays: dict[Path, Float[np.ndarray, "..."]]) -> Transformer:
-    """The model of a config with these parameters."""
-    return nnx.merge(split_model(abstract_model(config))[0], jax.device_put(traverse_util.unflatten_dict(arrays)))
+    write_tensors(folder, tensors, sizes, dtype)
 
 
 def placed_model(config: ConfigDict, parts: dict[Path, ReadPart]) -> Transformer:
     """The model of a config, its rows divided over all devices. A process reads only the parts of its own devices.
 
     Rows that can't be divided evenly are on all devices.
-
-    Args:
-        parts: what reads a part of each parameter, by path.
     """
     model = abstract_model(config)
     graph, params = split_model(model)

@@ -15,9 +15,6 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
 
     Args:
         max_length: the longest text that the model reads, in tokens.
-
-    Raises:
-        UserError: if the same ids can't be had in this format.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         file, end = tokenizer.file, tokenizer.end_of_text_token

@@ -1,16 +1,14 @@
 """Reading tokens with a key-value cache, whose length is a multiple of `CHUNK`."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import counted
+from diffeqformer.inference.reader import Reader
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
@@ -30,24 +28,18 @@ def padded_prompt(prompt: list[int], room: int) -> Int[np.ndarray, "1 length"]:
     return tokens
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@jax.jit
 def read_prompt(
-    graph: nnx.GraphDef, params: dict, weights: StackedWeights, tokens: Int[Array, "1 length"], count: Int[Array, ""]
+    reader: Reader, tokens: Int[Array, "1 length"], count: Int[Array, ""]
 ) -> tuple[Float[Array, "1 V"], KeyValueCache]:
     """The logits after the first `count` tokens, and the cache that holds these tokens; compiled once for all prompts.
 
     `tokens` fill the cache's whole length. Only the chunks that contain the prompt are computed.
     """
-    model, length = nnx.merge(graph, params), tokens.shape[1]
+    model, weights, length = reader.model(), reader.weights, tokens.shape[1]
     field = model.field
-    cache = KeyValueCache.empty(
-        len(weights.step_sizes) * model.solver.evaluations,
-        1,
-        length,
-        field.key_value_heads,
-        field.head_width,
-        model.dtype,
-    )
+    evaluations = len(weights.step_sizes) * model.solver.evaluations
+    cache = KeyValueCache.empty(evaluations, 1, length, field.key_value_heads, field.head_width, model.dtype)
 
     def read_chunk(chunk, carry):
         position = chunk * CHUNK
@@ -60,18 +52,13 @@ def read_prompt(
     return model.head(last)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache",))
+@functools.partial(jax.jit, donate_argnames=("cache",))
 def read_token(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
-    cache: KeyValueCache,
-    tokens: Int[Array, "B"],
-    position: Int[Array, "*each"],
+    reader: Reader, cache: KeyValueCache, tokens: Int[Array, "B"], position: Int[Array, "*each"]
 ) -> tuple[Float[Array, "B V"], KeyValueCache]:
     """The logits after one more token at `position`, of each text or of all, and the cache, which is donated."""
-    model = nnx.merge(graph, params)
-    states, cache = model.extend(tokens[:, None], weights, cache, position)
+    model = reader.model()
+    states, cache = model.extend(tokens[:, None], reader.weights, cache, position)
     return model.head(states)[:, 0], cache
 
 
@@ -88,22 +75,15 @@ def replace_text(
     return logits.at[text].set(new_logits[0]), cache
 
 
-def check_room(model: Transformer, depths: Sequence[int | None], length: int, texts: int, option: str) -> None:
+def check_room(model: Transformer, steps: int, length: int, texts: int, option: str, divided: bool = True) -> None:
     """Check that the keys and values of some texts at once, and of one that is read, fit into memory.
 
-    They are divided over devices as a hypernetwork's weights are, at most.
-
     Args:
-        depths: the numbers of steps in which each text is read (None: as trained).
+        steps: of depth in which each text is read, over all of its caches.
         length: positions of each.
+        divided: whether they are divided over devices, as a hypernetwork's weights are at most.
     """
-    steps = sum(len(model.grid(depth).ends) for depth in depths)
-    parts = jax.device_count() if model.depth.generated else 1
-    check_cache(model, steps, length, texts, option, parts)
-
-
-def check_cache(model: Transformer, steps: int, length: int, texts: int, option: str, parts: int = 1) -> None:
-    """`check_room` for a number of steps and of positions, with keys and values divided over so many devices."""
     shape = steps * model.solver.evaluations, 1, length, model.field.key_value_heads * model.field.head_width
     one = jax.ShapeDtypeStruct(shape, model.dtype)
+    parts = jax.device_count() if divided and model.depth.generated else 1
     check_free(f"{option}: the keys and values of {counted(texts, 'text')}", one, 2 * (texts + 1) / parts)

@@ -30,13 +30,12 @@ class Choice(NamedTuple):
 
     def check(self) -> None:
         """Check that the values are in range."""
-        for name, value, holds, needed in (
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of at least 0"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not holds:
-                raise UserError(f"{name}: must be {needed}, but it is {value}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature: must be a number of at least 0, but it is {self.temperature}")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise UserError(f"top_k: must be a whole number of at least 0, but it is {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: must be above 0 and at most 1, but it is {self.top_p}")
 
 
 def chances(logits: Float[Array, "B V"], choice: Choice) -> Float[Array, "B V"]:
@@ -87,10 +86,7 @@ def checked(tokens: Array | np.ndarray) -> Int[np.ndarray, "..."]:
 
 @functools.partial(jax.jit, static_argnames=("choice",))
 def choose_next(
-    logits: Float[Array, "B V"],
-    keys: Key[Array, "B"],
-    position: Int[Array, "*each"],
-    choice: Choice,
+    logits: Float[Array, "B V"], keys: Key[Array, "B"], position: Int[Array, "*each"], choice: Choice
 ) -> Int[Array, "B"]:
     """The token chosen at `position`, of each text or of all, for `checked`."""
     keys = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))

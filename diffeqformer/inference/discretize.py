@@ -1,7 +1,6 @@
 """A model's weights at the times of one grid, as a model without a hypernetwork."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -40,12 +39,9 @@ def discretized_params(graph: nnx.GraphDef, params: dict, num_steps: int, dtype:
     """The parameters of the model of `discretize`, from those of a model that is split."""
     model = nnx.merge(graph, params)
     grid = Grid.of(model.grid(num_steps).ends, SOLVERS[solver].nodes)
-    others = {name: value for name, value in params.items() if name not in ("depth", "final_norm")}
-    return {
-        **{name: value.astype(dtype) for name, value in others.items()},  # embeddings and head
-        **in_type({"final_norm": params["final_norm"]}, dtype),
-        "depth": {"layers": stored_layers(model.depth, grid, dtype)},
-    }
+    made = {name: value.astype(dtype) for name, value in params.items() if name not in ("depth", "final_norm")}
+    made |= in_type({"final_norm": params["final_norm"]}, dtype)
+    return {**made, "depth": {"layers": stored_layers(model.depth, grid, dtype)}}
 
 
 def stored_layers(depth: DepthWeights, grid: Grid, dtype: jnp.dtype) -> dict:
@@ -82,22 +78,14 @@ def discretized_arrays(
     model, solver = abstract_model(config), discretized_config(config, num_steps, dtype).model.solver
     shapes = jax.eval_shape(discretized_params, *split_model(model), num_steps, jnp.dtype(dtype), solver)
     leaves = traverse_util.flatten_dict(shapes)
-    times = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes}
-    others = ((path, leaf.dtype, stored[path]) for path, leaf in leaves.items() if path[0] != "depth")
-    return itertools.chain(
-        ((path, np.asarray(jnp.asarray(array[...]).astype(dtype))) for path, dtype, array in others),
-        _arrays_of_layers(model, stored, leaves, {**times, "dtype": jnp.dtype(dtype)}, progress, bytes_at_once),
-    )
+    how = {"ends": tuple(model.grid(num_steps).ends), "nodes": SOLVERS[solver].nodes, "dtype": jnp.dtype(dtype)}
+    return _arrays(model, stored, leaves, how, progress, bytes_at_once)
 
 
-def _arrays_of_layers(
-    model: Transformer,
-    stored: dict[Path, StoredArray],
-    leaves: dict[Path, jax.ShapeDtypeStruct],
-    how: dict,
-    progress: Callable[[int, int], None],
-    bytes_at_once: int,
-) -> Iterator[tuple[Path, np.ndarray]]:
+def _arrays(model: Transformer, stored, leaves, how, progress, bytes_at_once) -> Iterator[tuple[Path, np.ndarray]]:
+    for path, leaf in leaves.items():
+        if path[0] != "depth":
+            yield path, np.asarray(jnp.asarray(stored[path][...]).astype(leaf.dtype))
     layers = model.field.layers()
     for done, (name, layer) in enumerate(layers.items(), 1):
         depth = nnx.merge(*nnx.split(model.depth))

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from diffeqformer import __version__
@@ -23,25 +23,23 @@ from diffeqformer.checkpoints import checkpoint, checksums
 from diffeqformer.console.surroundings import at_home
 from diffeqformer.data.tokenizers import lost_in
 from diffeqformer.errors import UserError
-from diffeqformer.inference.cached import check_cache
+from diffeqformer.inference.cached import check_room
 from diffeqformer.inference.choice import Choice
 from diffeqformer.inference.reader import without_depth
 from diffeqformer.inference.sampling import Text, encode_prompt, sample_keys, write_batches
 from diffeqformer.inference.scoring import Scorer, Stretch, sliding_windows, window_size
 from diffeqformer.parallel import hosts
-from diffeqformer.parallel.memory import NoRoom
 from diffeqformer.parallel.mesh import make_mesh
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import random_key
 
 os.environ["DISABLE_MULTIPROC"] = "1"  # otherwise lm-eval forks, which JAX's threads don't survive
 GENERATION_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-WHOLE = ("max_gen_toks", "top_k")
 
 
 @register_model("diffeqformer")
 class HarnessModel(lm_eval.api.model.TemplateLM):
-    """One checkpoint at one number of steps. Its weights are made once, and few shapes are compiled (see `Scorer`).
+    """One checkpoint at one number of steps.
 
     counts: by task, the contexts so far, and how many of these were too long for the window and lost their start (whole
         texts have no context); the unknown ids of its texts, and how many of these texts decode to others.
@@ -63,7 +61,7 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         mesh: Mesh | None = None,
     ):
         super().__init__()
-        self._window = window_size(window, opened.config, opened.model.max_length)
+        self.max_length = window_size(window, opened.config, opened.model.max_length)
         self.num_steps = opened.model.num_steps if num_steps is None else num_steps
         self.scorer = Scorer(opened.model, num_steps, batch_size, mesh, opened.tokenizer)
         self.opened = dataclasses.replace(opened, model=without_depth(opened.model))
@@ -71,17 +69,12 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "HarnessModel":
-        """The model that lm-eval's command line describes: workdir and, if given, step, num_steps, window and
-        batch_size.
-
-        lm-eval's `device` and `max_batch_size` are ignored: all devices that JAX finds are used.
-        """
+        """The model that lm-eval's command line describes. Its `device` and `max_batch_size` are ignored."""
         given = {**(additional_config or {}), **arg_dict, "device": None, "max_batch_size": None}
         values = {name: value for name, value in given.items() if value is not None}
-        workdir = values.pop("workdir", None)
-        if workdir is None:
+        if "workdir" not in values:
             raise UserError("workdir: the folder of a run is needed, for example --model_args workdir=runs/tiny")
-        step = values.pop("step", None)
+        workdir, step = at_home("workdir", str(values.pop("workdir"))), values.pop("step", None)
         for name, value in values.items():
             if name not in ("num_steps", "window", "batch_size"):
                 raise UserError(
@@ -89,18 +82,11 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
                 )
             if not re.fullmatch(r"-?\d{1,18}", str(value)):  # lm-eval makes floats and booleans of some texts
                 raise UserError(f"{name}: must be a whole number, but it is {value!r}")
-            values[name] = int(value)
-        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **values)
+        return cls(checkpoint.load(at_home(str(workdir)), make_mesh(), step), **{name: int(values[name]) for name in values})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "HarnessModel":
-        """The same from "workdir=runs/tiny,num_steps=8"."""
         return cls.create_from_arg_obj(lm_eval.utils.simple_parse_args_string(arg_string), additional_config)
-
-    @property
-    def max_length(self) -> int:
-        """Ids that the model sees at once."""
-        return self._window
 
     @property
     def eot_token_id(self) -> int:
@@ -113,9 +99,9 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def get_model_info(self) -> dict:
         """What lm-eval stores alongside its results."""
+        lost = ("unknown_tokens", "altered_texts")
         return {
-            "model_unknown_tokens": sum(counts["unknown_tokens"] for counts in self.counts.values()),
-            "model_altered_texts": sum(counts["altered_texts"] for counts in self.counts.values()),
+            **{f"model_{name}": sum(of[name] for of in self.counts.values()) for name in lost},
             "model_source": "diffeqformer",
             "model_config": self.opened.config.name,
             "model_step": self.opened.step,
@@ -126,10 +112,10 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
     def answers_as(self) -> str:
         """A hash of all that its answers depend on: two models with the same one give the same, up to rounding."""
-        config, tokenizer, scorer = self.opened.config.model, self.opened.tokenizer, self.scorer
+        config, tokenizer, reader = self.opened.config.model, self.opened.tokenizer, self.scorer.reader
         solver = [name for name, solver in SOLVERS.items() if solver == self.opened.model.solver]
         how = [config.to_dict(), solver, self.num_steps, self.max_length, tokenizer.name, tokenizer.save(), __version__]
-        how += [checksums.of_tree((scorer.params, scorer.weights)), jax.config.jax_default_matmul_precision]
+        how += [checksums.of_tree((reader.params, reader.weights)), jax.config.jax_default_matmul_precision]
         return hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -138,34 +124,35 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
         Context and continuation are encoded together; a missing context is an end-of-text. A context too long for the
         window loses its start; a continuation too long for it is scored window by window.
         """
+        pairs = []
         for request in requests:
-            if not request.args[1]:
-                raise _nothing_to_score(*request.args)
-        results = super().loglikelihood(requests, disable_tqdm)
-        for request, cut, lost in zip(requests, self._too_long, self._lost, strict=True):
-            self._count(request, lost, contexts=1, contexts_cut=cut)
-        return results
+            context, continuation = request.args
+            before, ids = self._encode_pair(context, continuation) if context else ([], self.tok_encode(continuation))
+            if not ids:
+                raise UserError(
+                    f"continuation: {continuation!r} after {context[-40:]!r} has no tokens of its own to be scored; "
+                    "change the task file's doc_to_target or doc_to_choice"
+                )
+            # a context of only spaces has become part of the continuation
+            pairs.append((request.args, before or [self.eot_token_id], ids))
+            cut = len(before) > max(1, self.max_length + 1 - len(ids))
+            self._count(request, lost_in(self.opened.tokenizer, context + continuation, before + ids), cut)
+        return self._loglikelihood_tokens(pairs, disable_tqdm)
 
-    def _count(self, request: Instance, lost: tuple[int, bool], **contexts: int) -> None:
-        self.counts[request.task_name].update(contexts, unknown_tokens=lost[0], altered_texts=lost[1])
+    def _count(self, request: Instance, lost: tuple[int, bool], cut: bool | None = None) -> None:
+        """Add up what the tokenizer has lost of a request, and whether its context, if it has one, was cut."""
+        of_context = {} if cut is None else {"contexts": 1, "contexts_cut": cut}
+        self.counts[request.task_name].update(of_context, unknown_tokens=lost[0], altered_texts=lost[1])
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """The results of `loglikelihood`, given ((context, continuation), the ids of both)."""
-        for (context, continuation), _, ids in requests:
-            if not ids:
-                raise _nothing_to_score(context, continuation)
-        # a context of only spaces has become part of the continuation
-        requests = [(texts, context or [self.eot_token_id], ids) for texts, context, ids in requests]
-        self._lost = [lost_in(self.opened.tokenizer, "".join(texts), before + ids) for texts, before, ids in requests]
-        groups = [self._stretches(context, ids) for _, context, ids in requests]
-        self._too_long = [len(context) > max(1, self.max_length + 1 - len(ids)) for _, context, ids in requests]
-        results = self._score(groups, "Scoring", disable_tqdm)
+        results = self._score([self._stretches(*ids) for _, *ids in requests], "Scoring", disable_tqdm)
         for (texts, _, _), result in zip(requests, results):
             self.cache_hook.add_partial("loglikelihood", texts, result)
         return results
 
     def _stretches(self, context: list[int], continuation: list[int]) -> list[Stretch]:
-        """The whole continuation, after as much of the end of the context as fits into the window."""
+        """The whole continuation, after the end of the context, as far as it fits into the window."""
         if len(continuation) > self.max_length:
             return list(sliding_windows(continuation, self.max_length, self.max_length, context[-1]))
         ids = (context + continuation)[-(self.max_length + 1) :]
@@ -176,16 +163,17 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
 
         It is NaN for a text with unknown ids, so that nothing is divided by its words and bytes.
         """
-        texts = [request.args[0] for request in requests]
-        window, before, encoded = self.max_length, self.eot_token_id, [*map(self.tok_encode, texts)]
-        lost = [lost_in(self.opened.tokenizer, text, ids) for text, ids in zip(texts, encoded)]
-        for request, each in zip(requests, lost, strict=True):
-            self._count(request, each)
-        groups = [list(sliding_windows(ids, window, window, before)) for ids in encoded]
+        groups, lost = [], []
+        for request in requests:
+            [text] = request.args
+            ids = self.tok_encode(text)
+            groups.append(list(sliding_windows(ids, self.max_length, self.max_length, self.eot_token_id)))
+            lost.append(lost_in(self.opened.tokenizer, text, ids))
+            self._count(request, lost[-1])
         scores = self._score(groups, "Scoring texts", disable_tqdm)
         results = [math.nan if unknown else total for (total, _), (unknown, _) in zip(scores, lost)]
-        for text, result in zip(texts, results):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), result)
+        for request, result in zip(requests, results):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return results
 
     def _score(self, groups: list[list[Stretch]], what: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
@@ -203,76 +191,50 @@ class HarnessModel(lm_eval.api.model.TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The model's text after each context, up to its first stop string, which is not included.
 
-        A batch has texts whose tokens are chosen in the same way. If there isn't room for `batch_size` texts, it has
-        half as many, or a quarter, and so on. Up to rounding, no text depends on the others. Decoding is greedy unless
-        the request sets `do_sample` or a temperature. A context that is too long loses its start.
+        A batch has texts whose tokens are chosen in the same way. Decoding is greedy unless the request sets
+        `do_sample` or a temperature. A context that is too long loses its start.
         """
         hosts.check_one("generate_until: generation")
-        texts, choices, scorer = [], collections.defaultdict(list), self.scorer
+        tokenizer, scorer, choices = self.opened.tokenizer, self.scorer, collections.defaultdict(list)
         for number, request in enumerate(requests):
             context, options = request.args
             ids, (count, until, choice) = self.tok_encode(context), generation(options, self.max_length)
             kept = (ids or [self.eot_token_id])[-(self.max_length - count) :]
-            self._count(
-                request, lost_in(self.opened.tokenizer, context, ids), contexts=1, contexts_cut=len(kept) < len(ids)
-            )
-            texts.append(Text(kept, count, number, until))
-            choices[choice].append(texts[-1])
-        size, reader = self._room(len(texts)), (scorer.graph, scorer.params, scorer.weights, self.max_length)
-        keys, results = sample_keys(random_key(0, "sample"), len(texts)), {}
-        with _bar(len(texts), "Writing", " texts", disable_tqdm) as bar:
+            self._count(request, lost_in(tokenizer, context, ids), len(kept) < len(ids))
+            choices[choice].append(Text(tokenizer, kept, count, until, number))
+        size, steps = min(scorer.batch_size, len(requests)), len(scorer.reader.weights.step_sizes)
+        check_room(self.opened.model, steps, self.max_length, size, "batch_size", divided=False)
+        how = scorer.reader, self.max_length, tokenizer
+        keys, results = sample_keys(random_key(0, "sample"), len(requests)), [""] * len(requests)
+        with _bar(len(requests), "Writing", " texts", disable_tqdm) as bar:
             for choice, alike in choices.items():
-                written = write_batches(reader, self.opened.tokenizer, alike, keys, choice, size)
-                for text, result in zip(alike, written, strict=True):
-                    results[text.key] = postprocess_generated_text(result, list(text.until), None)
-                    self.cache_hook.add_partial("generate_until", requests[text.key].args, results[text.key])
+                for text, result in zip(alike, write_batches(*how, alike, keys, choice, size), strict=True):
+                    results[text.key] = result
+                    self.cache_hook.add_partial("generate_until", requests[text.key].args, result)
                     bar.update(1)
-        return [results[number] for number in range(len(texts))]
-
-    def _room(self, texts: int) -> int:
-        """How many texts are written at once: as many as fit into memory, at most `batch_size`."""
-        size = min(self.scorer.batch_size, texts)
-        while True:
-            try:
-                check_cache(self.opened.model, len(self.scorer.weights.step_sizes), self.max_length, size, "window")
-                return size
-            except NoRoom:
-                if size <= 1:
-                    raise
-                size //= 2
+        return results
 
 
 def generation(options: dict, window: int) -> tuple[int, list[str], Choice]:
     """What a task's generation_kwargs ask for: tokens at most, the texts at which to stop, and how to choose tokens."""
-    for name in GENERATION_FIELDS & set(options):
-        if not _suits(name, options[name]):
-            said = f"a {'whole ' * (name in WHOLE)}number of at least 0"
-            said = "text, or a list of texts" if name == "until" else said
-            raise UserError(f"generation_kwargs.{name}: must be {said}, but it is {options[name]!r}")
     options = normalize_gen_kwargs(options, min(256, window // 2))
-    unknown = sorted(set(options) - GENERATION_FIELDS)
-    if unknown:
+    if unknown := sorted(set(options) - GENERATION_FIELDS):
         raise UserError(f"generation_kwargs.{unknown[0]}: isn't supported; take {', '.join(sorted(GENERATION_FIELDS))}")
-    count = options["max_gen_toks"]
+    count, until = options["max_gen_toks"], [stop for stop in options["until"] if stop]
     if not 1 <= count < window:
         raise UserError(
             f"generation_kwargs.max_gen_toks: must be at least 1 and below the window of {window} tokens, "
             f"but it is {count}"
         )
+    if not all(isinstance(stop, str) for stop in until):
+        raise UserError(f"generation_kwargs.until: must be text, or a list of texts, but it is {until}")
     temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-    choice = Choice(float(temperature), int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
-    choice.check()
-    return count, [stop for stop in options["until"] if stop], choice
-
-
-def _suits(name: str, value) -> bool:
-    """Whether a value of `generation_kwargs` has the type of its option."""
-    if name == "until":
-        return all(each is None or isinstance(each, str) for each in (value if isinstance(value, list) else [value]))
-    if value is None or name == "do_sample":
-        return value is None or isinstance(value, int)
-    kinds = int if name in WHOLE else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
+    choice = Choice(float(temperature), options.get("top_k", 0), float(options.get("top_p", 1.0)))
+    try:
+        choice.check()
+    except UserError as error:
+        raise UserError(f"generation_kwargs.{error}") from None
+    return count, until, choice
 
 
 class _Cache(lm_eval.api.model.CachingLM):
@@ -285,13 +247,6 @@ class _Cache(lm_eval.api.model.CachingLM):
 
 
 lm_eval.api.model.CachingLM = _Cache  # which lm-eval looks up here
-
-
-def _nothing_to_score(context: str, continuation: str) -> UserError:
-    return UserError(
-        f"continuation: {continuation!r} after {context[-40:]!r} has no tokens of its own to be scored; "
-        "change the task file's doc_to_target or doc_to_choice"
-    )
 
 
 def _bar(total: int, what: str, unit: str, disabled: bool) -> tqdm:

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from jaxtyping import Int
@@ -23,8 +24,6 @@ class Evaluation:
         documents: texts and their ids, of which the last is end-of-text.
         stride: tokens between the starts of the full perplexity's windows.
         text_bytes: of the text before a tokenizer changed it; None: those of `documents`.
-
-    nats: the negative log-likelihood of each document, by the last full perplexity.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class Evaluation:
         every = [ids for _, ids in self.documents]
         stretches = (sliding_windows(ids[:-1], self.window, self.stride, ids[-1]) for ids in every)
         tokens = sum(map(len, every)) - len(every)
-        sums = _log_likelihoods(stretches, tokens, scorer, show)
-        self.nats = [-total for total in sums]
+        self.nats = [-total for total in _log_likelihoods(stretches, tokens, scorer, show)]
         words = sum(len(text.split()) for text, _ in self.documents)
-        return {**text_results(sum(sums), tokens, words, self.bytes), "documents": len(every)}
+        return {**text_results(-sum(self.nats), tokens, words, self.bytes), "documents": len(every)}
 
     def accounts(self, tokenizer: Tokenizer) -> list[dict[str, int]]:
         """Of each document: its bytes, its tokens without end-of-text, and what the tokenizer loses (`lost_in`)."""
@@ -75,6 +73,13 @@ class Evaluation:
             for text, ids in self.documents
             for unknown, altered in [lost_in(tokenizer, text, ids)]
         ]
+
+    def scored(self, accounts: list[dict]) -> Iterator[dict]:
+        """Each document's number and account, with its negative log-likelihood by the last full perplexity."""
+        for number, (account, nats) in enumerate(zip(accounts, self.nats, strict=True)):
+            known = account["bytes"] and not account["unknown_tokens"]
+            bits = nats / math.log(2) / account["bytes"] if known else None
+            yield {"document": number, **account, "nats": nats, "bits_per_byte": bits}
 
 
 def _log_likelihoods(examples: Iterable[Iterable[Stretch]], total: int, scorer: Scorer, show: Show) -> list[float]:

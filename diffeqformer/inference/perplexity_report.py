@@ -31,6 +31,14 @@ def as_trained(results: dict) -> str:
     return f"trained in {', '.join(map(str, depths))} step{'s' * (depths != [1])} of {results['trained_solver']}"
 
 
+def text_name(results: dict) -> str:
+    """What is scored (`text_options.name_of_text`), and from which local files."""
+    files = results["files"]
+    if not files:
+        return results["text"]
+    return f"{results['text']} ({files[0]}" + (f" and {len(files) - 1} more files)" if len(files) > 1 else ")")
+
+
 def heading(results: dict) -> str:
     """Which model is scored, and on what."""
     return (
@@ -38,15 +46,6 @@ def heading(results: dict) -> str:
         f"{results['checkpoint_step']:,}, {as_trained(results)}\n{text_name(results)}; windows of "
         f"{results['window']}, stride {results['stride']}"
     )
-
-
-def text_name(results: dict) -> str:
-    """What is scored (`text_options.name_of_text`), and from which local files."""
-    files = results["files"]
-    if not files:
-        return results["text"]
-    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    return f"{results['text']} ({files[0]}{more})"
 
 
 def table(results: dict) -> str:
@@ -97,29 +96,24 @@ def plot(results: dict, path: pathlib.Path) -> None:
     """Plot perplexity against the number of steps, and against the time per window."""
     figure, [axes] = new_figure(1, 2, (10, 4), sharey=True)
     solvers = curves(results)
-    lines = {"paper_perplexity": "s--", "perplexity": "o-"}
-    lines = {metric: line for metric, line in lines.items() if metric in results["rows"][0]}
-    *_, last = lines
-    if len(solvers) > 1:
-        lines = {last: "o-"}
-    for colour, below, (solver, rows) in zip(itertools.cycle(COLOURS), itertools.cycle((True, False)), solvers.items()):
+    metrics = [name for name in ("perplexity", "paper_perplexity") if name in results["rows"][0]]
+    metrics = metrics[:1] if len(solvers) > 1 else metrics
+    for colour, (solver, rows) in zip(itertools.cycle(COLOURS), solvers.items()):
         for axis, across in zip(axes, ("num_steps", "milliseconds_per_window")):
-            for metric, line in lines.items():
+            for metric, line in zip(metrics, ("o-", "s--")):
                 label = solver if len(solvers) > 1 else COLUMNS[metric]
                 values = [row[across] for row in rows], [row[metric] for row in rows]
                 axis.plot(*values, line, color=colour, label=label, markersize=4)
-                axis.plot(*values, line[0], color=colour, markersize=4, zorder=4)  # points above the labels' boxes
         for row in rows:
-            place = row["milliseconds_per_window"], row[last]
-            offset = {"textcoords": "offset points", "xytext": (0, -12 if below else 6), "ha": "center", "zorder": 3}
-            offset["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # above the lines
+            place = row["milliseconds_per_window"], row[metrics[0]]
+            offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
             axes[1].annotate(row["num_steps"], place, color=colour, fontsize=8, **offset)
     for axis in axes:
         axis.grid(alpha=0.3)
     steps = sorted({row["num_steps"] for row in results["rows"]})
     for number, trained in enumerate(sorted({*steps} & {*depths_of(results)})):
         axes[0].axvline(trained, color="grey", linestyle=":", label=None if number else "as trained")
-    axes[0].set(xlabel="steps of depth", ylabel=COLUMNS[last], xticks=steps)
+    axes[0].set(xlabel="steps of depth", ylabel=COLUMNS[metrics[0]], xticks=steps)
     log_if_wide(axes[0])
     axes[0].margins(y=0.1)
     axes[1].set(xlabel=f"ms for a window of {results['window']} tokens (numbers: steps)")

@@ -1,5 +1,8 @@
 """The second phase of a model, without the first: what compiled functions need to read tokens."""
 
+import dataclasses
+
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -8,6 +11,19 @@ from diffeqformer.errors import UserError
 from diffeqformer.parallel.sharding import on_every_device
 from diffeqformer.solvers import SOLVERS
 from diffeqformer.transformer import MODELS, Transformer, split_model, weights_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A model's structure and parameters, of which depth isn't used, and its weights on one grid."""
+
+    graph: nnx.GraphDef = dataclasses.field(metadata={"static": True})
+    params: dict
+    weights: StackedWeights
+
+    def model(self) -> Transformer:
+        return nnx.merge(self.graph, self.params)
 
 
 def without_depth(model: Transformer) -> Transformer:
@@ -32,16 +48,13 @@ def with_solver(model: Transformer, name: str, config) -> Transformer:
 
 def split_reader(
     model: Transformer, num_steps: int | tuple[float, ...] | None = None, mesh: Mesh | None = None
-) -> tuple[nnx.GraphDef, dict, StackedWeights]:
-    """A model's structure and parameters without its depth weights, and the weights on one grid.
-
-    The many arrays of a hypernetwork are no longer needed, so each call takes fewer arguments. Weights are made where
-    the hypernetwork is, and divided like it.
+) -> Reader:
+    """What is needed of a model on one grid, without the many arrays of a hypernetwork.
 
     Args:
         num_steps: steps of depth, or the times at which they end; None: as trained.
-        mesh: devices that each get a copy of all; None: everything stays where it is.
+        mesh: devices that each get a copy of all; None: everything stays where it is. Weights are made where the
+            hypernetwork is, and divided like it.
     """
-    graph, params = split_model(without_depth(model))
-    parts = params, weights_at(model, num_steps)
-    return graph, *(on_every_device(parts, mesh) if mesh else parts)
+    reader = Reader(*split_model(without_depth(model)), weights_at(model, num_steps))
+    return on_every_device(reader, mesh) if mesh else reader

@@ -6,16 +6,13 @@ Depth weights are generated once, and keys and values are cached for every step 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError
 from diffeqformer.inference.cached import (
     check_room,
@@ -26,7 +23,7 @@ from diffeqformer.inference.cached import (
     replace_text,
 )
 from diffeqformer.inference.choice import Choice, checked, choose_next
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.inference.speculation import continue_by_drafts
 from diffeqformer.solvers import KeyValueCache
 from diffeqformer.transformer import Transformer
@@ -37,20 +34,14 @@ CONTEXT = 8  # ids before those that are decoded, as some tokenizers decode the 
 
 def tokens_after(prompt: list[int], count: int | None, max_length: int, sliding_window: bool) -> int:
     """How many tokens are written after a prompt: `count`, or by default as many as fit, up to `MOST`."""
-    if count is not None and count < 1:
-        raise UserError(f"tokens: must be at least 1, but it is {count}")
     room = MOST if sliding_window else max_length - len(prompt)
-    if not prompt or room < 1:
-        raise UserError(
-            f"prompt: must have at least 1 token and fewer than the model's {max_length} positions, but it has "
-            f"{len(prompt)}" + ("; with sliding_window it can have more" if prompt else "")
-        )
-    if count is None:
-        return min(MOST, room)
+    count = max(1, min(MOST, room)) if count is None else count
+    if count < 1:
+        raise UserError(f"tokens: must be at least 1, but it is {count}")
     if count > room and not sliding_window:
         raise UserError(
-            f"tokens: after a prompt of {len(prompt)} there is room for {room}, but it is {count}; with sliding_window "
-            "there can be more"
+            f"tokens: after a prompt of {len(prompt)} there is room for {max(0, room)} of {max_length}, but it is "
+            f"{count}; with sliding_window there can be more"
         )
     return count
 
@@ -75,10 +66,9 @@ def write_tokens(
     and on the position, not on how many samples there are.
 
     Args:
-        prompt: at least one id; with `count` at most `model.max_length` of them, unless the window slides.
+        prompt: at least one id.
         count: tokens to write in each sample; None: as many as fit, up to `MOST`.
-        vocab_size: ids from this one on are never written (they pad the vocabulary).
-        unknown: an id that is never written either, the tokenizer's for text that it doesn't have.
+        vocab_size, unknown: ids from the first one on, which pad the vocabulary, and the second are never written.
         num_steps: steps of depth; None: as trained.
         draft_steps: fewer steps, in which tokens are drafted (`diffeqformer.inference.speculation`); None: no drafts.
         sliding_window: when a text fills all positions, go on from its last half (`continue_prompts`).
@@ -95,9 +85,14 @@ def write_tokens(
         if sliding_window:
             raise UserError("sliding_window: can't be combined with draft_steps; leave one of them out")
         return continue_by_drafts(model, num_steps, draft_steps, prompt, count=count, keys=keys, choice=choice)
-    check_room(model, [num_steps], positions_for(len(prompt) + count, model.max_length), samples, "samples")
-    reader = *split_reader(model, num_steps), model.max_length
-    return continue_prompts(*reader, [prompt] * samples, count=count, keys=keys, choice=choice)
+    reader = _reader(model, num_steps, len(prompt) + count, samples, "samples")
+    return continue_prompts(reader, model.max_length, [prompt] * samples, count=count, keys=keys, choice=choice)
+
+
+def _reader(model: Transformer, num_steps: int | None, needed: int, texts: int, option: str) -> Reader:
+    """What reads texts of `needed` positions, if there is room for them."""
+    check_room(model, len(model.grid(num_steps).ends), positions_for(needed, model.max_length), texts, option)
+    return split_reader(model, num_steps)
 
 
 def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
@@ -106,9 +101,7 @@ def sample_keys(key: Key[Array, ""], samples: int) -> Key[Array, "samples"]:
 
 
 def continue_prompts(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
+    reader: Reader,
     max_length: int,
     prompts: Sequence[list[int]],
     *,
@@ -118,12 +111,10 @@ def continue_prompts(
 ) -> Iterator[np.ndarray]:
     """Yields `count` times the next token of every text, [B] int32. Texts don't depend on one another.
 
-    A token is chosen given all ids before it, as long as these are fewer than `max_length`. When a text has
-    `max_length` ids, its last half is read again, at the first positions, and the text goes on from there. So each id
-    is read twice at most, and a token always sees at least half of what the model can take.
+    When a text has `max_length` ids, its last half is read again, at the first positions, and the text goes on from
+    there. So each id is read twice at most, and a token always sees at least half of what the model can take.
 
     Args:
-        graph, params: structure and parameters of a model of `max_length` positions; its `depth` isn't used.
         prompts: the ids of each text's beginning, at least one.
         keys: a random key for each text.
     """
@@ -132,12 +123,19 @@ def continue_prompts(
     begun = np.array([len(prompt) for prompt in prompts], np.int32)
     alike = len(set(begun.tolist())) == 1  # one position for all texts takes less time than one for each
     length = positions_for(max(map(len, seen)) + count, max_length)
-    read = functools.partial(_read, graph, params, weights, length)
-    logits, cache = _read_all(read, seen)
+    read = functools.partial(_read, reader, length)
+    logits, cache = of_text = read(seen[0])
+    if len(seen) > 1:
+        logits = jnp.repeat(logits, len(seen), axis=0)
+        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(seen), axis=1), cache)
+    for text, (before, ids) in enumerate(itertools.pairwise(seen), 1):
+        of_text = of_text if ids == before else read(ids)  # equal ones beside each other are read once
+        if ids != seen[0]:
+            logits, cache = replace_text(logits, cache, text, *of_text)
     token = choose_next(logits, keys, begun, choice)
     for written in range(1, count):
         places = np.array([len(ids) for ids in seen], np.int32)
-        logits, cache = read_token(graph, params, weights, cache, token, places[0] if alike else places)
+        logits, cache = read_token(reader, cache, token, places[0] if alike else places)
         now = checked(token)
         for text, (ids, new) in enumerate(zip(seen, now.tolist(), strict=True)):
             ids.append(new)
@@ -149,71 +147,56 @@ def continue_prompts(
     yield checked(token)
 
 
-def _read(graph, params, weights, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
-    return read_prompt(graph, params, weights, padded_prompt(ids, length), len(ids))
+def _read(reader: Reader, length: int, ids: list[int]) -> tuple[Float[Array, "1 V"], KeyValueCache]:
+    return read_prompt(reader, padded_prompt(ids, length), len(ids))
 
 
-def _read_all(read, texts: list[list[int]]) -> tuple[Float[Array, "B V"], KeyValueCache]:
-    """The logits and the cache of all texts, which are read one by one; equal ones beside each other, once."""
-    logits, cache = of_text = read(texts[0])
-    if len(texts) > 1:
-        logits = jnp.repeat(logits, len(texts), axis=0)
-        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(texts), axis=1), cache)
-    for text, (before, ids) in enumerate(itertools.pairwise(texts), 1):
-        of_text = of_text if ids == before else read(ids)
-        if ids != texts[0]:
-            logits, cache = replace_text(logits, cache, text, *of_text)
-    return logits, cache
-
-
-class Samples:
-    """The samples of one prompt while they are being generated.
+class Text:
+    """A text that is being written.
 
     Args:
-        prompt: its ids. Some tokenizers decode an id differently at the beginning of a text.
-        until: strings before which a text ends, none of them empty.
+        prompt: the ids of its beginning. Some tokenizers decode an id differently at the beginning of a text.
+        count: the most tokens; None: any number.
+        until: strings before which it ends, none of them empty.
+        key: the index of its random key in `write_batches`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], count: int, until: Sequence[str] = ()):
-        self.tokenizer, self.prompt, self.until = tokenizer, prompt, until
-        self.ids = [[] for _ in range(count)]
-        self.decoded = [("", 0)] * count  # of each sample: text in whole characters, and how many ids it has
-        self.ended = [False] * count
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], count: int | None = None, until: Sequence[str] = (), key: int = 0
+    ):
+        self.tokenizer, self.prompt, self.count, self.until, self.key = tokenizer, prompt, count, until, key
+        self.ids, self.ended = [], False
+        self.decoded = "", 0  # text in whole characters, and how many ids it has
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Add the next token of every sample. End-of-text and everything after it are dropped."""
-        for sample, token in enumerate(tokens.tolist()):
-            self.ended[sample] |= token == self.tokenizer.end_of_text
-            if not self.ended[sample]:
-                self.ids[sample].append(token)
-                self.ended[sample] = bool(self.until) and self._stop(self._whole(sample)) is not None
+    def add(self, token: int) -> None:
+        """Add the next token. End-of-text and everything after the end are dropped."""
+        self.ended |= token == self.tokenizer.end_of_text
+        if not self.ended:
+            self.ids.append(token)
+            self.ended = len(self.ids) == self.count or bool(self.until) and self._stop(self._whole()) is not None
 
-    def finished(self) -> bool:
-        """Whether every sample has reached its end-of-text, or one of the strings."""
-        return all(self.ended)
-
-    def text(self, sample: int) -> str:
-        """The text of a sample so far, up to the first string that ends it."""
-        text = self._whole(sample)
+    def text(self) -> str:
+        """The text so far, up to the first string that ends it."""
+        text = self._whole()
         return text[: self._stop(text)]
 
-    def settled(self, sample: int) -> str:
+    def settled(self) -> str:
         """The same without an end that later tokens can change or take away: a part of a character or of a string."""
-        text = self.text(sample).rstrip("\ufffd")
+        text = self.text().rstrip("\ufffd")
         parts = (stop[:size] for stop in self.until for size in range(len(stop), 0, -1))
         return text[: len(text) - max((len(part) for part in parts if text.endswith(part)), default=0)]
 
     def _stop(self, text: str) -> int | None:
         return min((place for place in map(text.find, self.until) if place >= 0), default=None)
 
-    def _whole(self, sample: int) -> str:
-        """All of a sample so far. Only what is new is decoded, after the ids before it."""
-        ids, (text, known) = self.ids[sample], self.decoded[sample]
+    def _whole(self) -> str:
+        """All of the text so far. Only what is new is decoded, after the ids before it."""
+        ids, (text, known) = self.ids, self.decoded
         begin = known - CONTEXT
         before = ids[begin:known] if begin >= 0 else self.prompt[begin:] + ids[:known]
         text += self.tokenizer.decode(before + ids[known:])[len(self.tokenizer.decode(before)) :]
         if not text.endswith("\ufffd"):  # which may be the beginning of a character
-            self.decoded[sample] = text, len(ids)
+            self.decoded = text, len(ids)
         return text
 
 
@@ -227,49 +210,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
         ) from None
 
 
-def generate(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    tokens: int | None,
-    key: Key[Array, ""],
-    choice: Choice = Choice(),
-    samples: int = 1,
-    num_steps: int | None = None,
-    draft_steps: int | None = None,
-    sliding_window: bool = False,
-    until: Sequence[str] = (),
-) -> list[str]:
-    """Generate a text for each sample after a prompt, of up to `tokens` tokens or until end-of-text.
-
-    See `write_tokens` for the other arguments and the errors.
-    """
-    ids = encode_prompt(tokenizer, prompt)
-    written = Samples(tokenizer, ids, samples, until)
-    for step in write_tokens(
-        model, ids, count=tokens, key=key, vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown, choice=choice,
-        samples=samples, num_steps=num_steps, draft_steps=draft_steps, sliding_window=sliding_window,
-    ):  # fmt: skip
-        written.add(step)
-        if written.finished():
-            break
-    return [written.text(sample) for sample in range(samples)]
-
-
-class Text(NamedTuple):
-    """A text to be written.
-
-    prompt: its beginning, at least one id.
-    count: the most tokens.
-    key: the index of its random key.
-    until: strings at which it ends, none of them empty.
-    """
-
-    prompt: list[int]
-    count: int
-    key: int
-    until: Sequence[str] = ()
+def generate(model: Transformer, tokenizer: Tokenizer, prompt: str, *, samples: int = 1, **how) -> list[str]:
+    """`write_texts` after a single prompt, at once."""
+    return list(write_texts(model, tokenizer, [prompt], samples=samples, batch_size=samples, **how))
 
 
 def write_texts(
@@ -288,53 +231,51 @@ def write_texts(
 ) -> Iterator[str]:
     """Generate a text for each sample after each prompt, in order. They come when their batch is complete.
 
-    A text doesn't depend on the other prompts: up to rounding, it is that of `generate` for its prompt alone.
+    Up to rounding, a text doesn't depend on the other prompts. It ends before end-of-text.
 
     Args:
         prompts: of any lengths; each may be empty.
+        tokens: to write in each text; None: as many as fit, up to `MOST`.
         batch_size: texts that are written at once; affects only the speed.
+        until: strings before which a text ends, none of them empty.
 
-    See `generate` for the other arguments.
+    See `write_tokens` for the other arguments and the errors.
     """
     choice.check()
-    texts, keys = [], sample_keys(key, samples)
+    texts = []
     for number, prompt in enumerate(prompts, 1):
         try:
             ids = encode_prompt(tokenizer, prompt)
             count = tokens_after(ids, tokens, model.max_length, sliding_window)
         except UserError as error:
-            raise UserError(f"prompt {number}: {error}") from None
-        texts += [Text(ids, count, sample, until) for sample in range(samples)]
+            raise UserError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+        texts += [Text(tokenizer, ids, count, until, sample) for sample in range(samples)]
     if not texts:
         return iter(())
     size = min(batch_size, len(texts))
-    length = positions_for(max(len(text.prompt) + text.count for text in texts), model.max_length)
-    check_room(model, [num_steps], length, size, "batch_size")
-    reader = *split_reader(model, num_steps), model.max_length
-    return write_batches(reader, tokenizer, texts, keys, choice, size)
+    reader = _reader(model, num_steps, max(len(text.prompt) + text.count for text in texts), size, "batch_size")
+    return write_batches(reader, model.max_length, tokenizer, texts, sample_keys(key, samples), choice, size)
 
 
 def write_batches(
-    reader: tuple, tokenizer: Tokenizer, texts: Sequence[Text], keys: Key[Array, "N"], choice: Choice, size: int
+    reader: Reader,
+    max_length: int,
+    tokenizer: Tokenizer,
+    texts: Sequence[Text],
+    keys: Key[Array, "N"],
+    choice: Choice,
+    size: int,
 ) -> Iterator[str]:
-    """Yields the texts in order, `size` at a time: what follows each prompt, up to the string that ends it, if any.
-
-    Args:
-        reader: the first four arguments of `continue_prompts`.
-    """
+    """Yields what follows each prompt, in order, `size` texts at a time (`continue_prompts`)."""
     choice = choice._replace(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown)
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         whole = [*batch, *[batch[0]] * (size - len(batch))]  # another size would be compiled again
-        written = [Samples(tokenizer, text.prompt, 1, text.until) for text in batch]
         prompts, each = [text.prompt for text in whole], keys[np.array([text.key for text in whole])]
         count = max(text.count for text in batch)
-        steps = continue_prompts(*reader, prompts, count=count, keys=each, choice=choice)
-        going_on = range(len(batch))
-        for done, tokens in enumerate(steps, 1):
-            for i in going_on:
-                written[i].add(tokens[i : i + 1])
-            going_on = [i for i in going_on if done < batch[i].count and not written[i].finished()]
-            if not going_on:
+        for tokens in continue_prompts(reader, max_length, prompts, count=count, keys=each, choice=choice):
+            for text, token in zip(batch, tokens.tolist()):
+                text.add(token)
+            if all(text.ended for text in batch):
                 break
-        yield from (samples.text(0) for samples in written)
+        yield from (text.text() for text in batch)

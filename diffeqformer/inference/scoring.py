@@ -1,6 +1,5 @@
 """Log-probabilities of given ids, from which perplexities and multiple-choice scores are computed."""
 
-import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,18 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from diffeqformer.checkpoints.finite import NotFinite
 from diffeqformer.cross_entropy import log_probabilities
 from diffeqformer.data.tokenizers import Tokenizer
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, UserErrorEverywhere
 from diffeqformer.fields import attention
 from diffeqformer.fields.layers import Context, multiplying
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.parallel import hosts
 from diffeqformer.parallel.memory import check_free
 from diffeqformer.parallel.mesh import make_mesh
@@ -55,8 +52,7 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
     """Sequences of at most `window` inputs that score every id of a text once.
 
     The first scores up to `window` ids. Each further one scores up to `stride` more, and also sees as many earlier ids
-    as the window has room for. With a stride as long as the window, only the last window sees earlier ids again.
-    `before` is the id that precedes the first one: end-of-text.
+    as the window has room for. `before` is the id that precedes the first one: end-of-text.
     """
     stream, done = [before, *ids], 0
     while done < len(ids):
@@ -66,11 +62,9 @@ def sliding_windows(ids: Sequence[int], window: int, stride: int, before: int) -
         done = end
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh", "written"))
+@functools.partial(jax.jit, static_argnames=("mesh", "written"))
 def target_scores(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: StackedWeights,
+    reader: Reader,
     tokens: Int[Array, "B S"],
     targets: Int[Array, "B S"],
     mesh: Mesh,
@@ -78,14 +72,13 @@ def target_scores(
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """The log-probability of each target, in nats, and whether it is the likeliest id. Every device gets all of them.
 
-    Args:
-        params, weights: from `split_reader`, on every device of `mesh`. Each device scores its own examples.
+    The reader is on every device of `mesh`. Each device scores its own examples.
     """
 
-    def on_device(params, weights, tokens, targets):
-        model = nnx.merge(graph, params)
+    def on_device(reader, tokens, targets):
+        model = reader.model()
         attend, _ = attention.fastest(mesh.devices.flat[0], str(model.dtype), tokens.shape[1], model.field.head_width)
-        x = model.normalize(model.last_state(tokens, weights, Context.attending(attend)))
+        x = model.normalize(model.last_state(tokens, reader.weights, Context.attending(attend)))
         with multiplying(model.precision):
             scores = log_probabilities(
                 x.reshape(-1, x.shape[-1]), model.head_matrix(), targets.reshape(-1), model.vocab_size, written
@@ -93,8 +86,8 @@ def target_scores(
         return tuple(part.reshape(targets.shape) for part in scores)
 
     by_example, copies = partition(("batch", None)), PartitionSpec()
-    on_devices = on_each_device(mesh, on_device, (copies, copies, by_example, by_example), by_example)
-    return jax.lax.with_sharding_constraint(on_devices(params, weights, tokens, targets), NamedSharding(mesh, copies))
+    on_devices = on_each_device(mesh, on_device, (copies, by_example, by_example), by_example)
+    return jax.lax.with_sharding_constraint(on_devices(reader, tokens, targets), NamedSharding(mesh, copies))
 
 
 class Scorer:
@@ -103,7 +96,6 @@ class Scorer:
     All processes of a run must make it, and call it with the same sequences, unless they share it by `lead`.
 
     Args:
-        model: any model of the family. Afterwards it isn't needed any more.
         num_steps: steps of depth, or the times at which they end; None: as trained.
         batch_size: sequences at once, over all devices; rounded up to a multiple of the number of devices.
         mesh: the devices that share each batch; by default all.
@@ -121,7 +113,7 @@ class Scorer:
         if batch_size < 1:
             raise UserError(f"batch_size: must be at least 1, but it is {batch_size}")
         self.mesh = make_mesh() if mesh is None else mesh
-        self.graph, self.params, self.weights = split_reader(model, num_steps, self.mesh)
+        self.reader = split_reader(model, num_steps, self.mesh)
         self.by_example = sharding(self.mesh, "batch", None)
         self.max_length = model.max_length
         self.batch_size = -(-batch_size // self.mesh.size) * self.mesh.size
@@ -130,59 +122,44 @@ class Scorer:
         self.announce: Callable[[Int[np.ndarray, "B positions"]], None] | None = None  # set by `lead`
 
     def __call__(self, sequences: Sequence[Stretch], show: Callable[[int], None] = lambda tokens: None) -> list[Scores]:
-        """The scores of each sequence, in order; `NotFinite` if one is NaN or infinite.
+        """The scores of each sequence, in order; raises `NotFinite` if one is NaN or infinite.
 
-        Sequences of similar length share a batch. `show` is called after each with the number of ids scored in it.
+        Sequences of similar length share a batch, after which `show` is called with the number of ids scored in it.
         """
-        results, pending = [None] * len(sequences), collections.deque()
-
-        def read() -> None:
-            indices, (log_probs, likeliest) = pending.popleft()
-            log_probs, likeliest = np.asarray(log_probs), np.asarray(likeliest)
-            for row, i in enumerate(indices):
-                part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
-                results[i] = Scores(log_probs[row, part], likeliest[row, part])
-                if not np.isfinite(results[i].log_probs).all():
-                    raise NotFinite
-            show(sum(len(results[i].log_probs) for i in indices))
-
-        self.check_room(sequences)
         lengths = [self._positions(len(sequence.ids) - 1) for sequence in sequences]
+        # of the states there are more arrays than one
+        shape = self.batch_size // self.mesh.size, max(lengths, default=0), self.width
+        states = jax.ShapeDtypeStruct(shape, jnp.float32)
+        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
         order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))  # longest first
-        while order:
-            length = lengths[order[0]]
-            indices = [i for i in order[: self.batch_size] if lengths[i] == length]
-            order = order[len(indices) :]
-            pending.append((indices, self._score_batch([sequences[i].ids for i in indices], length)))
-            if len(pending) > 1:  # read this batch while the device computes the next
-                read()
-        while pending:
-            read()
+        results, waiting = [None] * len(sequences), None
+        while order or waiting:
+            batch = None
+            if order:
+                length = lengths[order[0]]
+                indices = [i for i in order[: self.batch_size] if lengths[i] == length]
+                order = order[len(indices) :]
+                ids = np.zeros((self.batch_size, length + 1), np.int32)  # no scored position sees the ends' zeros
+                for row, i in zip(ids, indices):
+                    row[: len(sequences[i].ids)] = sequences[i].ids
+                if self.announce:
+                    self.announce(ids)
+                batch = indices, self.score_rows(ids)
+            if waiting:  # read the last batch while the device computes this one
+                indices, (log_probs, likeliest) = waiting[0], map(np.asarray, waiting[1])
+                for row, i in enumerate(indices):
+                    part = slice(sequences[i].first - 1, len(sequences[i].ids) - 1)
+                    results[i] = Scores(log_probs[row, part], likeliest[row, part])
+                    if not np.isfinite(results[i].log_probs).all():
+                        raise NotFinite
+                show(sum(len(results[i].log_probs) for i in indices))
+            waiting = batch
         return results
 
-    def check_room(self, sequences: Sequence[Stretch]) -> None:
-        """Check that the states of a batch of the longest of some sequences fit into the memory of a device."""
-        longest = max((self._positions(len(sequence.ids) - 1) for sequence in sequences), default=0)
-        shape = self.batch_size // self.mesh.size, longest, self.width
-        states = jax.ShapeDtypeStruct(shape, jnp.float32)  # there are more arrays than these
-        check_free(f"batch_size: the states of {self.batch_size:,} sequences", states, 4)
-
     def _positions(self, inputs: int) -> int:
-        """The number of positions to which `inputs` inputs are padded."""
+        """How many positions some inputs are padded to."""
         check_length(inputs, self.max_length)
-        length = SHORTEST
-        while length < inputs:
-            length *= 2
-        return min(length, self.max_length)
-
-    def _score_batch(self, batch: list[Sequence[int]], length: int):
-        """Pads the ends with id 0, which no scored position sees."""
-        ids = np.zeros((self.batch_size, length + 1), np.int32)
-        for row, sequence in zip(ids, batch):
-            row[: len(sequence)] = sequence
-        if self.announce:
-            self.announce(ids)
-        return self.score_rows(ids)
+        return min(self.max_length, max(SHORTEST, 1 << (inputs - 1).bit_length()))
 
     def score_rows(self, ids: Int[np.ndarray, "B positions"]) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
         """The scores of all ids but the first of each row. S is one less than the number of positions."""
@@ -190,7 +167,7 @@ class Scorer:
             jax.make_array_from_callback(part.shape, self.by_example, lambda index, part=part: part[index])
             for part in (ids[:, :-1], ids[:, 1:])
         )
-        return target_scores(self.graph, self.params, self.weights, tokens, targets, self.mesh, self.written)
+        return target_scores(self.reader, tokens, targets, self.mesh, self.written)
 
 
 DONE, FAILED = -1, -2
@@ -205,24 +182,23 @@ def lead(scorers: Sequence[Scorer], work: Callable[[], Any]) -> Any:
         return work()
     if not hosts.is_first():
         return _follow(scorers)
-
-    def send(number: int, positions: int = 0) -> None:
-        hosts.wait("the next batch")
-        hosts.from_first(np.array([number, positions], np.int32))
-
-    def announce(number: int, ids: Int[np.ndarray, "B positions"]) -> None:
-        send(number, ids.shape[1])
-        hosts.from_first(ids)
-
     for number, scorer in enumerate(scorers):
-        scorer.announce = functools.partial(announce, number)
+        scorer.announce = functools.partial(_send, number)
     try:
         result = work()
     except UserError as error:  # raised between batches; after another error the processes can't agree
-        send(FAILED)
+        _send(FAILED)
         raise UserErrorEverywhere(str(error)) from error
-    send(DONE)
+    _send(DONE)
     return result
+
+
+def _send(number: int, ids: Int[np.ndarray, "B positions"] | None = None) -> None:
+    """Tell the other processes which scorer comes next, and its batch, or how the work has ended."""
+    hosts.wait("the next batch")
+    hosts.from_first(np.array([number, 0 if ids is None else ids.shape[1]], np.int32))
+    if ids is not None:
+        hosts.from_first(ids)
 
 
 def _follow(scorers: Sequence[Scorer]) -> None:

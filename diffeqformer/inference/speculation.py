@@ -9,6 +9,7 @@ kept with a probability that makes the text as likely as without drafts: greedil
   booktitle={International Conference on Machine Learning}, year={2023}}
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,26 +17,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from diffeqformer.cross_entropy import of_vocabulary
-from diffeqformer.depth.weights import StackedWeights
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.cached import check_room, padded_prompt, positions_for, read_prompt
 from diffeqformer.inference.choice import Choice, chances, checked, choose_next, draw, refused
-from diffeqformer.inference.reader import split_reader
+from diffeqformer.inference.reader import Reader, split_reader
 from diffeqformer.solvers import KeyValueCache
-from diffeqformer.transformer import Transformer
+from diffeqformer.transformer import Transformer, weights_at
 
 DRAFTED = 4  # tokens in a round of drafts
 
 
 class Depths(NamedTuple):
-    """One of each for the few steps that draft and the many that verify."""
+    """One for the few steps that draft, and one for the many that verify."""
 
-    few: StackedWeights | KeyValueCache
-    many: StackedWeights | KeyValueCache
+    few: Reader | KeyValueCache
+    many: Reader | KeyValueCache
 
 
 class Writing(NamedTuple):
@@ -57,7 +56,6 @@ def accept(
     Args:
         drafted: each token was drawn from its row of `few`.
         few, many: logits after `chances`. `many` has one row more: what follows the draft.
-        key: of the choices to keep and of the token after those kept.
     """
     count = len(drafted)
     p, q = jax.nn.softmax(many), jax.nn.softmax(few)
@@ -70,15 +68,9 @@ def accept(
     return jnp.append(drafted, 0).at[kept].set(following), kept + 1
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "choice"), donate_argnames=("texts",))
+@functools.partial(jax.jit, static_argnames=("choice",), donate_argnames=("texts",))
 def write_round(
-    graph: nnx.GraphDef,
-    params: dict,
-    weights: Depths,
-    texts: Writing,
-    keys: Key[Array, "B"],
-    going_on: Bool[Array, "B"],
-    choice: Choice,
+    readers: Depths, texts: Writing, keys: Key[Array, "B"], going_on: Bool[Array, "B"], choice: Choice
 ) -> tuple[Writing, Int[Array, "B verified"], Int[Array, "B"]]:
     """Draft and verify once in every text: the texts, the new tokens, and how many of them count.
 
@@ -86,10 +78,10 @@ def write_round(
         texts: each leaf with an axis B in front. They are donated.
         going_on: which texts are written further. Of the others, only caches change, which aren't read again.
     """
-    model = nnx.merge(graph, params)
+    model = readers.many.model()
 
-    def read(tokens, weights, cache, position):
-        states, cache = model.extend(tokens[None], weights, cache, position)
+    def read(tokens, reader, cache, position):
+        states, cache = model.extend(tokens[None], reader.weights, cache, position)
         return of_vocabulary(model.head(states)[0], choice.vocab_size, choice.unknown), cache
 
     def write(text, key, going_on):
@@ -97,7 +89,7 @@ def write_round(
 
         def draft(carry, number):
             token, cache = carry
-            logits, cache = read(token[None], weights.few, cache, text.position + number)
+            logits, cache = read(token[None], readers.few, cache, text.position + number)
             [following] = draw(logits, jax.random.fold_in(key, 2 + number)[None], choice).astype(jnp.int32)
             return (following, cache), (following, logits[0])
 
@@ -105,7 +97,7 @@ def write_round(
         (_, few), (drafted, of_few) = jax.lax.scan(draft, (text.token, text.caches.few), jnp.arange(DRAFTED + 1))
         drafted, of_few = drafted[:-1], of_few[:-1]
         verified = jnp.append(text.token, drafted)
-        of_many, many = read(verified, weights.many, text.caches.many, text.position)
+        of_many, many = read(verified, readers.many, text.caches.many, text.position)
         tokens, count = accept(drafted, chances(of_few, choice), chances(of_many, choice), key)
         count = jnp.where(going_on, count, 0)
         tokens = refused(of_many, tokens)
@@ -135,27 +127,30 @@ def continue_by_drafts(
             f"draft_steps: this model has weights for {counted(model.num_steps, 'step')} and for no other number; "
             "leave it out"
         )
-    if steps == 1:
-        raise UserError("draft_steps: there are no fewer than 1 step of depth to draft in; leave it out")
     if not 1 <= draft_steps < steps:
         raise UserError(
             f"draft_steps: must be at least 1 and below the {steps} steps of depth, but it is {draft_steps}"
         )
     length = positions_for(len(prompt) + count, model.max_length)
-    check_room(model, [num_steps, draft_steps], length, len(keys), "samples")
-    graph, params, many = split_reader(model, num_steps)
-    *_, few = split_reader(model, draft_steps)
-    weights = Depths(few, many)
-    return _continue(graph, params, weights, length, prompt, count, keys, choice)
+    check_room(model, steps + draft_steps, length, len(keys), "samples")
+    many = split_reader(model, num_steps)
+    readers = Depths(dataclasses.replace(many, weights=weights_at(model, draft_steps)), many)
+    return _continue(readers, length, prompt, count, keys, choice)
 
 
-def _continue(graph, params, weights, length, prompt, count, keys, choice):
-    texts = _after_prompt(graph, params, weights, length, prompt, keys, choice)
-    written, yielded, waiting = [[token] for token in checked(texts.token).tolist()], 0, None
+def _continue(readers, length, prompt, count, keys, choice):
+    tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
+    (_, few), (logits, many) = (read_prompt(reader, tokens, len(prompt)) for reader in readers)
+    logits, caches = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
+    )
+    first = choose_next(logits, keys, len(prompt), choice)
+    texts = Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)
+    written, yielded, waiting = [[token] for token in checked(first).tolist()], 0, None
     while True:
         going_on = np.array([len(text) < count for text in written])
         if going_on.any():  # the device computes while the caller handles the tokens of the last round
-            waiting = write_round(graph, params, weights, texts, keys, going_on, choice)
+            waiting = write_round(readers, texts, keys, going_on, choice)
         while yielded < min(count, *map(len, written)):
             yield np.array([text[yielded] for text in written], np.int32)
             yielded += 1
@@ -164,14 +159,3 @@ def _continue(graph, params, weights, length, prompt, count, keys, choice):
         texts, new, counts = waiting
         for text, tokens, kept in zip(written, np.asarray(new), np.asarray(counts).tolist(), strict=True):
             text += checked(tokens[:kept]).tolist()
-
-
-def _after_prompt(graph, params, weights, length, prompt, keys, choice) -> Writing:
-    """Every text after the prompt, with its first token."""
-    tokens = padded_prompt(prompt, length + DRAFTED)  # the last draft can go on behind the last position
-    (_, few), (logits, many) = (read_prompt(graph, params, each, tokens, len(prompt)) for each in weights)
-    logits, caches = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (len(keys), *leaf.shape)), (logits[0], Depths(few, many))
-    )
-    first = choose_next(logits, keys, len(prompt), choice)
-    return Writing(first, jnp.full(len(keys), len(prompt), jnp.int32), caches)

@@ -49,15 +49,14 @@ def shown_metric(results: dict) -> str:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float))
 
 
 def shown_value(results: dict, shots: int) -> Value:
     """The value of `shown_metric` with its standard error, the shots if the task fixes them, and what was cut."""
     key = shown_metric(results)
     name, _, kind = key.partition(",")
-    error = results.get(f"{name}_stderr,{kind}")
-    scale = 100 if name in PERCENT else 1
+    error, scale = results.get(f"{name}_stderr,{kind}"), 100 if name in PERCENT else 1
     note = "" if results["shots"] == shots else f" [{results['shots']} shots]"
     if results["contexts_cut"]:
         note += f" [{results['contexts_cut']:,} of {results['contexts']:,} cut]"
@@ -70,10 +69,8 @@ def columns_of(runs: list[dict]) -> list[Column]:
     """A column for each label, in the order of the runs."""
     columns = {}
     for run in runs:
-        column = columns.setdefault(run["label"], Column(run["label"], {}))
-        column.values[run["shots"]] = {
-            task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()
-        }
+        values = {task: shown_value(results, run["shots"]) for task, results in run["tasks"].items()}
+        columns.setdefault(run["label"], Column(run["label"], {})).values[run["shots"]] = values
     return list(columns.values())
 
 
@@ -117,27 +114,23 @@ def leaves(name: str, parts: dict[str, list[str]]) -> list[str]:
     return [leaf for part in parts[name] for leaf in leaves(part, parts)] if parts.get(name) else [name]
 
 
-def summary(results: dict, names: list[str], model) -> dict[str, dict]:
-    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of each requested task.
+def summary(results: dict, name: str, model) -> dict[str, dict]:
+    """The metrics (under lm-eval's names), examples, contexts (`HarnessModel`) and version of a requested task.
 
     A group without a value of its own is replaced by its tasks.
     """
-    rows, names = {}, list(names)
-    while names:
-        name = names.pop(0)
-        values, parts = results["results"].get(name, {}), results["group_subtasks"].get(name, [])
-        if "sample_len" not in values:
-            names = [*parts, *names]
-            continue
-        tasks = leaves(name, results["group_subtasks"])
-        rows[name] = {
-            "examples": values["sample_len"],
-            **{name: sum(model.counts[leaf][name] for leaf in tasks) for name in COUNTS},
-            "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
-            "version": results["versions"].get(name),
-            **{key: value for key, value in values.items() if "," in key},
-        }
-    return rows
+    values, parts = results["results"].get(name, {}), results["group_subtasks"]
+    if "sample_len" not in values:
+        return {task: row for part in parts.get(name, []) for task, row in summary(results, part, model).items()}
+    tasks = leaves(name, parts)
+    row = {
+        "examples": values["sample_len"],
+        **{name: sum(model.counts[leaf][name] for leaf in tasks) for name in COUNTS},
+        "shots": max(results["n-shot"].get(leaf, 0) for leaf in tasks),
+        "version": results["versions"].get(name),
+        **{key: value for key, value in values.items() if "," in key},
+    }
+    return {name: row}
 
 
 def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[float]]:
@@ -156,7 +149,6 @@ def scores_of_documents(results: dict, rows: dict[str, dict]) -> dict[str, list[
             if sample["filter"] == chosen
         ]
         values = [sample.get(metric) for sample in samples]
-        numbers = values and all(isinstance(value, (int, float)) for value in values)
-        if numbers and math.isclose(np.mean(values), row[key], rel_tol=0, abs_tol=1e-6):
+        if values and all(map(is_number, values)) and math.isclose(np.mean(values), row[key], abs_tol=1e-6):
             scores[name] = [float(value) for value in values]
     return scores

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffeqformer.errors import UserError, did_you_mean, printable
+from diffeqformer.errors import UserError, did_you_mean, printable, reason_of
 
 TASKS = {
     "arc_challenge": "ARC-Challenge",
@@ -62,9 +62,9 @@ def load_tasks(names: list[str], include: str | None, shots: list[int], window: 
                 raise UserError(f"--tasks: {error}") from error
             print(f"diffeqformer: --tasks: {error}; {name} is left out", file=sys.stderr, flush=True)
             tasks.failed[name] = str(error)
-            continue
-        tasks.rows.update(rows)
-        tasks.own.update(own)
+        else:
+            tasks.rows.update(rows)
+            tasks.own.update(own)
     if not tasks.rows:
         raise UserError(f"--tasks: none of {', '.join(names)} can be run; see the reasons above")
     return tasks
@@ -127,8 +127,8 @@ def _try_examples(tasks: dict, own: dict[str, int | None], shots: list[int], win
 
 
 def _reason(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0][:300]
-    return printable(first if isinstance(error, UserError) else f"{type(error).__name__}: {first}")
+    said = reason_of(error)
+    return printable(said if isinstance(error, UserError) else f"{type(error).__name__}: {said}")
 
 
 def set_shots(tasks: dict, own: dict[str, int | None], shots: int) -> None:

@@ -22,26 +22,15 @@ def define_text_flags(folder: str) -> None:
     command_line.define_step()
     flags.DEFINE_string("task", None, "The corpus; by default the training's.")
     flags.DEFINE_string("split", "validation", "Its split: validation, or test if there is one.")
-    flags.DEFINE_string(
-        "files",
-        None,
-        "Local files to use instead (text, .jsonl, .parquet; patterns, comma-separated); empty: the corpus itself.",
-    )
+    flags.DEFINE_string("files", None, "Files to score instead (text, .jsonl, .parquet; patterns); empty: the corpus.")
     flags.DEFINE_string("text_field", None, "The field or column of --files that has the text; by default training's.")
     flags.DEFINE_string("separator", None, "What separates the documents of a plain-text file; by default training's.")
-    flags.DEFINE_string(
-        "remote",
-        None,
-        "URL of token stores, gs://bucket/stores, that have the text. It is never taken from the checkpoint.",
-    )
-    flags.DEFINE_string("module", None, "A Python module that adds corpora. It is never taken from the checkpoint.")
+    flags.DEFINE_string("remote", None, "URL of token stores that have the text. Never taken from the checkpoint.")
+    flags.DEFINE_string("module", None, "A Python module that adds corpora. Never taken from the checkpoint.")
     flags.DEFINE_integer("window", None, "Tokens of a window; by default as in training.")
     flags.DEFINE_integer("batch_size", 16, "Windows scored at once, over all devices.", 1, 2**16)
-    flags.DEFINE_string(
-        "output",
-        None,
-        f"Folder of the results; by default a new one in <workdir>/{folder}, or within runs/ for one on gs://.",
-    )
+    help_text = f"Folder of the results; by default a new one in <workdir>/{folder}, or within runs/ for one on gs://."
+    flags.DEFINE_string("output", None, help_text)
 
 
 def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split | None]:
@@ -51,13 +40,12 @@ def text_of(options, opened: Checkpoint) -> tuple[str, list[str] | None, Split |
     """
     data = opened.config.data
     task, files, split = options.task or data.task, options.files, options.split
-    of_training = files is None and task == data.task and split in SPLITS
-    if options.remote is not None and not of_training:
-        raise UserError(
-            "--remote: must go without --files and with the corpus of the training and its split train or validation, "
-            f"which are all that its store has, but the text is {files or task!r}, {split}"
-        )
-    if not of_training:
+    if files is not None or task != data.task or split not in SPLITS:
+        if options.remote is not None:
+            raise UserError(
+                "--remote: must go without --files and with the corpus of the training and its split train or "
+                f"validation, which are all that its store has, but the text is {files or task!r}, {split}"
+            )
         return task, matching_files(files, "--files") if files else None, None
     if stored := stored_text(opened, split, options.remote):
         return task, None, stored
@@ -106,17 +94,17 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
     where that was, if commands run in another folder.
     None if there is none, or if its ids aren't those of the checkpoint's record.
     """
-    data, folder = opened.config.data, store_folder(opened.config.data, opened.tokenizer)
-    if not folder.exists() and opened.about.store:
-        folder = pathlib.Path(opened.about.store)
+    data, ours = opened.config.data, opened.about
+    folder = store_folder(data, opened.tokenizer)
+    if not folder.exists() and ours.store:
+        folder = pathlib.Path(ours.store)
     if remote is not None:
         place = f"{remote}/{folder.name}"
         found, ids = read_split(remote, folder.name, split)
     elif os.path.isdir(folder):
         place = str(folder)
         try:
-            files = None if data.train_files else ("",)
-            splits = open_store(folder, opened.tokenizer.name, 1, files, data.task)
+            splits = open_store(folder, opened.tokenizer.name, 1, None if data.train_files else ("",), data.task)
             verify(folder, read_about(folder), splits=[split])
         except (UserError, OSError) as error:  # it can't be read, is damaged, or has other text
             print(printable(f"Not used: {error}"), flush=True)
@@ -126,10 +114,8 @@ def stored_text(opened: Checkpoint, split: str, remote: str | None) -> Split | N
         if data.remote:
             print(printable(f"--remote={data.remote} would take the text from the training's store"), flush=True)
         return None
-    known = max(int(shard.max()) for shard in found.shards) < opened.tokenizer.vocab_size
-    ours = opened.about
     same = ids == ours.data_sha256 and (split == "train" or ours.validation_sha256 in ("", found.sha256))
-    if not (same and known):
+    if not same or max(int(shard.max()) for shard in found.shards) >= opened.tokenizer.vocab_size:
         print(printable(f"The token store {place} isn't that of the training, and isn't used"), flush=True)
         return None
     print(printable(f"The text is that of the token store {place}; --files= takes the corpus itself"), flush=True)

@@ -26,9 +26,7 @@ def define_flags() -> None:
     """The options of the command."""
     define_text_flags("ode")
     flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
-    flags.DEFINE_integer(
-        "refinements", 5, "Number of times the trained step is halved to measure convergence.", lower_bound=2
-    )
+    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", lower_bound=2)
 
 
 def examine(options) -> dict:
@@ -43,10 +41,10 @@ def examine(options) -> dict:
     most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
     if options.refinements > most:
         raise UserError(
-            f"--refinements: must be at most {most}, which take {model.num_steps * 2 ** (most + 1):,} steps, but it is "
+            f"--refinements: must be at most {most} for {counted(model.num_steps, 'step')}, but it is "
             f"{options.refinements}"
         )
-    window = window_size(options.window, opened.config, opened.model.max_length, "--window")
+    window = window_size(options.window, opened.config, model.max_length, "--window")
     task, files, folder = None, None, None  # of process 0, which alone reads and writes
     ids, number = np.zeros((options.windows, window), np.int32), 0
     with hosts.all_succeed("the text"):
@@ -91,7 +89,6 @@ def examine(options) -> dict:
 
 
 def command() -> None:
-    """Examine, on all hosts."""
     with hosts.joined(flags.FLAGS):
         examine(flags.FLAGS)
 

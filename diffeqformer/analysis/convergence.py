@@ -145,12 +145,12 @@ def perplexities(
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@functools.partial(jax.jit, static_argnames="graph")
 def _first_state(graph, params, tokens):
-    return nnx.merge(graph, params).embed(tokens, Context()).astype(jnp.float32)
+    return nnx.merge(graph, params).embed(tokens, Context())
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@functools.partial(jax.jit, static_argnames="graph")
 def _advance(graph, params, features, sizes, x):
     model = nnx.merge(graph, params)
     layers = in_type(model.depth.from_features(features), jnp.float32)
@@ -187,7 +187,7 @@ def convergence(model: Transformer, tokens: Int[np.ndarray, "B S"], refinements:
         ]
         order, found["grids_of_orders"][method] = observed_order(numbers, errors, method == "rk4")
         found["errors"][method], found["orders"][method] = errors, order
-        print(f"  {method}: observed order {'none' if order is None else f'{order:.2f}'}", flush=True)
+        print(f"  {method}: observed order {shown(order)}", flush=True)
     return found
 
 
@@ -215,6 +215,11 @@ def plain(perplexity: float) -> str:
     return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.3e}"
 
 
+def shown(order: float | None) -> str:
+    """An observed order."""
+    return "none" if order is None else f"{order:.2f}"
+
+
 def table(results: dict) -> str:
     """The findings in Markdown."""
     frequency = results["time_frequency"]
@@ -235,8 +240,7 @@ def table(results: dict) -> str:
     lines += ["", "| solver | " + " | ".join(f"error at {n} steps" for n in found["num_steps"]) + " | observed order |"]
     lines.append("|" + "---|" * (len(found["num_steps"]) + 2))
     for method, errors in found["errors"].items():
-        order = found["orders"][method]
-        cells = [f"{error:.1e}" for error in errors] + ["none" if order is None else f"{order:.2f}"]
+        cells = [f"{error:.1e}" for error in errors] + [shown(found["orders"][method])]
         if grids_of_order := found["grids_of_orders"][method]:
             cells[-1] += f" at {', '.join(map(str, grids_of_order))}"
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
@@ -251,11 +255,10 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
         over_time.plot(times, values[:, entry], linewidth=0.8, color=COLOURS[entry])
         over_time.plot(trained, at_trained[:, entry], "o", color=COLOURS[entry])
     over_time.set(
-        xlabel="t", ylabel="weight, less its mean at the dots", title="a few weights over time; dots: trained"
+        title="a few weights over time; dots: trained", xlabel="t", ylabel="weight, less its mean at the dots"
     )
 
-    names = list(results["smoothness"])
-    smooth.bar(names, [results["smoothness"][name]["ratio"] for name in names])
+    smooth.bar(results["smoothness"].keys(), [row["ratio"] for row in results["smoothness"].values()])
     smooth.axhline(3**0.5, color="grey", linestyle=":", label="unrelated kernels")
     smooth.set(
         xlabel="layer",
@@ -265,9 +268,9 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
     smooth.tick_params(axis="x", rotation=20)
     smooth.legend()
 
-    rows = results["perplexities"]
-    grids.plot(list(rows.values())[::-1], list(rows)[::-1], "o")
-    for number, value in enumerate(list(rows.values())[::-1]):
+    names, values = zip(*reversed(results["perplexities"].items()))
+    grids.plot(values, names, "o")
+    for number, value in enumerate(values):
         grids.annotate(f"{value:,.4g}", (value, number), xytext=(7, 0), textcoords="offset points", va="center")
     grids.set(title="on other grids", xlabel="perplexity", ylabel="grid")
     log_if_wide(grids, "x")
@@ -275,10 +278,7 @@ def plot(results: dict, curves: tuple, trained: np.ndarray, path: pathlib.Path) 
 
     found = results["convergence"]
     for method, series in found["errors"].items():
-        order = found["orders"][method]
-        errors.loglog(
-            found["num_steps"], series, "o-", label=method + ("" if order is None else f", order {order:.2f}")
-        )
+        errors.loglog(found["num_steps"], series, "o-", label=f"{method}, order {shown(found['orders'][method])}")
     errors.set(
         xlabel="steps of depth",
         ylabel="error, relative to the length of x(1)",

@@ -64,10 +64,6 @@ class LastToken(VectorField):
         """The feed-forward branch."""
         return self.field.feed_forward(weights, row, context)
 
-    def __call__(self, weights: dict, row: Float[Array, "B 1 D"], context: Context) -> Float[Array, "B 1 D"]:
-        """dx/dt at the last token."""
-        return self.attention(weights, row, context) + self.feed_forward(weights, row, context)
-
 
 def rows_at_once(tokens: int, most: int = CHUNK) -> int:
     """How many rows of a Jacobian to pull back at once through the attention of some tokens: H S^2 numbers for each."""
@@ -131,12 +127,6 @@ def advance(solver, field, layers, dt, state, tangents):
     return jax.lax.map(orthogonal, (tangents, jacobian), batch_size=CHUNK // 4)
 
 
-def check_published(model: Transformer) -> None:
-    """Check that the authors' pairing of times and states can be applied to a model."""
-    if model.solver != SOLVERS["euler"] or not model.depth.generated:
-        raise UserError("--published_pairing: the authors' pairing of times needs generated weights and Euler's method")
-
-
 def exponents(
     model: Transformer,
     tokens: Int[Array, "S"],
@@ -153,19 +143,17 @@ def exponents(
     Args:
         num_steps: of depth; by default as trained.
         published: take the derivative at each step as the authors' code does: with the weights at the step's start and
-            the state at its end.
+            the state at its end. Its weights must be generated, and its solver Euler's.
         progress: called with the number of finished steps and their total.
 
     Raises:
-        UserError: if the model can't take that number of steps or has a reversible solver, or if `published` and its
-            weights aren't generated or its solver isn't Euler's.
+        UserError: if the model can't take that number of steps or has a reversible solver.
     """
     if model.solver.reversible:  # attention reads the second states of all tokens, which `advance` doesn't follow
         raise UserError("exponents: a reversible solver walks with two states of each token, and they follow one only")
     weights, solver = weights_at(model, num_steps), model.solver
     states = model.solver_states(tokens[None], weights)
     if published:
-        check_published(model)
         starts = Grid.of(model.grid(num_steps).ends, nodes=(0.0,))
         weights, states = model.stack(model.depth(starts), weights.step_sizes), states[1:]
     parts, width = len(of_tokens(states, solver.read(states))), model.field.width

@@ -88,11 +88,6 @@ def test_the_address_of_the_repository_is_the_same_everywhere(tmp_path):
 
 
 @pytest.mark.fast
-def test_the_readme_takes_two_minutes():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-
-
-@pytest.mark.fast
 def test_lines_have_one_width_and_tables_are_tables():
     """`make lint` wraps text, but not code and headings of pages, shell scripts, and lines that end like an address.
 

@@ -1,11 +1,8 @@
 """The experiments' scripts, with trainings that leave made-up curves."""
 
-import itertools
 import json
 import math
-import re
 import runpy
-import sys
 import types
 from base64 import b64encode
 
@@ -117,21 +114,6 @@ def test_a_recipe_is_compared_at_its_own_best_rate_with_its_baseline(tmp_path, s
         trained("bert")
 
 
-def test_saved_rows_of_the_recipe_are_of_its_runs(script):
-    recipe = script("recipe")
-    run, rates, texts = sys.modules["tuning"].Run, sys.modules["tuning"].RATES.value, ("own_text", "packages")
-    runs = {run(*of).name() for of in itertools.product(recipe.FORM, rates, range(4), texts)}
-    deeper = {re.sub("^tiny", "twelve_steps", name) for name in runs}
-    saved = json.loads((ROOT / "experiments" / "recipe.json").read_text()).keys()
-    assert saved & runs and saved & deeper and saved <= runs | deeper | set(map(recipe.time_key, recipe.FORM))
-
-
-def test_rates_and_widths_are_numbers(script):
-    for wrong in ("--rates=1e-3,fast", "--rates=2e-3,1e-3", "--width=wide", "--config=configs/none.py"):
-        with pytest.raises(flags.IllegalFlagValueError, match=wrong.partition("=")[0]):
-            script("ablations", "--study=embedding", wrong)
-
-
 def test_saved_ablations_are_complete(tmp_path, script, capsys):
     trainings, forms = Trainings(None), {}
     for study in ("perplexity", "llama", "embedding", "design", "beta2", "shared"):
@@ -141,18 +123,6 @@ def test_saved_ablations_are_complete(tmp_path, script, capsys):
     assert not trainings.new() and list(map(len, forms.values())) == [3, 2, 6, 2, 4, 2]
     wider = [f"diffeqformer, time_embed_dim {width}" for width in (4, 12, 48, 96)]
     assert forms["embedding"] == [*wider[:2], "diffeqformer", *wider[2:], "gpt"]  # tiny.py's own width is 24
-
-
-def test_the_short_text_is_the_first_articles(tmp_path, script):
-    (tmp_path / "wiki.txt").write_text("".join(f" = Article {i} = \n\n text {i} \n\n" for i in range(14)))
-    trainings = Trainings(lambda config: validation(config, 4e-3))
-    options = f"--folder={tmp_path}", f"--results={tmp_path / 'results.json'}", f"--wikitext={tmp_path / 'wiki.txt'}"
-    script("ablations", "--study=overfitting", *options, "--seeds=1", **trainings.stand_ins()).main(None)
-    texts = [(tmp_path / f"short-{split}.txt").read_text() for split in ("train", "validation")]
-    assert texts[0].count("Article") == 2 and "text 1 " in texts[0] and "text 0 " in texts[0]
-    assert texts[1].count("Article") == 10 and "text 13 " in texts[1]
-    files = [config.data.train_files for config in trainings.new().values()]
-    assert files == [str(tmp_path / "short-train.txt")] * 3 * (3 + 1)
 
 
 def test_the_elastic_study_runs_no_row_twice(tmp_path, script, capsys):

@@ -31,13 +31,6 @@ def opened_notebook(**changes: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def test_forms_show_values_and_hide_code():
-    cells = opened_notebook().cells
-    assert "colab-badge.svg" in cells[0].source
-    for cell in (cell for cell in cells if cell.cell_type == "code"):
-        assert cell.source.startswith("# @title ") and cell.metadata["cellView"] == "form" and not cell.outputs
-
-
 @pytest.mark.parametrize("source", ["https://host/user/repository", "some/diffeqformer-1-any.whl", ""])
 def test_a_wheel_or_a_repository_is_installed(source, tmp_path, monkeypatch):
     """Without a source, the wheel beside the notebook; then what the light requirements name, and nothing else."""

@@ -5,8 +5,6 @@ import json
 import pathlib
 import runpy
 import shlex
-import subprocess
-import sys
 import types
 
 import pytest
@@ -136,22 +134,3 @@ def test_perplexities_stand_beside_those_published(tmp_path, made, capsys):
     assert rows[f"{back}full-9-validation-best"] == "20.00"
     made("--table=1", "--scale=published")  # none is at hand
     assert "| wikitext103_small-validation | 20.00 |  |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_widths_of_the_time_embedding_are_measured_beside_a_gpt(tmp_path):
-    def run(*options):
-        shape = "width=16", "heads=2", "num_steps=2", "vocab_size=32", "sequence_length=16", "batch_size=8", "rounds=1"
-        program = [sys.executable, "benchmarks/embedding.py", *(f"--{each}" for each in shape), f"--output={tmp_path}"]
-        return subprocess.run([*program, *options], capture_output=True, text=True, cwd=ROOT)
-
-    done = run("--embed_dim=2", "--embed_dim=3", "--embed_dim=5")
-    assert done.returncode == 0, done.stderr
-    table = (tmp_path / "embedding.md").read_text()
-    assert table in done.stdout and (tmp_path / "embedding.png").stat().st_size > 10_000
-    names, parameters = zip(*(line.split(" | ")[:2] for line in table.splitlines()[4:]))
-    assert names == ("| gpt", "| diffeqformer, E 2", "| diffeqformer, E 3", "| diffeqformer, E 5")
-    numbers = [int(number.replace(",", "")) for number in parameters]
-    assert numbers == sorted(set(numbers))
-    done = run("--time_embed_dim=4")
-    assert done.returncode == 1 and "--embed_dim" in done.stderr.splitlines()[-1]

@@ -96,11 +96,11 @@ def analyze(options) -> list[Section]:
         "heads": config.model.heads,
         **({"text": opened.tokenizer.decode(ids)} if ids else {}),
     }
-    heads, done = whole_numbers("--heads", options.heads, 0), []
+    done = []
     for name, analysis in ANALYSES.items():
         if name in options.parts:
             print(name, flush=True)
-            values = {option: heads if option == "heads" else getattr(options, option) for option in analysis.options}
+            values = {option: getattr(options, option) for option in analysis.options}
             text = [ids] if analysis.reads_text else []
             with logits_of(f"{options.workdir}, checkpoint {opened.step}"):
                 done.append(analysis.section(opened, *text, num_steps=options.num_steps, **values))

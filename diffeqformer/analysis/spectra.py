@@ -204,7 +204,7 @@ def section(
     *,
     num_steps: int | None = None,
     times: int | None = None,
-    heads: Sequence[int] = (),
+    heads: Sequence[int | str] = (),
     feed_forward: bool = True,
 ) -> Section:
     """Eigenvalues and singular values of QK, OV and the feed-forward's products over time.
@@ -235,7 +235,7 @@ def section(
     numbers, arrays, rows = {"times": at.tolist()}, {"times": at}, []
     for name, one in found.items():
         largest = np.argsort(-one.radius().max(0))[:4].tolist()
-        chosen = [0] if one.eigenvalues.shape[1] == 1 else list(heads) or sorted(largest)
+        chosen = [0] if one.eigenvalues.shape[1] == 1 else [*map(int, heads)] or sorted(largest)
         shown.append(figures.as_html(picture(name, one, at, time_label(model), chosen), f"spectrum of {name}"))
         of_heads = {name: getattr(one, name)() for name in ("radius", "positive_share", "effective_rank")}
         numbers[name] = {name: values.tolist() for name, values in of_heads.items()}

@@ -4,8 +4,6 @@ Measures what happens between the trained times: how smooth W(t) is there, the p
 solvers converge to one solution as their steps get smaller. docs/ode.md explains the numbers.
 """
 
-import math
-
 import jax
 import numpy as np
 from absl import flags
@@ -14,7 +12,6 @@ from diffeqformer.analysis.convergence import convergence, curves, perplexities,
 from diffeqformer.checkpoints import checkpoint
 from diffeqformer.console import command_line
 from diffeqformer.console.results import header, results_folder, write_json, write_text
-from diffeqformer.depth.depths import MOST_STEPS
 from diffeqformer.errors import UserError, counted
 from diffeqformer.inference.perplexity_report import depths_of
 from diffeqformer.inference.scoring import Stretch, window_size
@@ -26,7 +23,7 @@ def define_flags() -> None:
     """The options of the command."""
     define_text_flags("ode")
     flags.DEFINE_integer("windows", 64, "Windows of text that each grid scores.", lower_bound=1)
-    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", lower_bound=2)
+    flags.DEFINE_integer("refinements", 5, "How often the trained step is halved for convergence.", 2, 15)
 
 
 def examine(options) -> dict:
@@ -38,12 +35,7 @@ def examine(options) -> dict:
             "--workdir: must hold a model whose weights are functions of time, in at least 2 steps, but it is a model "
             f"of the kind {config.kind} with {counted(model.num_steps, 'step')}"
         )
-    most = int(math.log2(MOST_STEPS / model.num_steps)) - 1  # the reference is twice as fine
-    if options.refinements > most:
-        raise UserError(
-            f"--refinements: must be at most {most} for {counted(model.num_steps, 'step')}, but it is "
-            f"{options.refinements}"
-        )
+    model.grid(model.num_steps * 2 ** (options.refinements + 1))  # the reference's, which may not be too fine
     window = window_size(options.window, opened.config, model.max_length, "--window")
     task, files, folder = None, None, None  # of process 0, which alone reads and writes
     ids, number = np.zeros((options.windows, window), np.int32), 0

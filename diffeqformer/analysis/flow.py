@@ -22,8 +22,8 @@ TOLERANCE = 1e-3  # iterations end when none changes an exponent by more
 
 
 @functools.partial(jax.jit, static_argnames=("solver", "field", "count"))
-def _largest_exponents(solver, field, weights, x, directions, count, passes):
-    """Logarithms of the largest singular values of dx(1)/dx(0), by subspace iteration, and the last pass's change."""
+def _there_and_back(solver, field, weights, x, directions, count):
+    """One pass of the iteration: the new directions, and logarithms of the largest singular values of dx(1)/dx(0)."""
     _, push = jax.linearize(lambda x: walk(solver, field, weights, x[None], Context())[0], x)
     pull = jax.linear_transpose(push, x)
 
@@ -31,27 +31,13 @@ def _largest_exponents(solver, field, weights, x, directions, count, passes):
         at_once = lyapunov.rows_at_once(len(x), CHUNK)
         return jax.lax.map(linear, vectors.T.reshape(-1, *x.shape), batch_size=at_once).reshape(-1, x.size).T
 
-    def there_and_back(carry):
-        directions, before, _, done = carry
-        images, triangle = jnp.linalg.qr(apply(push, directions))
-        found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
-        change = jnp.where(found == before, 0, jnp.abs(found - before)).max()
-        return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found, change, done + 1
-
-    def goes_on(carry):
-        _, _, change, done = carry
-        return (done < passes) & ~(change <= TOLERANCE)
-
-    start = (directions, jnp.full(count, jnp.inf, jnp.float32), jnp.float32(jnp.inf), 0)
-    return jax.lax.while_loop(goes_on, there_and_back, start)[1:3]
+    images, triangle = jnp.linalg.qr(apply(push, directions))
+    found = jnp.log(jnp.linalg.svd(triangle, compute_uv=False)[:count])
+    return jnp.linalg.qr(apply(lambda vector: pull(vector)[0], images))[0], found
 
 
 def flow_exponents(
-    model: Transformer,
-    tokens: Int[Array, "S"],
-    count: int,
-    num_steps: int | None = None,
-    passes: int = 100,
+    model: Transformer, tokens: Int[Array, "S"], count: int, num_steps: int | None = None, passes: int = 100
 ) -> tuple[Float[np.ndarray, "k"], float]:
     """The `count` largest exponents of the flow of all tokens over the whole depth, equation (8) at t = 1, in order.
 
@@ -69,9 +55,14 @@ def flow_exponents(
     count = min(count, x.size)
     more = min(2 * count + 8, x.size)  # the last vectors of a subspace are the least exact
     directions = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (x.size, more), jnp.float32))[0]
+    found, change = np.full(count, np.inf), np.inf
     with threadpool_limits(1, "blas"):
-        found, change = _largest_exponents(model.solver, model.field, weights, x, directions, count, passes)
-        return np.asarray(found, np.float64), float(change)
+        while change > TOLERANCE and passes:
+            directions, new = _there_and_back(model.solver, model.field, weights, x, directions, count)
+            new = np.asarray(new, np.float64)
+            change = float(np.abs(new - found)[new != found].max(initial=0))
+            found, passes = new, passes - 1
+    return found, change
 
 
 def kaplan_yorke(exponents: Float[np.ndarray, "k"]) -> float | None:

@@ -37,7 +37,6 @@ if PLATFORMS == "cpu":
     ):
         importlib.import_module(name)
     jaxtyping.install_import_hook("diffeqformer", "beartype.beartype")
-import pictures  # noqa: E402, F401 (checks what is drawn)
 
 MARKERS = ("long", "slow", "faults", "tpu", "gpu", "huggingface", "trackers")
 gc.set_threshold(100_000)  # with the default, looking for garbage takes 4 % of the time

@@ -72,7 +72,6 @@ def main() -> None:
         import_tensorflow()
         importlib.import_module("diffeqformer.data.tasks")
         importlib.import_module("diffeqformer.data.worker")
-    importlib.import_module("pictures")  # checks what is drawn
     for name in MODULES:
         importlib.import_module(f"diffeqformer.{name}")
     importlib.import_module("matplotlib.figure")  # which the commands import late

@@ -18,14 +18,10 @@ from diffeqformer.transformer import abstract_model, split_model
 from helpers import (
     FAMILY,
     NO_DROPOUT,
-    ONE_DEVICE,
     build_model,
     lively_model,
     load_config,
     normal,
-    run_steps,
-    tokens_of,
-    toy_config,
 )
 
 
@@ -113,25 +109,6 @@ def test_the_unit_start_and_a_base_width_only_scale_what_parameters_make(field):
     ours, theirs = scaled(tokens, scaled.weights()), plain(tokens, plain.weights())
     theirs *= 0.5 if field == "gpt" else 1  # its head is the embedding, which isn't scaled
     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
-
-
-@pytest.mark.long
-def test_with_a_base_width_a_rate_moves_models_of_any_width_alike():
-    def moved(width, base_width):
-        config = toy_config(steps=1000, model__width=width, model__mlp=4 * width, model__heads=width // 8)
-        config.model.update(base_width=base_width, generator_start="unit", solver="lie_trotter", time_embed_dim=8)
-        config.optimizer.update(learning_rate=8e-3, warmup_fraction=0.0, epsilon=1e-12)
-        tokens = tokens_of(0, config)
-
-        def logits(steps):
-            program, state, _ = run_steps(config, ONE_DEVICE, steps)
-            model = nnx.merge(program.graph, state["params"])
-            return model(jnp.asarray(tokens), model.weights())
-
-        return float(jnp.std(logits(6) - logits(0)))
-
-    base = moved(16, 16)
-    assert 0.7 * base < moved(64, 16) < 1.1 * base and moved(64, 0) > 2 * base
 
 
 def test_time_features_are_exact_at_large_angles():

@@ -81,19 +81,6 @@ def test_a_report_is_made_once_unless_it_was_interrupted(tmp_path, made):
     assert {path.name for path in (tmp_path / "my runs").iterdir()} == {"simulation", "simulation-1"}
 
 
-def test_downstream_tasks_are_those_of_the_runs_that_a_study_shows(tmp_path, made, script, capsys):
-    for run in ("gpt-4e-3", "diffeqformer-2e-3", "diffeqformer-beta2_0.999-2e-3"):
-        for seed, text in ((0, "own_text"), (1, "own_text"), (2, "own_text"), (1, "2_articles")):
-            (tmp_path / "my runs" / "studies" / f"tiny-{run}-seed_{seed}-1500_steps-{text}").mkdir(parents=True)
-    [command] = [each for each in made("--table=4") if each.startswith("diffeqformer.downstream")]
-    found = [path.partition("/tiny-")[2] for path in command.split("--workdir=")[1].split(" --")[0].split(",")]
-    shown = [f"{run}-seed_{seed}" for run in ("gpt-4e-3", "diffeqformer-2e-3") for seed in (1, 2)]
-    assert found == [f"{run}-1500_steps-own_text" for run in shown]
-    for given, end in ((["--tasks=my tasks"], " --include='my tasks' --tasks=paper"), ([], "/downstream")):
-        script("paper", "--table=4", "--scale=published", "--list", *given).main(None)
-        assert capsys.readouterr().out.splitlines()[-2].endswith(end)
-
-
 def test_reports_are_summed_up_over_seeds(tmp_path, script, capsys):
     for seed, size in ((1, 2.0), (2, 6.0)):
         qk = {"radius": [[size, 1.0], [1.0, 1.0]], "positive_share": [[0.0, 0.0], [0.5, 1.0]]}
